@@ -1,0 +1,79 @@
+"""Every error that swift raises for its users.
+
+SwiftError
+├── UsageError                 bad input: says what to do; exit code 2
+├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
+│   └── LogUnavailable         the log server cannot be reached or has closed itself
+├── Fenced                     this process belongs to an older generation and must stop
+├── JoinRefused                the coordinator will not have this rank (fingerprint, configuration, live holder)
+├── LogError
+│   ├── StaleGeneration        an append under a fenced generation
+│   ├── RecordCorrupt          a checksum does not match: never replayed
+│   ├── RecordTrimmed          the step was trimmed: a checkpoint covers it
+│   ├── RecordMissing          the record is not in the log and nobody will write it
+│   └── SequenceConflict       same key or sequence with other bytes
+└── ReplayRefused              replay would not be exact: a regenerated send differs, or one of the LogErrors
+    └── Divergence             computed bits differ from the logged ones
+"""
+
+
+class SwiftError(Exception):
+    """Root of all errors that swift raises for its users."""
+
+    exit_code = 3
+
+
+class UsageError(SwiftError):
+    """Bad input. The message is one line that says what to do."""
+
+    exit_code = 2
+
+
+class ServiceError(SwiftError):
+    """A service or the machine is not able to do it."""
+
+
+class LogUnavailable(ServiceError):
+    """The log server cannot be reached, or it has closed itself (read-only disk, failed sync)."""
+
+
+class Fenced(SwiftError):
+    """This process belongs to an older generation; somebody else holds its rank."""
+
+
+class JoinRefused(SwiftError):
+    """The coordinator will not have this rank. The message names both values that differ."""
+
+    exit_code = 2
+
+
+class LogError(SwiftError):
+    """The log cannot serve what was asked."""
+
+
+class StaleGeneration(LogError):
+    """An append under a generation that was fenced."""
+
+
+class RecordCorrupt(LogError):
+    """A checksum does not match. The message names the record."""
+
+
+class RecordTrimmed(LogError):
+    """The step asked for was trimmed. The message names the oldest step that is there."""
+
+
+class RecordMissing(LogError):
+    """The record is not in the log."""
+
+
+class SequenceConflict(LogError):
+    """The same key or sequence number came with other bytes."""
+
+
+class ReplayRefused(SwiftError):
+    """Replay would not be exact, so it is not done; the checkpoint stands behind."""
+
+
+class Divergence(ReplayRefused):
+    """Bits that were computed again differ from the logged ones."""

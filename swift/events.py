@@ -1,0 +1,61 @@
+"""The event trace: what happened when, in every process of a job, on one clock.
+
+If the environment names a directory in ``SWIFT_EVENTS``, each process appends JSON lines to a file of its
+own there. The clock is CLOCK_MONOTONIC, which all processes of one Linux machine share, so a reader merges
+the files by time. The drill builds its timeline from them. Without the variable nothing is written.
+"""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ENV_EVENTS_DIR = "SWIFT_EVENTS"
+
+_lock = threading.Lock()
+_who = "process"
+_fd: int | None = None
+_fd_pid = 0
+
+
+def now() -> float:
+    """Seconds on the machine-wide monotonic clock."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def configure(who: str) -> None:
+    """Names this process in the trace ("rank2", "coordinator", ...). A warm spare does it once it is a rank."""
+    global _who, _fd
+    with _lock:
+        if _fd is not None:
+            os.close(_fd)
+            _fd = None
+        _who = who
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Appends one event. One write of one line, so a SIGKILL tears nothing but the last line."""
+    global _fd, _fd_pid
+    directory = os.environ.get(ENV_EVENTS_DIR)
+    if not directory:
+        return
+    line = json.dumps({"t": now(), "who": _who, "pid": os.getpid(), "event": event, **fields}) + "\n"
+    with _lock:
+        if _fd is None or _fd_pid != os.getpid():
+            path = Path(directory) / f"{_who}-{os.getpid()}.jsonl"
+            _fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _fd_pid = os.getpid()
+        os.write(_fd, line.encode())
+
+
+def read(directory: str | Path) -> list[dict[str, Any]]:
+    """All events of all processes, by time. A torn last line (its writer was killed) is left out."""
+    events = []
+    for path in Path(directory).glob("*.jsonl"):
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                events.append(json.loads(line))
+    events.sort(key=lambda event: event["t"])
+    return events
