@@ -5,7 +5,7 @@ SwiftError
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
 ├── Fenced                     this process belongs to an older generation and must stop
-├── JoinRefused                the coordinator will not have this rank (fingerprint, configuration, live holder)
+├── JoinRefused                the coordinator will not have this rank (fingerprint, configuration, holder)
 ├── LogError
 │   ├── StaleGeneration        an append under a fenced generation
 │   ├── RecordCorrupt          a checksum does not match: never replayed

@@ -26,7 +26,7 @@ def now() -> float:
 
 
 def configure(who: str) -> None:
-    """Names this process in the trace ("rank2", "coordinator", ...). A warm spare does it once it is a rank."""
+    """Names this process in the trace ("rank2", "coordinator"). A warm spare does so once it is a rank."""
     global _who, _fd
     with _lock:
         if _fd is not None:

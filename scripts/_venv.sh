@@ -1,0 +1,25 @@
+# Sourced by the scripts beside it: `ensure_venv EXTRA` makes .venv if it is missing and installs this checkout
+# with that extra (test or dev) if pyproject.toml or constraints.txt changed since the last time.
+
+ensure_venv() {
+    local extra="$1" python stamp
+    if [ ! -x .venv/bin/python ]; then
+        # The CPU build that constraints.txt pins is looked for under 3.11 first.
+        for python in "${PYTHON:-}" python3.11 python3.12; do
+            [ -n "$python" ] && command -v "$python" >/dev/null 2>&1 && "$python" -c '' 2>/dev/null && break
+            python=""
+        done
+        [ -n "$python" ] || { echo "no python3.11 or python3.12 here: install one, or name it in PYTHON" >&2; exit 3; }
+        echo "making .venv with $python" >&2
+        "$python" -m venv .venv || { echo "could not make .venv: $python needs its venv module" >&2; exit 3; }
+    fi
+    stamp="$(cat pyproject.toml constraints.txt | sha256sum)"
+    # What dev installs holds what test installs.
+    for have in .venv/.installed-dev ".venv/.installed-$extra"; do
+        [ "$(cat "$have" 2>/dev/null)" = "$stamp" ] && return
+    done
+    echo "installing swift-ft with [$extra] into .venv" >&2
+    .venv/bin/python -m pip install --quiet -c constraints.txt -e ".[$extra]" >&2 ||
+        { echo "pip could not install swift-ft: see its message above" >&2; exit 3; }
+    echo "$stamp" >".venv/.installed-$extra"
+}
