@@ -1,0 +1,268 @@
+"""Faults have coordinates: the grammar of ``--kill``, and what each fault needs to be possible.
+
+    rank=2,step=17,microbatch=3,phase=backward     that rank kills itself there (SIGKILL)
+    rank=2,phase=replay                            at the first replay that runs while rank 2 lives
+    service=logserver,step=12                      the log server is killed when training reaches that step
+    service=coordinator,state=recovering           the coordinator kills itself when it enters that state
+    corrupt=log,step=17,stream=s1.F                a bit of that stream is flipped before that kill
+
+Parsing knows the words, `check` knows the topology; both raise `UsageError` with one line that names what
+would be allowed. A fault round-trips through ``str``.
+
+The runtime inside a rank fires rank faults: it gets them as JSON in ``SWIFT_FAULTS`` (`to_environment`) and,
+at the coordinates, creates ``$SWIFT_FAULTS_DIR/<id>.fired`` exclusively, emits the event "fault" and kills
+itself. With "hold" it first creates ``<id>.reached`` and waits for ``<id>.go``, so that the drill can flip
+its bit at a moment when the rank is certain to die and nothing has been read back yet.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swift.drill.topology import Topology
+from swift.errors import UsageError
+
+ENV_FAULTS = "SWIFT_FAULTS"
+ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
+
+PHASES = ("forward", "backward", "reduce", "optimizer", "idle", "replay")
+MICROBATCH_PHASES = ("forward", "backward", "replay")
+STATES = ("running", "fencing", "planning", "recovering")
+
+_NUMBER = re.compile(r"[0-9]{1,9}\Z")
+_STREAM = re.compile(r"(s[0-9]{1,4}\.[FBXT])\Z")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFault:
+    """SIGKILL of a rank by itself at (step, microbatch, phase)."""
+
+    rank: int
+    phase: str = "backward"
+    step: int | None = None
+    """None only for phase replay: the first replay there is."""
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"rank={self.rank}"]
+        if self.step is not None:
+            parts.append(f"step={self.step}")
+        if self.phase in MICROBATCH_PHASES and (self.microbatch or self.phase != "replay"):
+            parts.append(f"microbatch={self.microbatch}")
+        return ",".join([*parts, f"phase={self.phase}"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogServerFault:
+    """SIGKILL of the log server once some rank has begun this step; it is started again on the same port."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"service=logserver,step={self.step}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorFault:
+    """The coordinator kills itself when it has made this state durable; it is started again."""
+
+    state: str
+
+    def __str__(self) -> str:
+        return f"service=coordinator,state={self.state}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorruptFault:
+    """One bit flipped in a stream that the replay of the rank killed at this step will read."""
+
+    step: int
+    stream: str = ""
+    """Empty: the first stream that the victim's replay reads."""
+
+    def __str__(self) -> str:
+        return f"corrupt=log,step={self.step}" + (f",stream={self.stream}" if self.stream else "")
+
+
+Fault = RankFault | LogServerFault | CoordinatorFault | CorruptFault
+
+
+def parse(spec: str) -> Fault:
+    """One ``--kill``. Raises `UsageError`."""
+    fields: dict[str, str] = {}
+    for part in spec.split(","):
+        key, equals, value = part.strip().partition("=")
+        key, value = key.strip().lower(), value.strip()
+        if not equals or not key or not value:
+            raise UsageError(f"--kill {spec!r}: {part!r} is not key=value (such as rank=2,step=17)")
+        if key in fields:
+            raise UsageError(f"--kill {spec!r}: {key} stands there twice")
+        fields[key] = value
+    if "rank" in fields:
+        return _rank_fault(spec, fields)
+    if "service" in fields:
+        return _service_fault(spec, fields)
+    if "corrupt" in fields:
+        return _corrupt_fault(spec, fields)
+    raise UsageError(
+        f"--kill {spec!r} names no victim: rank=N, service=logserver, service=coordinator or corrupt=log"
+    )
+
+
+def _rank_fault(spec: str, fields: dict[str, str]) -> RankFault:
+    _only(spec, fields, "rank", "step", "microbatch", "phase")
+    phase = fields.get("phase", "backward").lower()
+    if phase not in PHASES:
+        raise UsageError(f"--kill {spec!r}: unknown phase {phase!r}: one of {', '.join(PHASES)}")
+    if "step" not in fields and phase != "replay":
+        raise UsageError(f"--kill {spec!r}: step is missing (only phase=replay needs none)")
+    if "microbatch" in fields and phase not in MICROBATCH_PHASES:
+        raise UsageError(
+            f"--kill {spec!r}: microbatch is only for {', '.join(MICROBATCH_PHASES)}, not {phase}"
+        )
+    return RankFault(
+        rank=_number(spec, fields, "rank"),
+        step=_number(spec, fields, "step") if "step" in fields else None,
+        microbatch=_number(spec, fields, "microbatch") if "microbatch" in fields else 0,
+        phase=phase,
+    )
+
+
+def _service_fault(spec: str, fields: dict[str, str]) -> Fault:
+    service = fields["service"].lower()
+    if service == "logserver":
+        _only(spec, fields, "service", "step")
+        return LogServerFault(step=_number(spec, fields, "step"))
+    if service == "coordinator":
+        _only(spec, fields, "service", "state")
+        state = fields.get("state", "").lower()
+        if state not in STATES:
+            raise UsageError(f"--kill {spec!r}: state must be one of {', '.join(STATES)}")
+        return CoordinatorFault(state=state)
+    raise UsageError(f"--kill {spec!r}: unknown service {service!r}: logserver or coordinator")
+
+
+def _corrupt_fault(spec: str, fields: dict[str, str]) -> CorruptFault:
+    _only(spec, fields, "corrupt", "step", "stream")
+    if fields["corrupt"].lower() != "log":
+        raise UsageError(f"--kill {spec!r}: only corrupt=log is there")
+    stream = fields.get("stream", "")
+    stream = stream[:1].lower() + stream[1:].upper()
+    if stream and not _STREAM.match(stream):
+        raise UsageError(f"--kill {spec!r}: a stream is s<stage>.F, .B, .X or .T (such as s1.F)")
+    return CorruptFault(step=_number(spec, fields, "step"), stream=stream)
+
+
+def _only(spec: str, fields: dict[str, str], *allowed: str) -> None:
+    for key in fields:
+        if key not in allowed:
+            raise UsageError(f"--kill {spec!r}: unknown key {key!r}: allowed here are {', '.join(allowed)}")
+
+
+def _number(spec: str, fields: dict[str, str], key: str) -> int:
+    value = fields.get(key)
+    if value is None:
+        raise UsageError(f"--kill {spec!r}: {key} is missing")
+    if not _NUMBER.match(value):
+        raise UsageError(f"--kill {spec!r}: {key} must be a number, not {value!r}")
+    return int(value)
+
+
+def check(faults: Sequence[Fault], topology: Topology, *, strategy: str = "auto") -> None:
+    """Refuses faults that this topology cannot have. Raises `UsageError`."""
+    for fault in faults:
+        match fault:
+            case RankFault():
+                _check_rank_fault(fault, faults, topology, strategy)
+            case LogServerFault(step=step):
+                _check_step(fault, step, topology)
+            case CorruptFault():
+                _check_corrupt_fault(fault, faults, topology, strategy)
+            case CoordinatorFault(state=state):
+                if state != "running" and not any(isinstance(other, RankFault) for other in faults):
+                    raise UsageError(
+                        f"--kill {fault}: state {state} is only reached in a recovery, so kill a rank as well"
+                    )
+
+
+def _check_step(fault: Fault, step: int, topology: Topology) -> None:
+    if step >= topology.steps:
+        raise UsageError(f"--kill {fault}: step must be 0 to {topology.steps - 1} (--steps {topology.steps})")
+
+
+def _check_rank_fault(fault: RankFault, faults: Sequence[Fault], topology: Topology, strategy: str) -> None:
+    if fault.rank >= topology.ranks * topology.replicas:
+        raise UsageError(f"--kill {fault}: rank must be 0 to {topology.ranks * topology.replicas - 1}")
+    if fault.step is not None:
+        _check_step(fault, fault.step, topology)
+    if fault.microbatch >= topology.microbatches:
+        raise UsageError(f"--kill {fault}: microbatch must be 0 to {topology.microbatches - 1}")
+    if fault.phase == "reduce" and topology.replicas == 1:
+        phases = ", ".join(phase for phase in PHASES if phase != "reduce")
+        raise UsageError(f"--kill {fault}: nothing is reduced without replicas; phases here: {phases}")
+    if fault.phase == "replay":
+        if strategy == "checkpoint":
+            raise UsageError(f"--kill {fault}: --strategy checkpoint replays nothing")
+        if not any(isinstance(other, RankFault) and other.phase != "replay" for other in faults):
+            raise UsageError(f"--kill {fault}: nothing replays unless another --kill makes a rank fail first")
+
+
+def _check_corrupt_fault(
+    fault: CorruptFault, faults: Sequence[Fault], topology: Topology, strategy: str
+) -> None:
+    _check_step(fault, fault.step, topology)
+    victim = victim_of(fault, faults)
+    if victim is None:
+        raise UsageError(f"--kill {fault}: nothing reads the log: no rank is killed at that step")
+    if strategy == "checkpoint":
+        raise UsageError(f"--kill {fault}: --strategy checkpoint never reads the log")
+    if fault.step % topology.checkpoint_every == 0:
+        raise UsageError(
+            f"--kill {fault}: the checkpoint may be of that very step and leave nothing to replay; "
+            f"take a step that is no multiple of {topology.checkpoint_every}"
+        )
+    streams = topology.replay_streams(victim.rank)
+    if fault.stream and fault.stream not in streams:
+        raise UsageError(
+            f"--kill {fault}: a replay of rank {victim.rank} reads only the streams {', '.join(streams)}"
+        )
+
+
+def victim_of(fault: CorruptFault, faults: Sequence[Fault]) -> RankFault | None:
+    """The rank fault under which the log is corrupted."""
+    for other in faults:
+        if isinstance(other, RankFault) and other.step == fault.step and other.phase != "replay":
+            return other
+    return None
+
+
+def corrupted_stream(fault: CorruptFault, faults: Sequence[Fault], topology: Topology) -> str:
+    """The stream named, or the first that the victim's replay reads."""
+    victim = victim_of(fault, faults)
+    assert victim is not None, "check() ran first"
+    return fault.stream or topology.replay_streams(victim.rank)[0]
+
+
+def fault_id(index: int) -> str:
+    """The name under which the fault of this index fires."""
+    return f"fault{index}"
+
+
+def to_environment(faults: Sequence[Fault]) -> str:
+    """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves."""
+    held = {id(victim_of(fault, faults)) for fault in faults if isinstance(fault, CorruptFault)}
+    return json.dumps(
+        [
+            {
+                "id": fault_id(index),
+                "rank": fault.rank,
+                "step": fault.step,
+                "microbatch": fault.microbatch,
+                "phase": fault.phase,
+                **({"hold": True} if id(fault) in held else {}),
+            }
+            for index, fault in enumerate(faults)
+            if isinstance(fault, RankFault)
+        ]
+    )
