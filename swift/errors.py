@@ -4,12 +4,14 @@ SwiftError
 ├── UsageError                 bad input: says what to do; exit code 2
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
+│       └── LogInterrupted     the wait was called off: a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
 ├── JoinRefused                the coordinator will not have this rank (fingerprint, configuration, holder)
 ├── LogError
 │   ├── StaleGeneration        an append under a fenced generation
 │   ├── RecordCorrupt          a checksum does not match: never replayed
 │   ├── RecordTrimmed          the step was trimmed: a checkpoint covers it
+│   ├── RecordInvalid          checksums match, but it makes no sense here (version, codec, size, shape)
 │   ├── RecordMissing          the record is not in the log and nobody will write it
 │   └── SequenceConflict       same key or sequence with other bytes
 └── ReplayRefused              replay would not be exact: a regenerated send differs, or one of the LogErrors
@@ -37,6 +39,10 @@ class LogUnavailable(ServiceError):
     """The log server cannot be reached, or it has closed itself (read-only disk, failed sync)."""
 
 
+class LogInterrupted(LogUnavailable):
+    """Waiting for the log was called off, because a new generation is being formed."""
+
+
 class Fenced(SwiftError):
     """This process belongs to an older generation; somebody else holds its rank."""
 
@@ -61,6 +67,10 @@ class RecordCorrupt(LogError):
 
 class RecordTrimmed(LogError):
     """The step asked for was trimmed. The message names the oldest step that is there."""
+
+
+class RecordInvalid(LogError):
+    """Well-formed by its checksums, but of an unknown version, or its sizes and shape contradict each other."""
 
 
 class RecordMissing(LogError):
