@@ -1,0 +1,11 @@
+"""The launcher, `swift-ft run`: torchrun's flags, but one dead rank is replaced and the others stay.
+
+command     flags -> LaunchPlan -> run
+agent       torch's elastic agent with children of its own: replaces a rank, restarts nobody else
+children    processes: spawn, hand a rank to, signal, reap
+decisions   what to do about an exit and a View; pure
+link        notices to the coordinator (own thread), Views from it
+rendezvous  the store of a one-machine job, on loopback only
+torch_names every private torch name, checked at import
+worker      what runs in each child before the script does
+"""

@@ -1,0 +1,52 @@
+"""The command `swift-ft`: hands over to the program that does the work."""
+
+import importlib
+import os
+import sys
+from importlib import metadata
+
+# Programs: the process becomes them, so that pids and signals are theirs.
+PROGRAMS = {
+    "run": ("swift.launch", "start the ranks of a training job; a rank that dies is replaced"),
+    "logserver": ("services.logserver", "keep the tensors that cross boundaries, durably"),
+    "coordinator": ("services.coordinator", "watch the ranks, decide on recoveries"),
+}
+OTHERS = {
+    "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
+    "version": "print the version",
+}
+
+
+def usage() -> str:
+    rows = [(name, what) for name, (_, what) in PROGRAMS.items()] + list(OTHERS.items())
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {what}" for name, what in rows]
+    head = "Exact recovery for PyTorch training with pipeline and data parallelism."
+    return "\n".join(
+        [head, "", "usage: swift-ft COMMAND [ARGS...]", "", *lines, "", "swift-ft COMMAND --help says more."]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in PROGRAMS:
+        module = PROGRAMS[command][0]
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", module, *rest])
+    if command == "drill":
+        return int(importlib.import_module("swift.drill.command").main(rest))
+    if command in ("version", "--version"):
+        print(f"swift-ft {metadata.version('swift-ft')}")
+        return 0
+    if command in ("help", "-h", "--help"):
+        print(usage())
+        return 0
+    known = ", ".join([*PROGRAMS, *OTHERS])
+    problem = f"there is no command {command!r}" if command else "a command is needed"
+    print(f"swift: {problem}; there are: {known}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""`python -m swift.launch`, which is `swift-ft run`."""
+
+import os
+import signal
+import sys
+
+
+def _leave(signum: int, frame: object) -> None:
+    os._exit(128 + signum)
+
+
+if __name__ == "__main__":
+    # Until there are children, and while torch is being imported, a signal simply ends this process.
+    for early in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(early, _leave)
+    from swift.errors import SwiftError
+
+    try:
+        from swift.launch.command import main
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""The launcher's child processes: spawned as warm spares, handed a rank, signalled, reaped.
+
+All of it happens in the launcher's main thread: PR_SET_PDEATHSIG fires when the *thread* that started a child
+ends. Each child leads a session of its own, so that Ctrl-C in a terminal reaches the launcher alone and a
+rank's own children (data loaders) are killed with it.
+"""
+
+import contextlib
+import fcntl
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+
+from swift.errors import UsageError
+from swift.launch.worker import Assignment
+
+CONTROL_PIPE_BYTES = 1 << 20
+"""An assignment fits, so writing it never waits for a child that is not reading yet."""
+KILL_WAIT_S = 10.0
+"""How long a SIGKILLed child may take to go (uninterruptible sleep) before it is named and left."""
+
+
+class Child:
+    """One process: a spare while `rank` is None, then that rank until it ends."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", control_fd: int, warm_fd: int) -> None:
+        self._process = process
+        self._control_fd = control_fd
+        self.warm_fd = warm_fd
+        self.pid = process.pid
+        self.pidfd = os.pidfd_open(process.pid)
+        self.incarnation = uuid.uuid4().hex
+        self.warm = False
+        self.rank: int | None = None
+        self.exit_code: int | None = None
+        """None while it lives; negative: killed by that signal."""
+
+    def assign(self, rank: int, assignment: Assignment) -> None:
+        """Hands the rank over. The child may have died already: its pidfd tells."""
+        line = assignment.to_line()
+        if len(line) > CONTROL_PIPE_BYTES:
+            raise UsageError(
+                f"the script's arguments take {len(line)} bytes: at most {CONTROL_PIPE_BYTES} fit"
+            )
+        self.rank = rank
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._control_fd, line)
+        os.close(self._control_fd)
+        self._control_fd = -1
+
+    def send(self, signum: int) -> None:
+        if self.exit_code is None:
+            self._process.send_signal(signum)
+
+    def kill_group(self) -> None:
+        """SIGKILL for the child and whatever it started in its session. Right until `reap`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """After the pidfd became readable: ends its group, collects the exit code, closes everything."""
+        os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        # Not reaped yet, so the pid, and with it the group's number, cannot be anybody else's.
+        self.kill_group()
+        self.exit_code = self._process.wait()
+        for fd in (self.pidfd, self.warm_fd, self._control_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.pidfd = self.warm_fd = self._control_fd = -1
+        return self.exit_code
+
+
+def spawn(env: dict[str, str]) -> Child:
+    """Starts a worker; it imports torch and then waits for its `assign`."""
+    control_read, control_write = os.pipe()
+    warm_read, warm_write = os.pipe()
+    fcntl.fcntl(control_write, fcntl.F_SETPIPE_SZ, CONTROL_PIPE_BYTES)
+    command = [sys.executable, "-u", "-m", "swift.launch.worker"]
+    command += [str(control_read), str(warm_write), str(os.getpid())]
+    try:
+        process = subprocess.Popen(
+            command, env=env, pass_fds=(control_read, warm_write), start_new_session=True
+        )
+    finally:
+        os.close(control_read)
+        os.close(warm_write)
+    return Child(process, control_write, warm_read)
+
+
+class Nursery:
+    """All children of the launcher and the selector that tells which of them became warm or ended.
+
+    Invariant: every child that was spawned and not reaped is in `children` and registered by its pidfd.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._env = env
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self.children: list[Child] = []
+
+    @property
+    def wake_fd(self) -> int:
+        """A byte written here ends `wait` (signal handlers do so)."""
+        return self._wake_write
+
+    def wake(self) -> None:
+        """(any thread) Ends `wait` early."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"w")
+
+    @property
+    def spares(self) -> list[Child]:
+        """The best one first: warm, then the one that was started earliest."""
+        return sorted(
+            (child for child in self.children if child.rank is None), key=lambda child: not child.warm
+        )
+
+    def spawn(self) -> Child:
+        child = spawn(self._env)
+        self.children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        self._selector.register(child.warm_fd, selectors.EVENT_READ, child)
+        return child
+
+    def wait(self, timeout_s: float) -> tuple[list[Child], list[Child]]:
+        """Blocks until something happens or the time is up: (children now warm, children that ended)."""
+        warmed, ended = [], []
+        for key, _ in self._selector.select(timeout_s):
+            child: Child | None = key.data
+            if child is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            elif key.fd == child.pidfd:
+                ended.append(child)
+            elif os.read(child.warm_fd, 1):
+                child.warm = True
+                warmed.append(child)
+                self._drop_warm_fd(child)
+            else:
+                self._drop_warm_fd(child)
+        for child in ended:
+            self._selector.unregister(child.pidfd)
+            if child.warm_fd >= 0:
+                self._selector.unregister(child.warm_fd)
+            child.reap()
+            self.children.remove(child)
+        return warmed, ended
+
+    def _drop_warm_fd(self, child: Child) -> None:
+        self._selector.unregister(child.warm_fd)
+        os.close(child.warm_fd)
+        child.warm_fd = -1
+
+    def stop(self, children: Iterable[Child], signum: int, grace_s: float) -> list[Child]:
+        """Signals them, SIGKILLs after the grace, reaps. Returns all children that ended meanwhile."""
+        stopping = [child for child in children if child.exit_code is None]
+        for child in stopping:
+            child.send(signum)
+        all_ended = []
+        for patience_s in (grace_s, KILL_WAIT_S):
+            deadline = time.monotonic() + patience_s
+            while any(child.exit_code is None for child in stopping):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                all_ended += self.wait(left_s)[1]
+            for child in stopping:
+                if child.exit_code is None:
+                    child.kill_group()
+        return all_ended
+
+    def close(self) -> None:
+        """Kills what is left."""
+        self.stop(list(self.children), signal.SIGKILL, KILL_WAIT_S)
+        for child in self.children:
+            print(f"swift: process {child.pid} does not go away", file=sys.stderr)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)

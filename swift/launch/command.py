@@ -1,0 +1,257 @@
+"""`swift-ft run`: flags -> LaunchPlan -> run."""
+
+import argparse
+import importlib.util
+import os
+import re
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from swift import events
+from swift.errors import SwiftError, UsageError
+from swift.launch.agent import Outcome, ReplacingAgent
+from swift.launch.children import Nursery
+from swift.launch.link import CoordinatorLink
+from swift.launch.ranks import Job, Output, make_run_dir
+from swift.launch.rendezvous import LoopbackRendezvous
+from swift.launch.signals import SignalGate
+from swift.launch.torch_names import (
+    LaunchConfig,
+    RendezvousHandler,
+    RendezvousParameters,
+    SignalException,
+    Std,
+    WorkerSpec,
+    config_from_args,
+    get_addr_and_port,
+    get_args_parser,
+    get_rendezvous_handler,
+    parse_min_max_nnodes,
+    to_map,
+)
+
+DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
+REPLACEMENTS_DEFAULT = 100
+GRACE_S_DEFAULT = 5.0
+JOB_GRAMMAR = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+# torchrun's flags that make no sense with children of our own, or are not built.
+_UNSUPPORTED = {
+    "no_python": "--no-python: ranks start as warm Python processes, so the script must be Python",
+    "run_path": "--run-path: the script is always run inside a warm interpreter; leave the flag out",
+    "logs_specs": "--logs-specs: use --log-dir with --redirects",
+    "numa_binding": "--numa-binding: start swift-ft run under numactl",
+    "duplicate_stdout_filters": "--duplicate-stdout-filters: use --log-dir with --redirects",
+    "duplicate_stderr_filters": "--duplicate-stderr-filters: use --log-dir with --redirects",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Help that begins with what the command does; errors of one line."""
+
+    def format_help(self) -> str:
+        return f"{DESCRIPTION}\n\n{super().format_help()}"
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"run: {message} (see swift-ft run --help)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan:
+    """Everything that the flags say, checked."""
+
+    config: LaunchConfig
+    loopback: bool
+    """One machine and no rendezvous named: the store listens on loopback only."""
+    job: Job
+    output: Output
+    spare_count: int
+    grace_s: float
+    signals: list[signal.Signals]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="swift-ft run", parents=[get_args_parser()], conflict_handler="resolve", allow_abbrev=False
+    )
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=REPLACEMENTS_DEFAULT)
+    ours = parser.add_argument_group("swift")
+    ours.add_argument(
+        "--coordinator",
+        default=os.environ.get("SWIFT_COORDINATOR"),
+        metavar="HOST:PORT",
+        help="The job's coordinator (required; default: $SWIFT_COORDINATOR).",
+    )
+    ours.add_argument("--job", help="The job's name (default: made from the rendezvous id).")
+    ours.add_argument(
+        "--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1)."
+    )
+    ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
+    return parser
+
+
+def job_name(run_id: str) -> str:
+    """A job name made from a rendezvous id: what the grammar does not allow becomes a dash."""
+    return re.sub(r"[^a-z0-9._-]", "-", run_id.lower()).lstrip("._-")[:64] or "job"
+
+
+def make_plan(argv: Sequence[str]) -> LaunchPlan:
+    """Parses and checks. UsageError says what is wrong."""
+    args = make_parser().parse_args(argv)
+    _check(args)
+    loopback = _choose_rendezvous(args)
+    run_dir = None
+    if args.log_dir or args.redirects != "0":
+        run_dir = make_run_dir(args.log_dir, args.rdzv_id)
+    # torch's own log handling would make a directory that nobody uses.
+    args.log_dir = os.devnull
+    if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
+        os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        config, _, _ = config_from_args(args)
+        redirects = to_map(Std.from_str(args.redirects), config.nproc_per_node)
+        signals = [signal.Signals[name.strip()] for name in config.signals_to_handle.split(",")]
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"run: {error}") from error
+    except KeyError as error:
+        raise UsageError(f"run: --signals-to-handle: no signal {error}") from error
+    shown = None
+    if args.local_ranks_filter:
+        shown = frozenset(int(rank) for rank in args.local_ranks_filter.split(","))
+    return LaunchPlan(
+        config=config,
+        loopback=loopback,
+        job=Job(
+            script=args.training_script,
+            module=args.module,
+            args=args.training_script_args,
+            cwd=os.getcwd(),
+            coordinator=args.coordinator,
+            name=args.job or job_name(config.run_id),
+            checkpoint_dir=None if args.checkpoint_dir is None else os.path.abspath(args.checkpoint_dir),
+        ),
+        output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
+        spare_count=args.spares,
+        grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
+        signals=signals,
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, message in _UNSUPPORTED.items():
+        if getattr(args, name, None):
+            raise UsageError(f"run: not supported: {message}")
+    if args.start_method != "spawn":
+        raise UsageError("run: not supported: --start-method: ranks start from warm spares; leave it out")
+    if args.tee != "0":
+        raise UsageError("run: not supported: --tee: use --log-dir with --redirects")
+    if not args.coordinator:
+        raise UsageError("run: --coordinator HOST:PORT is needed (or the variable SWIFT_COORDINATOR)")
+    if not re.fullmatch(r"\S+:\d{1,5}", args.coordinator):
+        raise UsageError(f"run: --coordinator {args.coordinator}: write HOST:PORT")
+    if args.spares < 0:
+        raise UsageError(f"run: --spares {args.spares}: 0 or more")
+    if args.job is not None and not JOB_GRAMMAR.fullmatch(args.job):
+        raise UsageError(f"run: --job {args.job}: up to 64 of a-z 0-9 . _ -, the first a letter or digit")
+    if args.module:
+        top = args.training_script.partition(".")[0]
+        if importlib.util.find_spec(top) is None:
+            raise UsageError(f"run: no module named {top}")
+    elif not os.path.exists(args.training_script):
+        raise UsageError(f"run: {args.training_script}: there is no such script")
+
+
+def _choose_rendezvous(args: argparse.Namespace) -> bool:
+    """torchrun's own choice, except that one machine alone gets our store on loopback: then true."""
+    try:
+        max_nodes = parse_min_max_nnodes(args.nnodes)[1]
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"run: --nnodes {args.nnodes}: a number, or MIN:MAX") from error
+    unnamed = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    loopback: bool = args.standalone or (unnamed and max_nodes == 1)
+    if loopback:
+        args.rdzv_id = args.job or str(uuid.uuid4())
+    elif args.rdzv_id == "none" and args.job is None:
+        raise UsageError("run: name the job, the same on all machines: --job NAME or --rdzv-id ID")
+    if args.master_port is None:
+        args.master_port = 29500
+    return loopback
+
+
+def _make_spec(plan: LaunchPlan) -> WorkerSpec:
+    config = plan.config
+    master_addr = master_port = None
+    if plan.loopback:
+        handler: RendezvousHandler = LoopbackRendezvous(config.run_id, config.rdzv_configs["timeout"])
+    else:
+        parameters = RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+        master_addr, master_port = get_addr_and_port(parameters)
+        handler = get_rendezvous_handler(parameters)
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=plan.job.script,
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=master_addr,
+        master_port=master_port,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+
+
+def run(plan: LaunchPlan) -> Outcome:
+    """Runs the job's local ranks to the end."""
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
+    nursery = Nursery(dict(os.environ))
+    gate = SignalGate(plan.signals, nursery.wake_fd)
+    link = CoordinatorLink(plan.job.coordinator, plan.job.name, nursery.wake)
+    spec = _make_spec(plan)
+    agent = ReplacingAgent(
+        spec,
+        job=plan.job,
+        output=plan.output,
+        spare_count=plan.spare_count,
+        grace_s=plan.grace_s,
+        nursery=nursery,
+        link=link,
+        gate=gate,
+    )
+    try:
+        agent.run()
+    except SignalException as error:
+        # The rendezvous stays open: another launcher may take this one's place.
+        return Outcome(exit_code=128 + error.sigval)
+    finally:
+        link.close()
+    spec.rdzv_handler.shutdown()
+    assert agent.outcome is not None
+    return agent.outcome
+
+
+def main(argv: Sequence[str]) -> int:
+    events.configure("launcher")
+    try:
+        outcome = run(make_plan(argv))
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        return error.exit_code
+    if outcome.line:
+        print(outcome.line, file=sys.stderr)
+    events.emit("launcher_end", code=outcome.exit_code)
+    return outcome.exit_code

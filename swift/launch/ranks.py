@@ -1,0 +1,123 @@
+"""What a rank is given, as torch's LocalElasticAgent gives it: environment, arguments, files for output."""
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swift.errors import UsageError
+from swift.launch.torch_names import Std, WorkerGroup, macros
+from swift.launch.worker import Assignment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What the ranks of a job run, the same for every local rank."""
+
+    script: str
+    module: bool
+    args: list[str]
+    cwd: str
+    coordinator: str
+    name: str
+    checkpoint_dir: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Where the output of the local ranks goes."""
+
+    redirects: dict[int, Std] = field(default_factory=dict)
+    """By local rank: the streams that go to files."""
+    shown: frozenset[int] | None = None
+    """Local ranks whose output is shown if it is not redirected; None: all."""
+    run_dir: Path | None = None
+    """Holds LOCAL_RANK/stdout.log and stderr.log."""
+
+    def file(self, local_rank: int, stream: Std, name: str) -> str | None:
+        """The file of one stream; None: the launcher's own."""
+        if self.run_dir is not None and self.redirects.get(local_rank, Std.NONE) & stream:
+            return str(self.rank_dir(local_rank) / name)
+        if self.shown is not None and local_rank not in self.shown:
+            return os.devnull
+        return None
+
+    def rank_dir(self, local_rank: int) -> Path:
+        assert self.run_dir is not None
+        directory = self.run_dir / "attempt_0" / str(local_rank)
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+
+def make_run_dir(log_dir: str | None, run_id: str) -> Path:
+    """A fresh directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it."""
+    try:
+        if log_dir is not None:
+            os.makedirs(log_dir, exist_ok=True)
+        base = log_dir or tempfile.mkdtemp(prefix="torchelastic_")
+        return Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=base))
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {log_dir}: {error.strerror}: name a directory that can be written"
+        ) from error
+
+
+def rank_env(
+    group: WorkerGroup, local_rank: int, *, restart_count: int, job: Job, incarnation: str
+) -> dict[str, str]:
+    """The variables of one rank, on top of the launcher's own environment."""
+    spec, worker = group.spec, group.workers[local_rank]
+    env = {
+        "RANK": str(worker.global_rank),
+        "GROUP_RANK": str(group.group_rank),
+        "ROLE_RANK": str(worker.role_rank),
+        "ROLE_NAME": spec.role,
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "WORLD_SIZE": str(worker.world_size),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        "MASTER_ADDR": str(group.master_addr),
+        "MASTER_PORT": str(group.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "SWIFT_COORDINATOR": job.coordinator,
+        "SWIFT_JOB": job.name,
+        "SWIFT_INCARNATION": incarnation,
+    }
+    if job.checkpoint_dir is not None:
+        env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir
+    if spec.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank)
+    return env
+
+
+def _device_of(local_rank: int) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise UsageError(
+            f"local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}: name more"
+        )
+    return devices[local_rank].strip()
+
+
+def make_assignment(job: Job, output: Output, local_rank: int, env: dict[str, str]) -> Assignment:
+    """All that a child needs to become this rank."""
+    if output.run_dir is not None:
+        env = env | {"TORCHELASTIC_ERROR_FILE": str(output.rank_dir(local_rank) / "error.json")}
+    return Assignment(
+        env=env,
+        script=job.script,
+        module=job.module,
+        args=[str(arg) for arg in macros.substitute(job.args, str(local_rank))],
+        cwd=job.cwd,
+        stdout=output.file(local_rank, Std.OUT, "stdout.log"),
+        stderr=output.file(local_rank, Std.ERR, "stderr.log"),
+    )

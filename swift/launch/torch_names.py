@@ -1,0 +1,106 @@
+"""Every torch name that the launcher needs and that torch does not promise to keep, checked at import.
+
+torch 2.11 to 2.13. What is missing is named, before anything is started.
+"""
+
+import importlib
+
+import torch
+
+from swift.errors import ServiceError
+
+_NEEDED = {
+    "torch.distributed.run": ["get_args_parser", "config_from_args", "parse_min_max_nnodes"],
+    "torch.distributed.launcher.api": ["LaunchConfig", "_get_addr_and_port"],
+    "torch.distributed.elastic.agent.server.api": [
+        "RunResult",
+        "SimpleElasticAgent",
+        "WorkerGroup",
+        "WorkerSpec",
+        "WorkerState",
+    ],
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": [
+        "run",
+        "_initialize_workers",
+        "_restart_workers",
+        "_rendezvous",
+        "_assign_worker_ranks",
+        "_exit_barrier",
+        "_invoke_run",
+    ],
+    "torch.distributed.elastic.multiprocessing.api": ["SignalException", "Std", "to_map"],
+    "torch.distributed.elastic.rendezvous": [
+        "RendezvousHandler",
+        "RendezvousInfo",
+        "RendezvousParameters",
+        "RendezvousStoreInfo",
+    ],
+    "torch.distributed.elastic.rendezvous.registry": ["get_rendezvous_handler"],
+    "torch.distributed.elastic.utils.api": ["macros"],
+}
+
+
+def missing_names() -> list[str]:
+    """The needed names that this torch does not have, dotted."""
+    missing = []
+    for where, names in _NEEDED.items():
+        module_name, _, attribute = where.partition(":")
+        try:
+            holder: object = importlib.import_module(module_name)
+        except ModuleNotFoundError:
+            missing.append(module_name)
+            continue
+        if attribute:
+            holder = getattr(holder, attribute, None)
+        missing += [f"{where.replace(':', '.')}.{name}" for name in names if not hasattr(holder, name)]
+    return missing
+
+
+_missing = missing_names()
+if _missing:
+    raise ServiceError(
+        f"torch {torch.__version__} lacks {', '.join(_missing)}: install a torch from 2.11 to 2.13"
+    )
+
+from torch.distributed.elastic.agent.server.api import (  # noqa: E402
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.api import SignalException, Std, to_map  # noqa: E402
+from torch.distributed.elastic.rendezvous import (  # noqa: E402
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler  # noqa: E402
+from torch.distributed.elastic.utils.api import macros  # noqa: E402
+from torch.distributed.launcher.api import LaunchConfig  # noqa: E402
+from torch.distributed.launcher.api import _get_addr_and_port as get_addr_and_port  # noqa: E402
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes  # noqa: E402
+
+__all__ = [
+    "LaunchConfig",
+    "RendezvousHandler",
+    "RendezvousInfo",
+    "RendezvousParameters",
+    "RendezvousStoreInfo",
+    "RunResult",
+    "SignalException",
+    "SimpleElasticAgent",
+    "Std",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerState",
+    "config_from_args",
+    "get_addr_and_port",
+    "get_args_parser",
+    "get_rendezvous_handler",
+    "macros",
+    "missing_names",
+    "parse_min_max_nnodes",
+    "to_map",
+]

@@ -1,0 +1,153 @@
+"""What runs in every child before the training script: a warm spare that becomes a rank.
+
+    python -u -m swift.launch.worker CONTROL_FD WARM_FD LAUNCHER_PID
+
+(launcher) spawns it, with the environment that ranks get: OMP_NUM_THREADS counts when torch is imported.
+(worker)   asks the kernel to die with the launcher, imports what every trainer imports, writes one byte to
+           WARM_FD, and waits for one line of JSON on CONTROL_FD.
+(launcher) writes the line, see `Assignment`; end of file instead means that nobody needs this spare.
+(worker)   sets environment, arguments and sys.path as `python SCRIPT` would, and runs the script as __main__.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+from swift import events
+from swift.errors import SwiftError
+
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "grpc",
+    "swift.control.client",
+    "swift.runtime.session",
+)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Everything that makes a spare a rank."""
+
+    env: dict[str, str]
+    """Added to the environment that the process has."""
+    script: str
+    """Path of the script, or the module's name."""
+    module: bool
+    """Run it as `python -m` would."""
+    args: list[str]
+    cwd: str
+    stdout: str | None = None
+    """File that takes the output; None: the launcher's own."""
+    stderr: str | None = None
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "Assignment":
+        return cls(**json.loads(line))
+
+
+def die_with(launcher_pid: int) -> None:
+    """The kernel kills this process when the launcher ends, however that ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # Died before the call above: then there will be no signal any more.
+    if os.getppid() != launcher_pid:
+        os._exit(0)
+
+
+def preload() -> None:
+    """Imports ahead of time. What cannot be imported is the script's to complain about, if it needs it."""
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def read_assignment(control_fd: int) -> Assignment | None:
+    """Waits for the line. None: the launcher closed the pipe."""
+    with os.fdopen(control_fd, "rb") as control:
+        line = control.readline()
+    return Assignment.from_line(line) if line.endswith(b"\n") else None
+
+
+def _redirect(path: str | None, fd: int) -> None:
+    if path is None:
+        return
+    # Appended: a replacement goes on in the file of the process that it replaces.
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    os.dup2(target, fd)
+    os.close(target)
+
+
+def _become(assignment: Assignment) -> None:
+    os.environ.update(assignment.env)
+    os.chdir(assignment.cwd)
+    _redirect(assignment.stdout, 1)
+    _redirect(assignment.stderr, 2)
+    sys.argv = [assignment.script, *assignment.args]
+    if not sys.flags.safe_path:
+        script_dir = os.path.dirname(os.path.realpath(assignment.script))
+        sys.path[0] = assignment.cwd if assignment.module else script_dir
+
+
+def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that `python SCRIPT` would show."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    traceback.print_exception(kind, error, _without_bootstrap(trace))
+
+
+def run_script(assignment: Assignment) -> None:
+    """Runs it as __main__. What it raises goes on upwards, except a SwiftError: one line, its exit code."""
+    sys.excepthook = _excepthook
+    try:
+        if assignment.module:
+            runpy.run_module(assignment.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(assignment.script, run_name="__main__")
+    except SwiftError as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        print("swift:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+def main(argv: list[str]) -> None:
+    try:
+        control_fd, warm_fd, launcher_pid = (int(arg) for arg in argv)
+    except ValueError:
+        print("swift: swift.launch.worker is started by `swift-ft run`, not by hand", file=sys.stderr)
+        sys.exit(2)
+    die_with(launcher_pid)
+    preload()
+    os.write(warm_fd, b"w")
+    os.close(warm_fd)
+    assignment = read_assignment(control_fd)
+    if assignment is None:
+        return
+    _become(assignment)
+    events.configure(f"rank{assignment.env.get('RANK', '?')}")
+    events.emit("script_start", incarnation=assignment.env.get("SWIFT_INCARNATION"))
+    run_script(assignment)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
