@@ -1,0 +1,31 @@
+"""Recovery for PyTorch training with pipeline and data parallelism.
+
+In a trainer::
+
+    import swift
+
+    with swift.Session.from_env() as session:
+        stage = session.pipeline_stage(module, stage_index, num_stages, device)
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        optimizer = session.optimizer(torch.optim.AdamW(module.parameters()))
+        session.register(schedule=schedule, scheduler=lr_scheduler, loader=loader)
+        session.run(train_step, num_steps=1000)
+
+`import swift` is light: torch is imported when `swift.Session` is first touched.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swift.runtime.session import Session as Session
+
+__all__ = ["Session"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Session":
+        from swift.runtime.session import Session  # noqa: PLC0415  (torch only when it is needed)
+
+        return Session
+    raise AttributeError(f"module 'swift' has no attribute {name!r}")

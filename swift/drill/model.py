@@ -1,0 +1,139 @@
+"""The drill's model and data: a byte-level decoder-only transformer on Python's own standard library.
+
+Legend: B microbatch, S sequence, D model width, V vocabulary (256 bytes).
+"""
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swift.errors import ServiceError
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes of the transformer and its batches."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    microbatch: int
+    """Sequences in one microbatch."""
+    dropout: float = 0.1
+    checkpoint_activations: bool = False
+    """Recompute each block in backward instead of keeping its activations."""
+
+
+MODELS = {
+    "tiny": ModelConfig(layers=8, width=32, heads=2, sequence=16, microbatch=2),
+    "default": ModelConfig(layers=8, width=128, heads=4, sequence=64, microbatch=4),
+}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP with residuals: [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.dropout = config.heads, config.dropout
+        self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        attended = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        attended = self.out(attended.transpose(1, 2).reshape(b, s, d))
+        x = x + functional.dropout(attended, self.dropout, self.training)
+        hidden = self.down(functional.gelu(self.up(self.norm2(x))))
+        return x + functional.dropout(hidden, self.dropout, self.training)
+
+
+class StageModule(nn.Module):
+    """The layers of one pipeline stage. The first embeds token ids [B, S]; the last gives logits [B, S, V]."""
+
+    def __init__(self, config: ModelConfig, stage: int, num_stages: int):
+        super().__init__()
+        if config.layers % num_stages:
+            raise ServiceError(f"{config.layers} layers do not divide into {num_stages} stages")
+        self.checkpoint_activations = config.checkpoint_activations
+        self.first, self.last = stage == 0, stage == num_stages - 1
+        if self.first:
+            self.tokens = nn.Embedding(VOCABULARY, config.width)
+            self.positions = nn.Embedding(config.sequence, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers // num_stages))
+        if self.last:
+            self.norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def make_stage(config: ModelConfig, stage: int, num_stages: int, seed: int) -> StageModule:
+    """A stage with weights that depend on (seed, stage) alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 4096 + stage)
+        return StageModule(config, stage, num_stages)
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of the next byte, averaged over a microbatch."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def standard_library(limit: int = 1 << 20) -> bytes:
+    """The first `limit` bytes of the interpreter's own library sources, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(root.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    if len(text) < 1 << 16:
+        raise ServiceError(f"no standard library sources to train on in {root}")
+    return bytes(text[:limit])
+
+
+class ByteLoader:
+    """Batches of (inputs, targets), each [batch, S] int64, at offsets drawn from (seed, position).
+
+    Its whole state is the position, so a restored loader gives the same batch again.
+    """
+
+    def __init__(self, text: bytes, batch: int, sequence: int, seed: int):
+        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._batch, self._sequence, self._seed = batch, sequence, seed
+        self.position = 0
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.position)
+        self.position += 1
+        starts = torch.randint(len(self._text) - self._sequence - 1, (self._batch,), generator=generator)
+        rows = self._text[starts[:, None] + torch.arange(self._sequence + 1)].long()
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = int(state["position"])

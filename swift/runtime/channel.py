@@ -1,0 +1,187 @@
+"""What crosses the boundaries of a rank: recorded while it runs, answered from the log while it replays.
+
+Streams are named by stage, each has one writer: ``s2.F`` activations sent by stage 2, ``s2.B`` input
+gradients sent by it, ``s2.X`` what entered it from outside the pipeline, ``s2.T`` its targets; ``r1.C`` are
+the results of crossing collectives as rank 1 saw them. A record's key is (step, microbatch, slot).
+
+A replay runs the trainer's own step. What the step receives comes out of the log; what it sends is compared
+with what was logged before ("verify") or logged where the log has a hole ("fill"): records that the dead
+process had not got out. So two ranks that replay at once feed each other through the log.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from swift.errors import RecordMissing, ReplayRefused, ServiceError
+from swift.log.reader import LogReader, StreamCursor
+from swift.log.record import RecordKey
+from swift.log.writer import LogWriter
+from swift.runtime import _torch
+from swift.runtime.communicator import Interrupted
+from swift.runtime.faults import FaultInjector
+from swift.runtime.rng import OUTSIDE_STAGES, seed_for
+from swift.runtime.tensors import fill, owned_bytes, to_tensor
+
+FORWARD = "F"
+BACKWARD = "B"
+_PHASES = {FORWARD: "forward", BACKWARD: "backward"}
+
+# A record that nobody has written for this long will not come: its writer would have been declared dead.
+RECORD_TIMEOUT_S = 120.0
+_META_TIMEOUT_S = 600.0
+_META_POLL_S = 0.005
+
+
+class Channel:
+    """One rank's boundaries.
+
+    (session) ``open(writer)``; per step ``begin_step``; around a replay ``begin_replay``, ``end_replay``
+    (stages) ``entered``, ``receive``, ``sent``, ``targeted``, ``computed``
+    (session, for the trainer) ``collective``
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        seed: int,
+        device: torch.device,
+        faults: FaultInjector,
+        store: Store,
+        check: Callable[[], None],
+    ):
+        self._rank = rank
+        self._seed = seed
+        self._device = device
+        self._faults = faults
+        self._store = store
+        self._check = check  # raises Interrupted once a newer generation is published
+        self._writer: LogWriter | None = None
+        self._reader: LogReader | None = None
+        self._cursors: dict[str, StreamCursor] = {}
+        self._replay_from = 0
+        self._collective_source = -1
+        self._step = 0
+        self._ordinal = 0
+        self._microbatch = 0
+        self.records_read = 0
+        self.microbatches_replayed = 0
+
+    @property
+    def replaying(self) -> bool:
+        return self._reader is not None
+
+    def open(self, writer: LogWriter) -> None:
+        self._writer = writer
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        self._ordinal = 0
+        _torch.set_generator_seed(seed_for(self._seed, step, OUTSIDE_STAGES, self._rank), self._device)
+
+    # --- replay ---
+
+    def begin_replay(self, reader: LogReader, from_step: int, collective_source: int) -> None:
+        self._reader = reader
+        self._replay_from = from_step
+        self._collective_source = collective_source
+        self.records_read = 0
+        self.microbatches_replayed = 0
+
+    def end_replay(self) -> None:
+        self._reader = None
+        for cursor in self._cursors.values():
+            cursor.close()
+        self._cursors.clear()
+
+    def receive(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
+        """(replay) Fills a receive buffer with what `stage` sent. Waits for a record that is still to come."""
+        stream = f"s{stage}.{direction}"
+        record = self._read(stream, RecordKey(self._step, microbatch, slot))
+        fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}")
+
+    def _read(self, stream: str, key: RecordKey) -> Any:
+        assert self._reader is not None
+        cursor = self._cursors.get(stream)
+        if cursor is None:
+            cursor = self._cursors[stream] = self._reader.follow(stream, self._replay_from)
+        try:
+            record = cursor.get(key, RECORD_TIMEOUT_S, self._cancelled)
+        except RecordMissing as error:
+            raise ReplayRefused(f"{stream} has no record {key} and nobody wrote it: {error}") from None
+        finally:
+            self._check()  # a wait that was cancelled ends as Interrupted, whatever the cursor raised
+        self.records_read += 1
+        return record
+
+    def _cancelled(self) -> bool:
+        try:
+            self._check()
+        except Interrupted:
+            return True
+        return False
+
+    # --- what the stages tell ---
+
+    def entered(self, stage: int, microbatch: int, external: list[torch.Tensor]) -> None:
+        """A forward begins: what enters from outside is recorded, the generator is set to its counter."""
+        self._microbatch = microbatch
+        for slot, tensor in enumerate(external):
+            self._record(f"s{stage}.X", microbatch, slot, tensor)
+        _torch.set_generator_seed(seed_for(self._seed, self._step, stage, microbatch), self._device)
+
+    def targeted(self, stage: int, target: torch.Tensor) -> None:
+        """The loss of the microbatch that was just computed is taken against `target`."""
+        self._record(f"s{stage}.T", self._microbatch, 0, target)
+
+    def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
+        self._record(f"s{stage}.{direction}", microbatch, slot, tensor)
+
+    def computed(self, direction: str, microbatch: int) -> None:
+        """A microbatch's forward or backward is done: the place where drills kill."""
+        if self.replaying:
+            if direction == FORWARD:
+                self.microbatches_replayed += 1
+            self._faults.replaying(self._step, microbatch)
+        else:
+            self._faults.at(_PHASES[direction], self._step, microbatch)
+
+    def _record(self, stream: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
+        assert self._writer is not None
+        self._writer.append(stream, RecordKey(self._step, microbatch, slot), *owned_bytes(tensor))
+
+    # --- crossing collectives ---
+
+    def collective(self, name: str, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of `run()`, recorded; in a replay the recorded result, and `run` is not called."""
+        key = RecordKey(self._step, 0, self._ordinal)
+        self._ordinal += 1
+        if not self.replaying:
+            self._check()
+            result = run()
+        elif self._collective_source < 0:
+            raise ReplayRefused(f"no living rank has the results of collective {name!r} in step {self._step}")
+        else:
+            result = to_tensor(self._read(f"r{self._collective_source}.C", key)).to(self._device)
+        assert self._writer is not None
+        self._writer.append(f"r{self._rank}.C", key, *owned_bytes(result))
+        return result
+
+    # --- stage metadata ---
+
+    def put_meta(self, key: str, value: Any) -> None:
+        self._store.set(f"meta/{key}", json.dumps(value))
+
+    def get_meta(self, key: str) -> Any:
+        """Waits until the neighbour has put it; polls so that a notice can end the wait."""
+        deadline = time.monotonic() + _META_TIMEOUT_S
+        while not self._store.check([f"meta/{key}"]):
+            self._check()
+            if time.monotonic() > deadline:
+                raise ServiceError(f"no neighbour has published the shapes of {key} in {_META_TIMEOUT_S:g} s")
+            time.sleep(_META_POLL_S)
+        return json.loads(self._store.get(f"meta/{key}"))

@@ -1,0 +1,159 @@
+"""torch's default process group, one per generation, that a notice can break open.
+
+No call of torch unblocks a thread that waits in a gloo operation: not abort, not shutdown, not destroy
+(measured with 2.13). Shutting the group's own sockets down does, within milliseconds, on this side and on the
+peers'. So the communicator knows which sockets are the group's: those that came into being while it was built,
+less the ones that lead to swift's own services.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from swift import events
+from swift.errors import ServiceError
+
+# A blocked thread may post its next operation on a socket that was made after the first sweep.
+_SWEEP_INTERVAL_S = 0.02
+
+
+class Interrupted(Exception):
+    """A newer generation was made: the step that is under way is dropped."""
+
+
+class Communicator:
+    """The default process group of the generation that this rank is in.
+
+    (main thread) ``build(generation)`` … communicate …
+    (watcher thread) ``interrupt(generation)`` when a newer generation is published
+    (main thread) gets an error out of its operation, unwinds, and calls ``build`` again
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        backend: str = "gloo",
+        service_ports: Callable[[], Iterable[int]] = tuple,
+        timeout_s: float = 600.0,
+    ):
+        self._rank = rank
+        self._world_size = world_size
+        self._backend = backend
+        self._service_ports = service_ports
+        self._timeout_s = timeout_s
+        try:
+            self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        except (KeyError, ValueError):
+            raise ServiceError(
+                "MASTER_ADDR and MASTER_PORT are not set; start the trainer with `swift-ft run`"
+            ) from None
+        if self._address[0] in ("localhost", "127.0.0.1", "::1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # closed by default: not on other interfaces
+        # Lives as long as the process, and outside of every group: stage metadata goes through it.
+        self.store = PrefixStore("swift", self._connect())
+        self._lock = threading.Lock()
+        self._newest = 0
+        self._outside: frozenset[int] = frozenset()  # sockets that were there before the group
+        self._inside: frozenset[int] | None = frozenset()  # the group's sockets; None while it is built
+        self.generation = 0
+
+    def _connect(self) -> Store:
+        host, port = self._address
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
+
+    def build(self, generation: int) -> None:
+        """(every rank) The default group of `generation`, under the objects that use the default group.
+
+        Raises Interrupted if a newer generation is published meanwhile.
+        """
+        self.tear_down()
+        with self._lock:
+            self._outside = frozenset(_socket_inodes().values())
+            self._inside = None
+            self.generation = generation
+        self._check()
+        try:
+            store = PrefixStore(f"swift-g{generation}", self._connect())
+            dist.init_process_group(
+                self._backend,
+                store=store,
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+        except (RuntimeError, ValueError):
+            self._check()
+            raise
+        with self._lock:
+            self._inside = frozenset(_socket_inodes().values()) - self._outside
+        self._check()
+        events.emit("group_built", rank=self._rank, generation=generation)
+
+    def tear_down(self) -> None:
+        """Ends the group. Its sockets are shut first: a group with an operation in flight would wait for it."""
+        if not dist.is_initialized():
+            return
+        self._shut_sockets()
+        dist.destroy_process_group()
+
+    def interrupt(self, generation: int, acknowledged: Callable[[], bool]) -> None:
+        """(watcher thread) Frees every thread that waits in an operation of an older generation.
+
+        Sweeps until `acknowledged()`: a schedule may be posting operations on several groups' sockets.
+        """
+        with self._lock:
+            self._newest = max(self._newest, generation)
+        while True:
+            with self._lock:
+                if self.generation >= generation:
+                    return
+                self._shut_sockets()
+            if acknowledged():
+                return
+            time.sleep(_SWEEP_INTERVAL_S)
+
+    def _check(self) -> None:
+        with self._lock:
+            if self._newest > self.generation:
+                raise Interrupted(f"generation {self._newest} supersedes {self.generation}")
+
+    def _shut_sockets(self) -> None:
+        ports = set(self._service_ports())
+        for descriptor, inode in _socket_inodes().items():
+            # What the trainer's own code connects to later is not ours to shut.
+            if inode in self._outside or (self._inside is not None and inode not in self._inside):
+                continue
+            try:
+                own = socket.socket(fileno=os.dup(descriptor))
+            except OSError:
+                continue  # closed meanwhile
+            with own:
+                try:
+                    if own.family not in (socket.AF_INET, socket.AF_INET6) or own.getpeername()[1] in ports:
+                        continue
+                except OSError:
+                    pass  # not connected: a listener or half-way: the group's
+                try:
+                    own.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # its peer was quicker
+
+
+def _socket_inodes() -> dict[int, int]:
+    """Open sockets of this process: descriptor → inode (a descriptor number is used again, an inode is not)."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found[int(name)] = int(target[8:-1])
+    return found

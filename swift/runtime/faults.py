@@ -1,0 +1,95 @@
+"""Faults with coordinates: the runtime's side of a drill.
+
+The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", "step", "microbatch", "phase",
+"hold"}``. At its coordinates a rank sends SIGKILL to itself: the kernel ends it in the middle of what it does,
+as a lost machine would. A fault fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
+With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that the drill can prepare the log.
+"""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift import events
+from swift.errors import ServiceError
+
+ENV_FAULTS = "SWIFT_FAULTS"
+ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
+_HOLD_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    id: str
+    rank: int
+    phase: str
+    step: int | None = None
+    microbatch: int = 0
+    hold: bool = False
+
+
+class FaultInjector:
+    """The faults of one rank. Without any (every real run) a check is one look at an empty list."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        self._directory = Path(os.environ.get(ENV_FAULTS_DIR, "."))
+        items = json.loads(os.environ.get(ENV_FAULTS) or "[]")
+        self._faults = [
+            Fault(
+                id=str(item["id"]),
+                rank=int(item["rank"]),
+                phase=str(item["phase"]),
+                step=item.get("step"),
+                microbatch=int(item.get("microbatch") or 0),
+                hold=bool(item.get("hold", False)),
+            )
+            for item in items
+        ]
+        self._mine = [fault for fault in self._faults if fault.rank == rank]
+        self._any_in_replay = any(fault.phase == "replay" for fault in self._faults)
+
+    def at(self, phase: str, step: int, microbatch: int = 0) -> None:
+        """Does not return if a fault of this rank has these coordinates and has not fired yet."""
+        for fault in self._mine:
+            if (
+                fault.phase == phase
+                and fault.step in (None, step)
+                and (fault.microbatch == microbatch or phase in ("optimizer", "idle", "reduce"))
+            ):
+                self._fire(fault, step)
+
+    def replaying(self, step: int, microbatch: int) -> None:
+        """(a rank that replays) Tells the others that a replay runs, and dies in it if it is told to."""
+        if not self._any_in_replay:
+            return
+        (self._directory / "replaying").touch()
+        self.at("replay", step, microbatch)
+
+    def while_others_replay(self, step: int) -> None:
+        """(a rank that waits) Dies if it is told to die in a replay and one is running."""
+        if any(fault.phase == "replay" for fault in self._mine) and (self._directory / "replaying").exists():
+            for fault in self._mine:
+                if fault.phase == "replay":
+                    self._fire(fault, step)
+
+    def _fire(self, fault: Fault, step: int) -> None:
+        try:
+            descriptor = os.open(self._directory / f"{fault.id}.fired", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return
+        os.close(descriptor)
+        if fault.hold:
+            (self._directory / f"{fault.id}.reached").touch()
+            deadline = time.monotonic() + _HOLD_TIMEOUT_S
+            while not (self._directory / f"{fault.id}.go").exists():
+                if time.monotonic() > deadline:
+                    raise ServiceError(f"fault {fault.id}: nobody made {fault.id}.go")
+                time.sleep(0.005)
+        events.emit(
+            "fault", rank=self._rank, id=fault.id, phase=fault.phase, step=step, microbatch=fault.microbatch
+        )
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,117 @@
+"""This process as the holder of a rank: join, lease, and the notices that end a step.
+
+Two threads beside the trainer's: one renews the lease, one watches the coordinator's View. When the View says
+that this rank must stop, the watcher frees the trainer's thread from wherever it waits.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift.control.client import CoordinatorClient
+from swift.errors import Fenced, ServiceError, SwiftError
+from swift.runtime.communicator import Interrupted
+
+
+class JobFailed(SwiftError):
+    """The job cannot go on; the message is the coordinator's reason."""
+
+    exit_code = 1
+
+
+class Member:
+    """The line to the coordinator.
+
+    (main thread) ``join`` → ``latest`` … ``enter(generation)`` once it acts on a generation … ``check()``
+    (watcher thread) on a newer generation: ``on_notice(generation)``, which must free the main thread
+    """
+
+    def __init__(self, address: str, job: str, rank: int, incarnation: str):
+        self.client = CoordinatorClient(address, job)
+        self.identity = pb.Member(
+            rank=rank, incarnation=incarnation, pid=os.getpid(), host=socket.gethostname()
+        )
+        self.version = 0  # for heartbeats
+        self._entered = 0
+        self._noticed = 0
+        self._on_notice: Callable[[int], None] = lambda _generation: None
+        self._fenced = ""
+        self._closed = threading.Event()
+        self._heart: threading.Thread | None = None
+        self._freeing: threading.Thread | None = None
+
+    def join(
+        self,
+        world_size: int,
+        config: Mapping[str, str],
+        fingerprint: Mapping[str, str],
+        on_notice: Callable[[int], None],
+    ) -> pb.View:
+        """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on."""
+        view = self.client.join(self.identity, world_size, config, fingerprint)
+        self._on_notice = on_notice
+        self._entered = self._noticed = view.generation
+        interval_s = self.client.heartbeat(0).interval_s
+        self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
+        self._heart.start()
+        self.watcher = self.client.watch(self._saw)
+        return view
+
+    # --- watcher thread and lease thread ---
+
+    def _saw(self, view: pb.View) -> None:
+        if any(member.incarnation == self.identity.incarnation for member in view.fenced):
+            self._fenced = (
+                self._fenced or f"generation {view.generation} has fenced this process: {view.reason}"
+            )
+        stop = self._fenced or view.state == pb.FAILED
+        if view.generation > self._noticed or stop:
+            self._noticed = max(self._noticed, view.generation + (1 if stop else 0))
+            events.emit("notice", rank=self.identity.rank, generation=view.generation, reason=view.reason)
+            # A thread of its own: the watcher must stay able to see the next View.
+            self._freeing = threading.Thread(target=self._on_notice, args=(self._noticed,), daemon=True)
+            self._freeing.start()
+
+    def _beat(self, interval_s: float) -> None:
+        while not self._closed.wait(interval_s):
+            try:
+                self.client.heartbeat(self.version)
+            except Fenced as error:
+                self._fenced = str(error)
+                self._noticed += 1
+                self._on_notice(self._noticed)
+                return
+            except ServiceError as error:
+                # Training does not need the coordinator; the next beat tries again.
+                events.emit("heartbeat_unanswered", rank=self.identity.rank, reason=str(error))
+
+    # --- main thread ---
+
+    @property
+    def noticed(self) -> bool:
+        """A notice has come that this rank has not acted on yet."""
+        return self._noticed > self._entered
+
+    def check(self) -> None:
+        """Raises Interrupted on a newer generation, Fenced or JobFailed if there is nothing to go on with."""
+        if not self.noticed:
+            return
+        if self._fenced:
+            raise Fenced(self._fenced)
+        view = self.watcher.latest
+        if view is not None and view.state == pb.FAILED:
+            raise JobFailed(f"job {view.job} failed: {view.reason}")
+        raise Interrupted(f"generation {self._noticed} supersedes {self._entered}")
+
+    def enter(self, generation: int) -> None:
+        """From here on this rank acts on `generation`; a newer one interrupts it again."""
+        self._entered = max(self._entered, generation)
+
+    def close(self) -> None:
+        self._closed.set()
+        self.client.close()
+        if self._heart is not None:
+            self._heart.join(timeout=5.0)

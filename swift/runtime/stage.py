@@ -1,0 +1,235 @@
+"""Pipeline stages that log what crosses their boundaries.
+
+The seam is torch's own: every schedule asks a stage for its send and receive operations per microbatch and
+calls its compute methods. The stages here answer as torch's do, and tell the session's `Channel` what is sent;
+in a replay the channel takes the place of the transport, and no operation is returned.
+
+Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from swift.errors import UsageError
+from swift.runtime import _torch
+from swift.runtime.channel import BACKWARD, FORWARD, Channel
+
+if TYPE_CHECKING:
+    _Base = PipelineStage
+else:
+    _Base = object
+
+# Several destinations of one stage keep apart: slot = destination * _SLOTS + position among its tensors.
+_SLOTS = 256
+
+
+class _Logged(_Base):
+    """What a logged stage does differently from torch's. Mixed in before the torch class."""
+
+    _channel: Channel
+    _calls: int
+    _inferring: bool
+    _awaiting_forward: set[int]
+    _awaiting_backward: set[int]
+
+    def _attach(self, channel: Channel) -> None:
+        self._channel = channel
+        self._calls = -1
+        self._inferring = False
+        self._awaiting_forward = set()
+        self._awaiting_backward = set()
+
+    # --- one call of schedule.step() ---
+
+    def clear_runtime_states(self) -> None:
+        """Every schedule calls this first in a step: the calls are counted, so that keys stay apart when a
+        trainer runs its schedule several times in one optimizer step (accumulation, evaluation)."""
+        self._calls += 1
+        self._awaiting_forward.clear()
+        self._awaiting_backward.clear()
+        super().clear_runtime_states()
+
+    def begin_step(self) -> None:
+        self._calls = -1
+
+    def _microbatch(self, mb: int) -> int:
+        return max(self._calls, 0) * 65536 + mb
+
+    # --- sends and receives ---
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._channel.replaying:
+            # Filled when it is computed, not here: schedules post receives ahead of sends that the other
+            # side, replaying too, may wait for.
+            self._awaiting_forward.add(fwd_chunk_id)
+            return []
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._channel.replaying:
+            self._awaiting_backward.add(bwd_chunk_id)
+            return []
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        destinations = [
+            stage
+            for output in range(len(self.act_send_info))
+            for stage in self.act_send_info[output]
+            if stage is not None
+        ]
+        return self._sent(FORWARD, fwd_chunk_id, destinations, ops)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        destinations = [
+            stage
+            for index, stage in enumerate(self.grad_send_info or ())
+            if stage is not None and self._get_grad_send_meta(index) is not None
+        ]
+        return self._sent(BACKWARD, bwd_chunk_id, destinations if ops else [], ops)
+
+    def _sent(
+        self, direction: str, mb: int, destinations: list[int], ops: list[dist.P2POp]
+    ) -> list[dist.P2POp]:
+        for slot, op in zip(_slots(destinations), ops, strict=True):
+            self._channel.sent(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
+        return [] if self._channel.replaying else ops
+
+    def _fill(self, infos: tuple[Any, ...], direction: str, mb: int) -> None:
+        waiting = [info for info in infos if not info.is_root_arg and info.buffer is not None]
+        positions: dict[int, int] = {}
+        for info in waiting:
+            position = positions.get(info.source, 0)
+            positions[info.source] = position + 1
+            slot = self.stage_index * _SLOTS + position
+            self._channel.receive(info.source, direction, self._microbatch(mb), slot, info.buffer)
+
+    # --- compute ---
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        mb = self._microbatch(fwd_chunk_id)
+        if fwd_chunk_id in self._awaiting_forward:
+            self._awaiting_forward.discard(fwd_chunk_id)
+            self._fill(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)
+        external = [*(args if self.is_first else ()), *(kwargs or {}).values()]
+        self._channel.entered(self.stage_index, mb, [t for t in external if isinstance(t, torch.Tensor)])
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        self._channel.computed(FORWARD, fwd_chunk_id)
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        if bwd_chunk_id in self._awaiting_backward:
+            self._awaiting_backward.discard(bwd_chunk_id)
+            self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
+        result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._channel.computed(BACKWARD, bwd_chunk_id)
+        return result
+
+    # --- start without peers ---
+    # torch's stages agree on shapes by messages (pickled ones) between neighbours in their first step. A
+    # replacement has no neighbour in its first step, so the metadata goes through the job's store as JSON,
+    # where it stays. One more forward at the start of every process is what it costs.
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Any = None) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        metas = meta.forward_metas if isinstance(meta, _torch.ForwardMeta) else meta.backward_metas
+        kind = "forward" if isinstance(meta, _torch.ForwardMeta) else "backward"
+        key = f"{kind}/{self.stage_index}-{dst_stage}/{int(self.has_backward)}"
+        self._channel.put_meta(key, _torch.meta_to_json(metas))
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        kind = "forward" if src_stage < self.stage_index else "backward"
+        key = f"{kind}/{src_stage}-{self.stage_index}/{int(self.has_backward)}"
+        metas = _torch.meta_from_json(self._channel.get_meta(key))
+        return _torch.ForwardMeta(metas) if kind == "forward" else _torch.BackwardMeta(metas)
+
+    def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with self._inference():
+            return super()._forward_metadata_inference(*args, **kwargs)
+
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with self._inference():
+            return super()._backward_metadata_inference(*args, **kwargs)
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Inference runs the module on arbitrary bits: buffers (running statistics) are put back after it."""
+        saved = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
+        self._inferring = True
+        try:
+            yield
+        finally:
+            self._inferring = False
+            with torch.no_grad():
+                for buffer, value in saved:
+                    buffer.copy_(value)
+
+
+def _slots(destinations: list[int]) -> Iterator[int]:
+    positions: dict[int, int] = {}
+    for destination in destinations:
+        position = positions.get(destination, 0)
+        positions[destination] = position + 1
+        yield destination * _SLOTS + position
+
+
+class LoggedPipelineStage(_Logged, PipelineStage):
+    """`torch.distributed.pipelining.PipelineStage`, logged."""
+
+
+class LoggedTracedStage(_Logged, _torch.TracedStage):
+    """A stage that `torch.distributed.pipelining.pipeline()` built, logged."""
+
+
+def adopt(stage: Any, channel: Channel) -> Any:
+    """Turns a stage that exists already into a logged one. The object stays the same, its class changes."""
+    if isinstance(stage, _Logged):
+        raise UsageError(f"stage {stage.stage_index} is logged already; adopt it once")
+    if type(stage) is PipelineStage:
+        stage.__class__ = LoggedPipelineStage
+    elif type(stage) is _torch.TracedStage:
+        stage.__class__ = LoggedTracedStage
+    else:
+        raise UsageError(
+            f"a {type(stage).__name__} cannot be adopted; give a stage of torch.distributed.pipelining"
+        )
+    stage._attach(channel)
+    return stage
+
+
+def logged_loss(stages: list[Any], channel: Channel) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper for a schedule's loss function that records the targets of the last stage."""
+    last = next((stage for stage in stages if stage.is_last), None)
+
+    def wrapper(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(output: Any, target: Any, **kwargs: Any) -> Any:
+            if last is not None and not last._inferring and isinstance(target, torch.Tensor):
+                channel.targeted(last.stage_index, target)
+            return loss_fn(output, target, **kwargs)
+
+        return loss
+
+    return wrapper

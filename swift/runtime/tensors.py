@@ -1,0 +1,61 @@
+"""Tensors as bytes and back, bit for bit, for every dtype."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from swift.errors import ReplayRefused
+from swift.log.record import Record
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
+    """(dtype, shape, bytes) of a copy that nobody else can change.
+
+    A copy, not a reference: an activation may be a view of a receive buffer, which the next step overwrites
+    while the log client still reads.
+    """
+    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return dtype_name(tensor), tuple(tensor.shape), byte_view(copy).data
+
+
+def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
+    """Copies a record's bytes into `tensor`. Raises ReplayRefused if dtype or shape differ."""
+    if (record.dtype, tuple(record.shape)) != (dtype_name(tensor), tuple(tensor.shape)):
+        raise ReplayRefused(
+            f"{what}: the log holds {record.dtype}{list(record.shape)}, "
+            f"the stage expects {dtype_name(tensor)}{list(tensor.shape)}"
+        )
+    if tensor.is_contiguous() and tensor.device.type == "cpu":
+        byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
+    else:
+        with torch.no_grad():
+            tensor.copy_(to_tensor(record))
+
+
+def to_tensor(record: Record) -> torch.Tensor:
+    """A new CPU tensor with a record's bits."""
+    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
+    return tensor
+
+
+def digest(tensors: dict[str, torch.Tensor], rest: str = "") -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, by name, and over `rest`."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        sha.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
+        sha.update(byte_view(tensor).data)
+    sha.update(rest.encode())
+    return sha.hexdigest()
