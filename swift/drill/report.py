@@ -1,0 +1,359 @@
+"""The verdict: from evidence to the report. Pure, so that each piece of evidence can be broken in a test.
+
+`PASS` needs every check to be answered with yes. One "no" makes `FAIL`; one question without an answer (a
+digest that is not there, an event that nobody wrote) makes `INCONCLUSIVE`: no data is never PASS.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swift.drill import timeline
+from swift.drill.config import DrillConfig, versions
+from swift.drill.faults import CorruptFault, RankFault, fault_id
+from swift.drill.timeline import Event, Recovery
+
+PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
+EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
+
+DIGEST_FIELDS = ("parameters", "optimizer", "scheduler", "rng", "data")
+# A stage that several recoveries got back in different ways shows the one that cost most.
+_COST = ("keep", "catch_up", "replay", "checkpoint")
+
+Digest = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that a drill leaves behind."""
+
+    events: Sequence[Event]
+    """Of the run with faults, by time."""
+    digests: Mapping[str, Digest]
+    """``rank0-v10-g2`` (at a recovery) and ``rank0-v30`` (at the end) -> digests."""
+    twin_digests: Mapping[str, Digest]
+    """``rank0-v10`` -> digests, for every version."""
+    exit_code: int | None
+    """Of the run's launcher; None: it did not end by itself."""
+    twin_exit_code: int | None
+    twin_recoveries: int = 0
+    fired: frozenset[str] = frozenset()
+    """Ids of the faults that were carried out."""
+    corruption: Mapping[str, Any] | None = None
+    """What the drill flipped in the live log."""
+    log: Mapping[str, Any] | None = None
+    """``records`` and ``bytes`` in the log."""
+    negative_control: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Check:
+    """One question. `answer` None: there is no evidence."""
+
+    name: str
+    answer: bool | None
+    detail: str = ""
+
+
+@dataclass
+class _Comparison:
+    """Digests of both runs at one version, by rank."""
+
+    version: int
+    generation: int | None
+    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        head = {"version": self.version, "equal": self.equal}
+        if self.generation is not None:
+            head["generation"] = self.generation
+        return {**head, "ranks": self.ranks}
+
+    @property
+    def equal(self) -> bool | None:
+        return _all(entry["equal"] for entry in self.ranks.values())
+
+
+def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
+    """The whole report."""
+    found = timeline.recoveries(evidence.events)
+    at_recovery = [
+        _compare(config, evidence, int(recovery.target_version), recovery.generation)
+        for recovery in found
+        if recovery.target_version is not None
+    ]
+    at_end = _compare(config, evidence, config.topology.steps, None)
+    bitwise_equal = _all([*(comparison.equal for comparison in at_recovery), at_end.equal])
+    survivors = timeline.survivors_kept(evidence.events, config.topology.ranks)
+    checks = [
+        *_run_checks(config, evidence, found),
+        *(_digest_check(f"digests at version {c.version}", c) for c in at_recovery),
+        _digest_check("digests at the end", at_end),
+        _survivors_check(survivors),
+        *_recovery_checks(config, evidence, found),
+        _negative_control_check(evidence),
+    ]
+    verdict = _verdict(checks)
+    fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
+    return {
+        "verdict": verdict,
+        "reason": _reason(verdict, checks, fell_back),
+        "checks": [{"name": check.name, "answer": check.answer, "detail": check.detail} for check in checks],
+        "seed": config.seed,
+        "rerun": config.rerun(),
+        "versions": versions(),
+        "topology": config.shape(),
+        "faults": _faults(config, evidence),
+        **_strategy(config, found),
+        "exact": verdict == PASS and (not fell_back or config.strategy == "checkpoint"),
+        "bitwise_equal": bitwise_equal,
+        "digests": {"recovery": [c.as_json() for c in at_recovery], "end": at_end.as_json()},
+        "timeline": timeline.shown(evidence.events, found),
+        **_cost(config, found),
+        "recoveries": [_recovery(config, recovery) for recovery in found],
+        "survivors_kept": None if survivors is None else all(survivors.values()),
+        "log": _log(evidence, found),
+        "corruption": evidence.corruption,
+        "negative_control": evidence.negative_control or {"caught": None},
+        "throughput": timeline.throughput(evidence.events, found, config.topology.ranks),
+    }
+
+
+def _all(answers: Iterable[bool | None]) -> bool | None:
+    """False wins over None, None over True; nothing at all is None."""
+    known = list(answers)
+    if False in known:
+        return False
+    return None if None in known or not known else True
+
+
+def _verdict(checks: Sequence[Check]) -> str:
+    return {True: PASS, False: FAIL, None: INCONCLUSIVE}[_all(check.answer for check in checks)]
+
+
+def _reason(verdict: str, checks: Sequence[Check], fell_back: Sequence[str]) -> str:
+    if verdict == PASS:
+        how = f"nothing was replayed: {'; '.join(fell_back)}" if fell_back else "recovered as planned"
+        return f"{how}; every digest equals the failure-free run's"
+    wanted = False if verdict == FAIL else None
+    return "; ".join(
+        f"{check.name}: {check.detail or 'no evidence'}" for check in checks if check.answer is wanted
+    )
+
+
+def _compare(config: DrillConfig, evidence: Evidence, version: int, generation: int | None) -> _Comparison:
+    comparison = _Comparison(version, generation)
+    for rank in range(config.topology.ranks):
+        name = f"rank{rank}-v{version}"
+        ours = evidence.digests.get(name if generation is None else f"{name}-g{generation}")
+        twin = evidence.twin_digests.get(name)
+        comparison.ranks[str(rank)] = {
+            "recovered": ours,
+            "failure_free": twin,
+            "equal": _equal_digests(ours, twin),
+        }
+    return comparison
+
+
+def _equal_digests(ours: Digest | None, twin: Digest | None) -> bool | None:
+    if ours is None or twin is None:
+        return None
+    known = [name for name in DIGEST_FIELDS if name in ours and name in twin]
+    if any(ours[name] != twin[name] for name in known):
+        return False
+    return True if len(known) == len(DIGEST_FIELDS) else None
+
+
+def _digest_check(name: str, comparison: _Comparison) -> Check:
+    differing = [rank for rank, entry in comparison.ranks.items() if entry["equal"] is False]
+    absent = [rank for rank, entry in comparison.ranks.items() if entry["equal"] is None]
+    if differing:
+        fields = sorted(
+            {
+                name
+                for rank in differing
+                for name in DIGEST_FIELDS
+                if (comparison.ranks[rank]["recovered"] or {}).get(name)
+                != (comparison.ranks[rank]["failure_free"] or {}).get(name)
+            }
+        )
+        return Check(name, False, f"rank {', '.join(differing)}: {', '.join(fields)} differ")
+    if absent:
+        return Check(name, None, f"rank {', '.join(absent)}: no digest to compare")
+    return Check(name, True)
+
+
+def _run_checks(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> list[Check]:
+    """Both runs ended, the faults happened, and nothing else did."""
+    shown = f"exit code {evidence.exit_code}"
+    finished = Check("the run finished", evidence.exit_code == 0, shown)
+    if evidence.exit_code is None or (evidence.exit_code != 0 and not evidence.fired):
+        # It failed before anything was done to it: the machine's fault, and no word about recovery.
+        finished = Check("the run finished", None, shown if evidence.exit_code else "it was cut off")
+    twin_ok = evidence.twin_exit_code == 0 and evidence.twin_recoveries == 0
+    twin = Check(
+        "the failure-free run finished",
+        True if twin_ok else None,
+        f"exit code {evidence.twin_exit_code}, {evidence.twin_recoveries} recoveries",
+    )
+    traced = timeline.fault_ids(evidence.events)
+    absent = []
+    for index, fault in enumerate(config.faults):
+        seen = fault_id(index) in evidence.fired
+        if isinstance(fault, RankFault):
+            seen = seen and fault_id(index) in traced
+        if not seen:
+            absent.append(str(fault))
+    fired = Check(
+        "every fault was carried out", None if absent else True, f"never happened: {'; '.join(absent)}"
+    )
+    return [finished, twin, fired, _unplanned_check(evidence, found)]
+
+
+def _unplanned_check(evidence: Evidence, found: Sequence[Recovery]) -> Check:
+    """Nothing died that was not told to."""
+    told = {event["pid"] for event in evidence.events if event["event"] == "fault"}
+    died = {
+        f"rank {event['rank']} (exit code {event.get('code')})"
+        for event in evidence.events
+        if event["event"] == "child_exit" and event.get("code") != 0 and event["pid"] not in told
+    }
+    causeless = [recovery for recovery in found if not recovery.faults and evidence.corruption is None]
+    detail = ", ".join([*sorted(died), *(f"a recovery of itself ({r.reasons[0]})" for r in causeless)])
+    if evidence.exit_code != 0 and not evidence.fired:
+        return Check("nothing else failed", None, detail or "the run did not get to its first fault")
+    return Check("nothing else failed", not detail, detail)
+
+
+def _survivors_check(survivors: Mapping[int, bool] | None) -> Check:
+    if survivors is None:
+        return Check("survivors kept their processes", None, "some rank left no trace")
+    replaced = [str(rank) for rank, kept in survivors.items() if not kept]
+    return Check("survivors kept their processes", not replaced, f"rank {', '.join(replaced)} changed pid")
+
+
+def _recovery_checks(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> list[Check]:
+    checks = []
+    if any(isinstance(fault, RankFault) for fault in config.faults):
+        gaps = [f"recovery {n}: no {', '.join(r.missing)}" for n, r in enumerate(found) if r.missing]
+        detail = "; ".join(gaps) if found else "no recovery in the trace"
+        checks.append(Check("the timeline is whole", True if found and not gaps else None, detail))
+    expected = [recovery for recovery in found if recovery.replay_expected]
+    if expected:
+        verified = sum(recovery.replayed("verified") for recovery in expected)
+        unverified = [r for r in expected if not r.missing and not r.replayed("verified")]
+        checks.append(
+            Check("replayed sends were verified", True if verified and not unverified else None, "none was")
+        )
+    checks.append(_fallback_check(config, evidence, found))
+    return checks
+
+
+def _fallback_check(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> Check:
+    """A replay that was asked for took place; a corrupt log was noticed and not replayed."""
+    fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
+    if any(isinstance(fault, CorruptFault) for fault in config.faults):
+        name = "the corrupt log was noticed"
+        if evidence.corruption is None:
+            return Check(name, None, "no bit was flipped")
+        return Check(name, bool(fell_back), "; ".join(fell_back) or "the flipped bit was replayed")
+    name = "the strategy was the one asked for"
+    planned = [name for recovery in found for name, _ in recovery.strategies().values()]
+    if found and not planned:
+        return Check(name, None, "no plan in the trace")
+    if config.strategy == "checkpoint":
+        return Check(name, all(r.fell_back for r in found), "something was replayed")
+    return Check(name, not fell_back, f"fell back to a checkpoint: {'; '.join(fell_back)}")
+
+
+def _negative_control_check(evidence: Evidence) -> Check:
+    control = evidence.negative_control or {}
+    caught = control.get("caught")
+    detail = str(control.get("reason", "")) or (
+        "a flipped bit was read back as good" if caught is False else ""
+    )
+    return Check("a flipped bit in the log is caught", caught, detail)
+
+
+def _faults(config: DrillConfig, evidence: Evidence) -> list[dict[str, Any]]:
+    times = {
+        str(event.get("id")): event["t"] - evidence.events[0]["t"]
+        for event in evidence.events
+        if event["event"] in ("fault", "service_killed", "corrupted")
+    }
+    return [
+        {
+            "id": fault_id(index),
+            "spec": str(fault),
+            "fired": fault_id(index) in evidence.fired,
+            "t": times.get(fault_id(index)),
+        }
+        for index, fault in enumerate(config.faults)
+    ]
+
+
+def _strategy(config: DrillConfig, found: Sequence[Recovery]) -> dict[str, Any]:
+    """`strategy` and `strategy_reasons` per stage; over several recoveries the dearest."""
+    strategies: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for recovery in found:
+        for rank, (name, reason) in recovery.strategies().items():
+            for stage in config.topology.stages_of(rank):
+                held = strategies.get(str(stage))
+                if held is None or _cost_of(name) > _cost_of(held):
+                    strategies[str(stage)], reasons[str(stage)] = name, reason
+    ordered = sorted(strategies, key=int)
+    return {
+        "strategy": {stage: strategies[stage] for stage in ordered},
+        "strategy_asked": config.strategy,
+        "strategy_reasons": {stage: reasons[stage] for stage in ordered},
+    }
+
+
+def _cost_of(strategy: str) -> int:
+    return _COST.index(strategy) if strategy in _COST else len(_COST)
+
+
+def _recovery(config: DrillConfig, recovery: Recovery) -> dict[str, Any]:
+    return {
+        "generations": recovery.generations,
+        "reasons": recovery.reasons,
+        "faults": [event.get("id") for event in recovery.faults],
+        "target_version": recovery.target_version,
+        "plan_reason": (recovery.plan or {}).get("reason"),
+        "plans": recovery.plans,
+        **_strategy(config, [recovery]),
+        **_cost(config, [recovery]),
+        "verified_sends": recovery.replayed("verified"),
+        "filled_sends": recovery.replayed("filled"),
+        "records_read": recovery.replayed("records"),
+    }
+
+
+def _cost(config: DrillConfig, found: Sequence[Recovery]) -> dict[str, Any]:
+    """Seconds by phase, steps and microbatches: sums over the recoveries."""
+    seconds: dict[str, float] | None = None
+    if found and all(recovery.seconds is not None for recovery in found):
+        names = ("detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total", "superseded")
+        seconds = {
+            name: round(sum((recovery.seconds or {}).get(name, 0.0) for recovery in found), 6)
+            for name in names
+            if name != "superseded" or any(name in (recovery.seconds or {}) for recovery in found)
+        }
+    lost = [recovery.steps_lost for recovery in found]
+    redone = sum(steps or 0 for steps in lost) * config.topology.microbatches * config.topology.ranks
+    return {
+        "recovery_seconds": seconds,
+        "steps_lost": None if None in lost else sum(steps or 0 for steps in lost),
+        "steps_replayed": sum(recovery.replayed("steps") for recovery in found),
+        "microbatches_recomputed": sum(recovery.replayed("microbatches") for recovery in found) + redone,
+    }
+
+
+def _log(evidence: Evidence, found: Sequence[Recovery]) -> dict[str, Any]:
+    return {
+        "records": None,
+        "bytes": None,
+        **(evidence.log or {}),
+        "verified_sends": sum(recovery.replayed("verified") for recovery in found),
+    }

@@ -1,0 +1,293 @@
+"""From the merged event trace to what happened: recoveries, their phases, throughput. Pure.
+
+A *recovery* begins when the coordinator leaves RUNNING and ends when it is RUNNING again; a second failure or
+a refused replay in it makes more generations, not more recoveries. Its phases lie between milestones:
+
+    kill -detect-> FENCING -fence-> PLANNING -plan-> RECOVERING -rebuild-> restore begins -restore-> restored
+         -replay-> replayed -rejoin-> every rank has begun a step
+
+A recovery of several generations spends the time from its first FENCING to its last one in `superseded`. A
+coordinator that is killed may leave a state out of the trace: a milestone is the first sign of that state or
+of a later one. Phases never overlap and sum to `total`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = dict[str, Any]
+
+STATES = ("forming", "running", "fencing", "planning", "recovering")
+PHASES = ("detect", "superseded", "fence", "plan", "rebuild", "restore", "replay", "rejoin")
+REPLAYING = ("replay", "catch_up")
+
+
+@dataclass(kw_only=True)
+class Recovery:
+    """One way back to RUNNING, as the events tell it."""
+
+    began_t: float
+    """The coordinator's first FENCING."""
+    ended_t: float | None = None
+    """RUNNING again; None: it never was."""
+    generations: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    faults: list[Event] = field(default_factory=list)
+    """"fault" events of ranks that this recovery answers."""
+    exits: list[Event] = field(default_factory=list)
+    plan: Event | None = None
+    """The last plan; earlier ones were superseded."""
+    plans: int = 0
+    replays: list[Event] = field(default_factory=list)
+    """"replay_end" of the last generation."""
+    seconds: dict[str, float] | None = None
+    """Phase -> seconds and their `total`; None: a milestone is not in the trace."""
+    missing: list[str] = field(default_factory=list)
+    """Milestones and events that are not in the trace."""
+    steps_lost: int | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.generations[-1]
+
+    @property
+    def kill_t(self) -> float | None:
+        times = [event["t"] for event in (self.faults or self.exits)]
+        return min(times) if times else None
+
+    @property
+    def target_version(self) -> int | None:
+        return None if self.plan is None else self.plan.get("target_version")
+
+    def strategies(self) -> dict[int, tuple[str, str]]:
+        """rank -> (strategy, reason) of the last plan."""
+        ranks = (self.plan or {}).get("ranks") or []
+        return {
+            int(entry["rank"]): (str(entry["strategy"]).lower(), str(entry.get("reason", "")))
+            for entry in ranks
+        }
+
+    @property
+    def fell_back(self) -> str:
+        """Why the last plan restores a checkpoint; "" if it does not."""
+        reason = str((self.plan or {}).get("reason", ""))
+        return reason if any(name == "checkpoint" for name, _ in self.strategies().values()) else ""
+
+    @property
+    def replay_expected(self) -> bool:
+        """Some rank had steps to replay."""
+        target = self.target_version
+        return any(
+            str(entry["strategy"]).lower() in REPLAYING and entry.get("from_version", target) != target
+            for entry in (self.plan or {}).get("ranks") or []
+        )
+
+    def replayed(self, name: str) -> int:
+        return sum(int(event.get(name) or 0) for event in self.replays)
+
+
+def state_of(event: Event) -> str:
+    return str(event.get("state", "")).lower()
+
+
+def recoveries(events: Sequence[Event]) -> list[Recovery]:
+    """All of them, in order."""
+    found: list[Recovery] = []
+    running_before: float | None = None
+    for event in events:
+        if event["event"] != "state":
+            continue
+        state, generation = state_of(event), int(event.get("generation") or 0)
+        current = found[-1] if found and found[-1].ended_t is None else None
+        if state == "running":
+            if current is not None:
+                current.ended_t = event["t"]
+            running_before = event["t"]
+        elif state in ("fencing", "planning", "recovering"):
+            if current is None:
+                # Before the first RUNNING there is nothing to recover from: ranks are still forming.
+                if running_before is None:
+                    continue
+                current = Recovery(began_t=event["t"])
+                found.append(current)
+            if not current.generations or generation > current.generations[-1]:
+                current.generations.append(generation)
+                current.reasons.append(str(event.get("reason", "")))
+    previous_end = float("-inf")
+    for recovery in found:
+        end = recovery.ended_t if recovery.ended_t is not None else float("inf")
+        window = [event for event in events if previous_end < event["t"] <= end]
+        _fill(recovery, window, [event for event in events if event["t"] > end], events)
+        previous_end = end
+    return found
+
+
+def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: Sequence[Event]) -> None:
+    recovery.faults = _named(window, "fault")
+    recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
+    plans = _named(window, "plan")
+    recovery.plans = len(plans)
+    recovery.plan = plans[-1] if plans else None
+    recovery.replays = _of_generation(_named(window, "replay_end"), recovery.generation, window)
+    if recovery.plan is None:
+        recovery.missing.append("plan")
+    if recovery.replay_expected and not recovery.replays:
+        recovery.missing.append("replay_end")
+    recovery.seconds = _phases(recovery, window, after)
+    reached = [event["step"] + 1 for event in _named(events, "step_end") if event["t"] < recovery.began_t]
+    if recovery.target_version is not None:
+        recovery.steps_lost = max(0, max(reached, default=0) - recovery.target_version)
+
+
+def _of_generation(found: list[Event], generation: int, window: list[Event]) -> list[Event]:
+    """Those of the last generation: by their field, or by the time that generation began."""
+    begun = min(
+        (e["t"] for e in _named(window, "state") if int(e.get("generation") or 0) >= generation),
+        default=float("-inf"),
+    )
+    return [e for e in found if (e["generation"] == generation if "generation" in e else e["t"] >= begun)]
+
+
+def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict[str, float] | None:
+    """Phase -> seconds. Milestones that must be there and are not go to `recovery.missing`."""
+    kill_t = recovery.kill_t
+    if kill_t is None:
+        recovery.missing.append("fault")
+        return None
+    if recovery.ended_t is None:
+        recovery.missing.append("state running")
+        return None
+    resumed = _all_ranks_stepping(window, after)
+    if resumed is None:
+        recovery.missing.append("step_begin after the recovery")
+        return None
+    last = _milestones(window, recovery.generation)
+    restores = _of_generation(_named(window, "restore_begin"), recovery.generation, window)
+    restored = _of_generation(_named(window, "restore_end"), recovery.generation, window)
+    groups = [event["t"] for event in _named(window, "group_built") if event["t"] <= recovery.ended_t]
+    replays = _of_generation(_named(window, "replay_begin"), recovery.generation, window)
+    work = [event["t"] for event in (*restores, *replays)]
+    rebuilt = min(work) if work else max(groups, default=recovery.ended_t)
+    marks = (
+        ("detect", recovery.began_t),
+        ("superseded", last["fencing"]),
+        ("fence", last["planning"]),
+        ("plan", last["recovering"]),
+        ("rebuild", rebuilt),
+        ("restore", max((event["t"] for event in restored), default=rebuilt)),
+        ("replay", max((event["t"] for event in recovery.replays), default=None)),
+        ("rejoin", resumed),
+    )
+    seconds: dict[str, float] = {}
+    at = kill_t
+    for name, mark in marks:
+        until = at if mark is None else min(max(at, mark), resumed)
+        seconds[name] = until - at
+        at = until
+    if len(recovery.generations) == 1:
+        # One generation has one FENCING, even if its coordinator died in it.
+        seconds["fence"] += seconds.pop("superseded")
+    return {**seconds, "total": resumed - kill_t}
+
+
+def _milestones(window: list[Event], generation: int) -> dict[str, float]:
+    """state -> when this generation was first seen in it, or in a later one."""
+    seen = [
+        (event["t"], state_of(event))
+        for event in _named(window, "state")
+        if int(event.get("generation") or 0) >= generation
+    ]
+    order = ("fencing", "planning", "recovering", "running")
+    return {
+        state: min((t for t, name in seen if name in order[index:]), default=float("inf"))
+        for index, state in enumerate(order)
+    }
+
+
+def _all_ranks_stepping(window: list[Event], after: list[Event]) -> float | None:
+    """When the last of the ranks has begun its first step after the recovery (or had none left to do)."""
+    ranks = {event["rank"] for event in (*window, *after) if event["event"] in ("step_begin", "fault")}
+    first: dict[int, float] = {}
+    for event in after:
+        if event["event"] in ("step_begin", "finished") and not event.get("replay"):
+            first.setdefault(event["rank"], event["t"])
+    return max(first.values()) if first and ranks <= set(first) else None
+
+
+def _named(events: Iterable[Event], name: str) -> list[Event]:
+    """Those of that name; steps that a replay does again are no steps here."""
+    return [event for event in events if event["event"] == name and not event.get("replay")]
+
+
+def fault_ids(events: Iterable[Event]) -> set[str]:
+    return {str(event.get("id")) for event in _named(events, "fault")}
+
+
+def survivors_kept(events: Sequence[Event], ranks: int) -> dict[int, bool] | None:
+    """rank -> the process that ran it first ran it to the end; ranks that were killed are not in it.
+
+    None: some rank left no trace, so nothing can be said.
+    """
+    killed = {event["rank"] for event in _named(events, "fault")}
+    pids: dict[int, set[int]] = {}
+    for event in events:
+        if event["event"] in ("step_begin", "step_end", "finished") and "rank" in event:
+            pids.setdefault(event["rank"], set()).add(event["pid"])
+    if set(pids) != set(range(ranks)):
+        return None
+    return {rank: len(pids[rank]) == 1 for rank in range(ranks) if rank not in killed}
+
+
+def throughput(events: Sequence[Event], found: Sequence[Recovery], ranks: int) -> dict[str, float | None]:
+    """Steps per second before the first kill, from it to the first step after the last recovery, after.
+
+    A step is done once all ranks have ended it. `during` counts the steps done in that time: what a failure
+    costs is that it is near zero for `recovery_seconds.total`.
+    """
+    kills = [recovery.kill_t for recovery in found if recovery.kill_t is not None]
+    begun = [event["t"] for event in _named(events, "step_begin")]
+    ended = _named(events, "step_end")
+    if not kills:
+        return {"before": _rate(_completed(ended, ranks)), "during": None, "after": None}
+    killed, back = min(kills), found[-1].ended_t
+    resumed = min((t for t in begun if back is not None and t > back), default=None)
+    before = _completed([event for event in ended if event["t"] < killed], ranks)
+    if resumed is None:
+        return {"before": _rate(before), "during": None, "after": None}
+    within = _completed([event for event in ended if event["t"] <= resumed], ranks)
+    after = _completed([event for event in ended if event["t"] > resumed], ranks)
+    return {
+        "before": _rate(before),
+        "during": len(within.keys() - before.keys()) / (resumed - killed),
+        "after": len(after) / (max(after.values()) - resumed) if after else None,
+    }
+
+
+def _completed(ended: Iterable[Event], ranks: int) -> dict[int, float]:
+    """step -> when its last rank ended it, for steps that all ranks ended."""
+    times: dict[int, dict[int, float]] = {}
+    for event in ended:
+        times.setdefault(event["step"], {})[event["rank"]] = event["t"]
+    return {step: max(by_rank.values()) for step, by_rank in times.items() if len(by_rank) == ranks}
+
+
+def _rate(done: dict[int, float]) -> float | None:
+    """From the first step's end: its beginning holds the start of everything."""
+    if len(done) < 2:
+        return None
+    return (len(done) - 1) / (max(done.values()) - min(done.values()))
+
+
+def shown(events: Sequence[Event], found: Sequence[Recovery], *, margin_s: float = 0.3) -> list[Event]:
+    """The timeline of the report: everything but the steps that are far from any recovery."""
+    windows = [
+        ((recovery.kill_t or recovery.began_t) - margin_s, (recovery.ended_t or float("inf")) + margin_s)
+        for recovery in found
+    ]
+    origin = events[0]["t"] if events else 0.0
+    quiet = ("step_begin", "step_end")
+    return [
+        {**event, "t": round(event["t"] - origin, 6)}
+        for event in events
+        if event["event"] not in quiet or any(low <= event["t"] <= high for low, high in windows)
+    ]

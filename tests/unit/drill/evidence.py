@@ -1,0 +1,146 @@
+"""A run that went well, as evidence: tests break one piece of it at a time."""
+
+from dataclasses import replace
+from typing import Any
+
+from swift.drill import faults
+from swift.drill.config import DrillConfig
+from swift.drill.report import DIGEST_FIELDS, Evidence
+from swift.drill.topology import Topology
+
+RANKS, STEPS = 4, 12
+KILL_STEP, CHECKPOINT = 8, 5
+PIDS = {rank: 100 + rank for rank in range(RANKS)}
+NEW_PID = 200
+
+
+def config(*specs: str, **changes: Any) -> DrillConfig:
+    shape = Topology(ranks=RANKS, steps=STEPS, microbatches=4, schedule="1f1b", checkpoint_every=CHECKPOINT)
+    planned = tuple(faults.parse(spec) for spec in specs or (f"rank=2,step={KILL_STEP},microbatch=3",))
+    return DrillConfig(topology=shape, faults=planned, **changes)
+
+
+def digest(rank: int, version: int) -> dict[str, Any]:
+    return {name: f"{name}-of-{rank}-at-{version}" for name in DIGEST_FIELDS}
+
+
+class Trace:
+    """Events one after the other on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.t = 1000.0
+        self.events: list[dict[str, Any]] = []
+        self.pids = dict(PIDS)
+
+    def add(self, who: str, event: str, after: float = 0.01, pid: int = 1, **fields: Any) -> None:
+        self.t += after
+        self.events.append({"t": round(self.t, 6), "who": who, "pid": pid, "event": event, **fields})
+
+    def rank(self, rank: int, event: str, after: float = 0.01, **fields: Any) -> None:
+        self.add(f"rank{rank}", event, after, pid=self.pids[rank], rank=rank, **fields)
+
+    def state(self, state: str, generation: int, after: float = 0.01, reason: str = "") -> None:
+        self.add("coordinator", "state", after, state=state, generation=generation, reason=reason)
+
+    def step(self, step: int) -> None:
+        for rank in range(RANKS):
+            self.rank(rank, "step_begin", step=step)
+        for rank in range(RANKS):
+            self.rank(rank, "step_end", step=step)
+
+    def kill(self, rank: int, step: int, fault: str = "fault0") -> None:
+        for each in range(RANKS):
+            self.rank(each, "step_begin", step=step)
+        self.rank(rank, "fault", id=fault, phase="backward", step=step, microbatch=3)
+        self.add("launcher", "child_exit", rank=rank, pid=self.pids[rank], code=-9)
+        self.pids[rank] = NEW_PID
+
+    def plan(
+        self, generation: int, target: int, strategies: dict[int, tuple[str, int]], reason: str = "ok"
+    ) -> None:
+        self.add(
+            "coordinator",
+            "plan",
+            generation=generation,
+            target_version=target,
+            reason=reason,
+            ranks=[
+                {"rank": rank, "strategy": name, "from_version": start, "reason": f"rank {rank}: {name}"}
+                for rank, (name, start) in strategies.items()
+            ],
+        )
+
+    def replay(self, rank: int, generation: int, start: int, end: int) -> None:
+        self.rank(rank, "restore_begin", 0.02, generation=generation)
+        self.rank(rank, "restore_end", 0.03, generation=generation, version=start)
+        self.rank(rank, "replay_begin", generation=generation, version=start)
+        for step in range(start, end):
+            self.rank(rank, "step_begin", step=step, replay=True)
+            self.rank(rank, "step_end", 0.1, step=step, replay=True)
+        self.rank(
+            rank,
+            "replay_end",
+            generation=generation,
+            steps=end - start,
+            records=20,
+            microbatches=(end - start) * 4,
+            verified=24,
+            filled=0,
+        )
+
+    def finish(self) -> None:
+        for rank in range(RANKS):
+            self.rank(rank, "finished", version=STEPS)
+        self.state("FINISHED", 2)
+
+
+def kept(target: int = KILL_STEP, victim: int = 2) -> dict[int, tuple[str, int]]:
+    plan = dict.fromkeys(range(RANKS), ("KEEP", target))
+    return {**plan, victim: ("REPLAY", CHECKPOINT)}
+
+
+def good_trace() -> Trace:
+    trace = Trace()
+    trace.state("FORMING", 1)
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        trace.step(step)
+    trace.kill(2, KILL_STEP)
+    trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
+    trace.state("PLANNING", 2, 0.03)
+    trace.plan(2, KILL_STEP, kept())
+    trace.state("RECOVERING", 2, 0.04)
+    for rank in range(RANKS):
+        trace.rank(rank, "group_built", generation=2)
+    trace.replay(2, 2, CHECKPOINT, KILL_STEP)
+    trace.state("RUNNING", 2, 0.02)
+    for step in range(KILL_STEP, STEPS):
+        trace.step(step)
+    trace.finish()
+    return trace
+
+
+def digests(*recovered: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """Of the run with faults; `recovered`: (version, generation) of its recoveries."""
+    found = {f"rank{rank}-v{STEPS}": digest(rank, STEPS) for rank in range(RANKS)}
+    for version, generation in recovered:
+        found |= {f"rank{rank}-v{version}-g{generation}": digest(rank, version) for rank in range(RANKS)}
+    return found
+
+
+def good(trace: Trace | None = None, **changes: Any) -> Evidence:
+    evidence = Evidence(
+        events=(trace or good_trace()).events,
+        digests=digests((KILL_STEP, 2)),
+        twin_digests={
+            f"rank{rank}-v{version}": digest(rank, version)
+            for rank in range(RANKS)
+            for version in range(STEPS + 1)
+        },
+        exit_code=0,
+        twin_exit_code=0,
+        fired=frozenset({"fault0"}),
+        log={"records": 400, "bytes": 1 << 20},
+        negative_control={"caught": True, "file": "s1.F/0.seg", "bit": 5000},
+    )
+    return replace(evidence, **changes)

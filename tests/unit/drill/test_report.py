@@ -1,0 +1,328 @@
+"""The verdict: each piece of evidence is broken or taken away once."""
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swift.drill import report
+from swift.drill.report import DIGEST_FIELDS, FAIL, INCONCLUSIVE, PASS, Evidence
+from tests.unit.drill.evidence import (
+    CHECKPOINT,
+    KILL_STEP,
+    NEW_PID,
+    RANKS,
+    STEPS,
+    Trace,
+    config,
+    digests,
+    good,
+    good_trace,
+    kept,
+)
+
+CONTRACT = """
+    verdict seed rerun versions topology faults strategy exact bitwise_equal digests timeline
+    recovery_seconds steps_lost steps_replayed microbatches_recomputed survivors_kept log
+    negative_control throughput recoveries
+"""
+
+
+def without(event: str, **fields: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    def take_away(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        kept_events = [
+            e for e in events if e["event"] != event or any(e.get(k) != v for k, v in fields.items())
+        ]
+        assert len(kept_events) < len(events), "the test takes nothing away"
+        return kept_events
+
+    return take_away
+
+
+def test_a_good_run_passes_with_every_field_of_the_contract() -> None:
+    result = report.build(config(), good())
+    assert result["verdict"] == PASS, result["reason"]
+    assert set(CONTRACT.split()) <= set(result)
+    assert json.loads(json.dumps(result)) == result
+    assert result["exact"] is True
+    assert result["bitwise_equal"] is True
+    assert result["strategy"] == {"0": "keep", "1": "keep", "2": "replay", "3": "keep"}
+    assert result["steps_lost"] == 0
+    assert result["steps_replayed"] == KILL_STEP - CHECKPOINT
+    assert result["microbatches_recomputed"] == 4 * (KILL_STEP - CHECKPOINT)
+    assert result["survivors_kept"] is True
+    assert result["log"] == {"records": 400, "bytes": 1 << 20, "verified_sends": 24}
+    assert result["faults"][0]["spec"] == "rank=2,step=8,microbatch=3,phase=backward"
+    assert result["rerun"].endswith("--kill rank=2,step=8,microbatch=3,phase=backward")
+    assert all(check["answer"] for check in result["checks"])
+
+
+def test_phases_sum_to_the_total() -> None:
+    seconds = report.build(config(), good())["recovery_seconds"]
+    assert set(seconds) == {"detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total"}
+    assert sum(seconds.values()) - seconds["total"] == pytest.approx(seconds["total"])
+    assert seconds["detect"] == pytest.approx(0.03)
+    assert seconds["fence"] == pytest.approx(0.03)
+    assert seconds["plan"] == pytest.approx(0.05)
+    assert seconds["rebuild"] == pytest.approx(0.06)
+    assert seconds["restore"] == pytest.approx(0.03)
+    assert seconds["replay"] == pytest.approx(0.35)
+    # To the step_begin of the last rank.
+    assert seconds["rejoin"] == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize("field", DIGEST_FIELDS)
+@pytest.mark.parametrize("name", [f"rank1-v{STEPS}", f"rank2-v{KILL_STEP}-g2"])
+def test_a_differing_digest_fails(name: str, field: str) -> None:
+    changed = copy.deepcopy(digests((KILL_STEP, 2)))
+    changed[name][field] = "0" * 64
+    result = report.build(config(), good(digests=changed))
+    assert result["verdict"] == FAIL
+    assert result["bitwise_equal"] is False
+    assert result["exact"] is False
+    assert field in result["reason"]
+
+
+@pytest.mark.parametrize("name", [f"rank3-v{STEPS}", f"rank0-v{KILL_STEP}-g2"])
+def test_a_missing_digest_is_inconclusive(name: str) -> None:
+    fewer = digests((KILL_STEP, 2))
+    del fewer[name]
+    result = report.build(config(), good(digests=fewer))
+    assert result["verdict"] == INCONCLUSIVE
+    assert result["bitwise_equal"] is None
+    assert result["exact"] is False
+
+
+@pytest.mark.parametrize("field", DIGEST_FIELDS)
+def test_a_missing_digest_field_is_inconclusive(field: str) -> None:
+    fewer = digests((KILL_STEP, 2))
+    del fewer[f"rank0-v{STEPS}"][field]
+    assert report.build(config(), good(digests=fewer))["verdict"] == INCONCLUSIVE
+
+
+@pytest.mark.parametrize("version", [KILL_STEP, STEPS])
+def test_a_twin_without_the_digest_is_inconclusive(version: int) -> None:
+    evidence = good()
+    twin = {name: d for name, d in evidence.twin_digests.items() if name != f"rank1-v{version}"}
+    assert report.build(config(), good(twin_digests=twin))["verdict"] == INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"negative_control": None}, INCONCLUSIVE),
+        ({"negative_control": {"caught": None, "reason": "no segment file"}}, INCONCLUSIVE),
+        ({"negative_control": {"caught": False}}, FAIL),
+        ({"fired": frozenset()}, INCONCLUSIVE),
+        ({"exit_code": 1}, FAIL),
+        ({"exit_code": None}, INCONCLUSIVE),
+        ({"exit_code": 3, "fired": frozenset()}, INCONCLUSIVE),
+        ({"twin_exit_code": 1}, INCONCLUSIVE),
+        ({"twin_exit_code": None}, INCONCLUSIVE),
+        ({"twin_recoveries": 1}, INCONCLUSIVE),
+        ({"events": []}, INCONCLUSIVE),
+    ],
+)
+def test_broken_evidence(changes: dict[str, Any], verdict: str) -> None:
+    result = report.build(config(), good(**changes))
+    assert result["verdict"] == verdict, result["reason"]
+    assert result["reason"]
+
+
+@pytest.mark.parametrize(
+    "take_away",
+    [
+        without("fault"),
+        without("plan"),
+        without("replay_end"),
+        without("state"),
+        without("state", state="RUNNING", generation=2),
+    ],
+)
+def test_a_missing_event_is_never_pass(take_away: Callable[[list[dict[str, Any]]], Any]) -> None:
+    result = report.build(config(), good(events=take_away(good_trace().events)))
+    assert result["verdict"] != PASS
+    assert result["exact"] is False
+
+
+@pytest.mark.parametrize("event", ["finished", "group_built", "restore_begin", "restore_end", "replay_begin"])
+def test_some_events_only_make_the_phases_finer(event: str) -> None:
+    result = report.build(config(), good(events=without(event)(good_trace().events)))
+    assert result["verdict"] == PASS, result["reason"]
+
+
+def test_no_steps_after_the_recovery_is_inconclusive() -> None:
+    trace = good_trace()
+    back = next(e["t"] for e in trace.events if e.get("state") == "RUNNING" and e["generation"] == 2)
+    events = [e for e in trace.events if e["t"] <= back or e["event"] not in ("step_begin", "finished")]
+    result = report.build(config(), good(events=events))
+    assert result["verdict"] == INCONCLUSIVE
+    assert result["recovery_seconds"] is None
+
+
+def test_a_rank_that_changed_its_process_fails() -> None:
+    events = copy.deepcopy(good_trace().events)
+    for event in events[-20:]:
+        if event["who"] == "rank1":
+            event["pid"] = NEW_PID + 1
+    result = report.build(config(), good(events=events))
+    assert result["verdict"] == FAIL
+    assert result["survivors_kept"] is False
+    assert "rank 1 changed pid" in result["reason"]
+
+
+def test_a_rank_that_died_untold_fails() -> None:
+    trace = good_trace()
+    trace.add("launcher", "child_exit", rank=1, pid=101, code=-6)
+    result = report.build(config(), good(trace))
+    assert result["verdict"] == FAIL
+    assert "rank 1 (exit code -6)" in result["reason"]
+
+
+def test_a_replay_that_verified_nothing_is_inconclusive() -> None:
+    events = copy.deepcopy(good_trace().events)
+    next(e for e in events if e["event"] == "replay_end")["verified"] = 0
+    result = report.build(config(), good(events=events))
+    assert result["verdict"] == INCONCLUSIVE
+    assert "verified" in result["reason"]
+
+
+# What else can happen in a recovery.
+
+
+def fallen_back(reason: str) -> Trace:
+    """The replacement refuses to replay; everybody goes back to the checkpoint."""
+    trace = Trace()
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        trace.step(step)
+    trace.kill(2, KILL_STEP)
+    trace.state("FENCING", 2, reason="rank 2 died")
+    trace.state("PLANNING", 2)
+    trace.plan(2, KILL_STEP, kept())
+    trace.state("RECOVERING", 2)
+    trace.rank(2, "restore_begin", generation=2)
+    trace.rank(2, "restore_end", generation=2)
+    trace.state("FENCING", 3, 0.5, reason=reason)
+    trace.state("PLANNING", 3)
+    trace.plan(3, CHECKPOINT, dict.fromkeys(range(RANKS), ("CHECKPOINT", CHECKPOINT)), reason)
+    trace.state("RECOVERING", 3)
+    for rank in range(RANKS):
+        trace.rank(rank, "restore_begin", generation=3)
+        trace.rank(rank, "restore_end", generation=3)
+    trace.state("RUNNING", 3)
+    for step in range(CHECKPOINT, STEPS):
+        trace.step(step)
+    trace.finish()
+    return trace
+
+
+def fallen_back_evidence(**changes: Any) -> Evidence:
+    return good(fallen_back("record s1.F is corrupt"), digests=digests((CHECKPOINT, 3)), **changes)
+
+
+def test_a_fallback_nobody_asked_for_fails() -> None:
+    result = report.build(config(), fallen_back_evidence())
+    assert result["verdict"] == FAIL
+    assert result["bitwise_equal"] is True
+    assert result["exact"] is False
+    assert "corrupt" in result["reason"]
+
+
+CORRUPT = (f"rank=2,step={KILL_STEP},microbatch=3", f"corrupt=log,step={KILL_STEP}")
+FLIPPED = {"fired": frozenset({"fault0", "fault1"}), "corruption": {"file": "x", "bit": 7}}
+
+
+def test_a_fallback_from_a_corrupt_log_passes_but_not_as_exact() -> None:
+    result = report.build(config(*CORRUPT), fallen_back_evidence(**FLIPPED))
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["exact"] is False
+    assert set(result["strategy"].values()) == {"checkpoint"}
+    assert "corrupt" in result["recoveries"][0]["plan_reason"]
+    assert result["steps_lost"] == KILL_STEP - CHECKPOINT
+    assert result["recoveries"][0]["generations"] == [2, 3]
+    assert result["recovery_seconds"]["superseded"] > 0.5
+    assert result["reason"].startswith("nothing was replayed: ")
+
+
+def test_a_corrupt_log_that_was_replayed_fails() -> None:
+    result = report.build(config(*CORRUPT), good(**FLIPPED))
+    assert result["verdict"] == FAIL
+    assert "flipped bit was replayed" in result["reason"]
+
+
+def test_a_corruption_that_never_happened_is_inconclusive() -> None:
+    result = report.build(config(*CORRUPT), fallen_back_evidence(fired=frozenset({"fault0"})))
+    assert result["verdict"] == INCONCLUSIVE
+
+
+def test_the_checkpoint_strategy_is_exact_when_it_was_asked_for() -> None:
+    result = report.build(config(strategy="checkpoint"), fallen_back_evidence())
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["exact"] is True
+    assert report.build(config(strategy="checkpoint"), good())["verdict"] == FAIL
+
+
+def test_a_coordinator_killed_in_a_recovery_may_lose_a_state() -> None:
+    specs = (f"rank=2,step={KILL_STEP},microbatch=3", "service=coordinator,state=planning")
+    events = without("state", state="PLANNING")(good_trace().events)
+    result = report.build(config(*specs), good(events=events, fired=frozenset({"fault0", "fault1"})))
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["recovery_seconds"]["plan"] == 0
+
+
+def test_two_victims_one_after_the_other() -> None:
+    trace = Trace()
+    trace.state("RUNNING", 1)
+    for step in range(STEPS):
+        if step == KILL_STEP:
+            for generation, victim in ((2, 2), (3, 1)):
+                trace.kill(victim, KILL_STEP, f"fault{generation - 2}")
+                trace.pids[victim] = NEW_PID + victim
+                for state in ("FENCING", "PLANNING"):
+                    trace.state(state, generation)
+                trace.plan(generation, KILL_STEP, kept(victim=victim))
+                trace.state("RECOVERING", generation)
+                trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
+                trace.state("RUNNING", generation)
+                if generation == 2:
+                    for rank in range(RANKS):
+                        trace.rank(rank, "step_begin", step=KILL_STEP)
+        trace.step(step)
+    trace.finish()
+    planned = config(*(f"rank={rank},step={KILL_STEP},microbatch=3" for rank in (2, 1)))
+    evidence = good(
+        trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
+    )
+    result = report.build(planned, evidence)
+    assert result["verdict"] == PASS, result["reason"]
+    assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
+    assert result["steps_replayed"] == 2 * (KILL_STEP - CHECKPOINT)
+    assert result["strategy"] == {"0": "keep", "1": "replay", "2": "replay", "3": "keep"}
+    total = sum(recovery["recovery_seconds"]["total"] for recovery in result["recoveries"])
+    assert result["recovery_seconds"]["total"] == pytest.approx(total)
+    only_one = good(trace, fired=frozenset({"fault0"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
+    assert report.build(planned, only_one)["verdict"] == INCONCLUSIVE
+
+
+def test_a_drill_on_services_alone_needs_no_recovery() -> None:
+    trace = Trace()
+    trace.state("RUNNING", 1)
+    for step in range(STEPS):
+        trace.step(step)
+    trace.finish()
+    result = report.build(config("service=logserver,step=4"), good(trace, digests=digests()))
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["recoveries"] == []
+    assert result["recovery_seconds"] is None
+    assert result["throughput"]["before"] > 0
+
+
+def test_throughput_before_during_and_after() -> None:
+    rates = report.build(config(), good())["throughput"]
+    # A step takes 8 events of 10 ms.
+    assert rates["before"] == pytest.approx(1 / 0.08)
+    assert rates["during"] == 0
+    assert rates["after"] == pytest.approx(1 / 0.08, rel=0.05)
