@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bswift/_pb/coordinator.proto\x12\x14swift.coordinator.v1\"\x05\n\x03\x41\x63k\"F\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0c\n\x04host\x18\x04 \x01(\t\"p\n\x08RankPlan\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x30\n\x08strategy\x18\x02 \x01(\x0e\x32\x1e.swift.coordinator.v1.Strategy\x12\x14\n\x0c\x66rom_version\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x8c\x01\n\x04Plan\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x16\n\x0etarget_version\x18\x02 \x01(\x04\x12-\n\x05ranks\x18\x03 \x03(\x0b\x32\x1e.swift.coordinator.v1.RankPlan\x12\x19\n\x11\x63ollective_source\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\"\xba\x02\n\x04View\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.swift.coordinator.v1.State\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12-\n\x07members\x18\x05 \x03(\x0b\x32\x1c.swift.coordinator.v1.Member\x12,\n\x06\x66\x65nced\x18\x06 \x03(\x0b\x32\x1c.swift.coordinator.v1.Member\x12(\n\x04plan\x18\x07 \x01(\x0b\x32\x1a.swift.coordinator.v1.Plan\x12\x13\n\x0blog_servers\x18\x08 \x03(\t\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x10\n\x08revision\x18\n \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\x0b \x03(\x04\"\xc7\x02\n\x0bJoinRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12,\n\x06member\x18\x02 \x01(\x0b\x32\x1c.swift.coordinator.v1.Member\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12=\n\x06\x63onfig\x18\x04 \x03(\x0b\x32-.swift.coordinator.v1.JoinRequest.ConfigEntry\x12G\n\x0b\x66ingerprint\x18\x05 \x03(\x0b\x32\x32.swift.coordinator.v1.JoinRequest.FingerprintEntry\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1b\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"S\n\x10HeartbeatRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\"8\n\x0eHeartbeatReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x12\n\ninterval_s\x18\x02 \x01(\x01\"w\n\rReportRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x11\n\thas_state\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\"\x87\x01\n\x0cReadyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x0e\n\x06stages\x18\x06 \x03(\x05\x12\x12\n\nnum_stages\x18\x07 \x01(\x05\"c\n\rRefuseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\"T\n\x11\x43heckpointRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\"]\n\x0b\x45xitRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x11\n\texit_code\x18\x05 \x01(\x05\"d\n\x0eSuspectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\"P\n\rFinishRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\"M\n\x0b\x46\x61ilRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x1c\n\rStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"8\n\tSuspicion\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"P\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0blease_age_s\x18\x03 \x01(\x01\x12\x0e\n\x06stages\x18\x04 \x03(\x05\"\x9d\x01\n\x0bStatusReply\x12(\n\x04view\x18\x01 \x01(\x0b\x32\x1a.swift.coordinator.v1.View\x12/\n\x05ranks\x18\x02 \x03(\x0b\x32 .swift.coordinator.v1.RankStatus\x12\x33\n\nsuspicions\x18\x03 \x03(\x0b\x32\x1f.swift.coordinator.v1.Suspicion*}\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46ORMING\x10\x01\x12\x0b\n\x07RUNNING\x10\x02\x12\x0b\n\x07\x46\x45NCING\x10\x03\x12\x0c\n\x08PLANNING\x10\x04\x12\x0e\n\nRECOVERING\x10\x05\x12\x0c\n\x08\x46INISHED\x10\x06\x12\n\n\x06\x46\x41ILED\x10\x07*X\n\x08Strategy\x12\x18\n\x14STRATEGY_UNSPECIFIED\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\x0c\n\x08\x43\x41TCH_UP\x10\x02\x12\n\n\x06REPLAY\x10\x03\x12\x0e\n\nCHECKPOINT\x10\x04\x32\xab\x07\n\x0b\x43oordinator\x12\x45\n\x04Join\x12!.swift.coordinator.v1.JoinRequest\x1a\x1a.swift.coordinator.v1.View\x12I\n\x05Watch\x12\".swift.coordinator.v1.WatchRequest\x1a\x1a.swift.coordinator.v1.View0\x01\x12Y\n\tHeartbeat\x12&.swift.coordinator.v1.HeartbeatRequest\x1a$.swift.coordinator.v1.HeartbeatReply\x12H\n\x06Report\x12#.swift.coordinator.v1.ReportRequest\x1a\x19.swift.coordinator.v1.Ack\x12\x46\n\x05Ready\x12\".swift.coordinator.v1.ReadyRequest\x1a\x19.swift.coordinator.v1.Ack\x12H\n\x06Refuse\x12#.swift.coordinator.v1.RefuseRequest\x1a\x19.swift.coordinator.v1.Ack\x12W\n\x11\x43heckpointDurable\x12\'.swift.coordinator.v1.CheckpointRequest\x1a\x19.swift.coordinator.v1.Ack\x12L\n\x0cMemberExited\x12!.swift.coordinator.v1.ExitRequest\x1a\x19.swift.coordinator.v1.Ack\x12J\n\x07Suspect\x12$.swift.coordinator.v1.SuspectRequest\x1a\x19.swift.coordinator.v1.Ack\x12H\n\x06\x46inish\x12#.swift.coordinator.v1.FinishRequest\x1a\x19.swift.coordinator.v1.Ack\x12\x44\n\x04\x46\x61il\x12!.swift.coordinator.v1.FailRequest\x1a\x19.swift.coordinator.v1.Ack\x12P\n\x06Status\x12#.swift.coordinator.v1.StatusRequest\x1a!.swift.coordinator.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bswift/_pb/coordinator.proto\x12\x14swift.coordinator.v1\"\x05\n\x03\x41\x63k\"F\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0c\n\x04host\x18\x04 \x01(\t\"p\n\x08RankPlan\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x30\n\x08strategy\x18\x02 \x01(\x0e\x32\x1e.swift.coordinator.v1.Strategy\x12\x14\n\x0c\x66rom_version\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x8c\x01\n\x04Plan\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x16\n\x0etarget_version\x18\x02 \x01(\x04\x12-\n\x05ranks\x18\x03 \x03(\x0b\x32\x1e.swift.coordinator.v1.RankPlan\x12\x19\n\x11\x63ollective_source\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\"\xcf\x02\n\x04View\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.swift.coordinator.v1.State\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12-\n\x07members\x18\x05 \x03(\x0b\x32\x1c.swift.coordinator.v1.Member\x12,\n\x06\x66\x65nced\x18\x06 \x03(\x0b\x32\x1c.swift.coordinator.v1.Member\x12(\n\x04plan\x18\x07 \x01(\x0b\x32\x1a.swift.coordinator.v1.Plan\x12\x13\n\x0blog_servers\x18\x08 \x03(\t\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x10\n\x08revision\x18\n \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\x0b \x03(\x04\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\"\xc7\x02\n\x0bJoinRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12,\n\x06member\x18\x02 \x01(\x0b\x32\x1c.swift.coordinator.v1.Member\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12=\n\x06\x63onfig\x18\x04 \x03(\x0b\x32-.swift.coordinator.v1.JoinRequest.ConfigEntry\x12G\n\x0b\x66ingerprint\x18\x05 \x03(\x0b\x32\x32.swift.coordinator.v1.JoinRequest.FingerprintEntry\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1b\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"S\n\x10HeartbeatRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\"8\n\x0eHeartbeatReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x12\n\ninterval_s\x18\x02 \x01(\x01\"w\n\rReportRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x11\n\thas_state\x18\x05 \x01(\x08\x12\x0f\n\x07version\x18\x06 \x01(\x04\"\x87\x01\n\x0cReadyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x0e\n\x06stages\x18\x06 \x03(\x05\x12\x12\n\nnum_stages\x18\x07 \x01(\x05\"c\n\rRefuseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\"h\n\x11\x43heckpointRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\"]\n\x0b\x45xitRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x11\n\texit_code\x18\x05 \x01(\x05\"d\n\x0eSuspectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0e\n\x06reason\x18\x05 \x01(\t\"P\n\rFinishRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\"M\n\x0b\x46\x61ilRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x1c\n\rStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"8\n\tSuspicion\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"P\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0blease_age_s\x18\x03 \x01(\x01\x12\x0e\n\x06stages\x18\x04 \x03(\x05\"\x9d\x01\n\x0bStatusReply\x12(\n\x04view\x18\x01 \x01(\x0b\x32\x1a.swift.coordinator.v1.View\x12/\n\x05ranks\x18\x02 \x03(\x0b\x32 .swift.coordinator.v1.RankStatus\x12\x33\n\nsuspicions\x18\x03 \x03(\x0b\x32\x1f.swift.coordinator.v1.Suspicion*}\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46ORMING\x10\x01\x12\x0b\n\x07RUNNING\x10\x02\x12\x0b\n\x07\x46\x45NCING\x10\x03\x12\x0c\n\x08PLANNING\x10\x04\x12\x0e\n\nRECOVERING\x10\x05\x12\x0c\n\x08\x46INISHED\x10\x06\x12\n\n\x06\x46\x41ILED\x10\x07*X\n\x08Strategy\x12\x18\n\x14STRATEGY_UNSPECIFIED\x10\x00\x12\x08\n\x04KEEP\x10\x01\x12\x0c\n\x08\x43\x41TCH_UP\x10\x02\x12\n\n\x06REPLAY\x10\x03\x12\x0e\n\nCHECKPOINT\x10\x04\x32\xab\x07\n\x0b\x43oordinator\x12\x45\n\x04Join\x12!.swift.coordinator.v1.JoinRequest\x1a\x1a.swift.coordinator.v1.View\x12I\n\x05Watch\x12\".swift.coordinator.v1.WatchRequest\x1a\x1a.swift.coordinator.v1.View0\x01\x12Y\n\tHeartbeat\x12&.swift.coordinator.v1.HeartbeatRequest\x1a$.swift.coordinator.v1.HeartbeatReply\x12H\n\x06Report\x12#.swift.coordinator.v1.ReportRequest\x1a\x19.swift.coordinator.v1.Ack\x12\x46\n\x05Ready\x12\".swift.coordinator.v1.ReadyRequest\x1a\x19.swift.coordinator.v1.Ack\x12H\n\x06Refuse\x12#.swift.coordinator.v1.RefuseRequest\x1a\x19.swift.coordinator.v1.Ack\x12W\n\x11\x43heckpointDurable\x12\'.swift.coordinator.v1.CheckpointRequest\x1a\x19.swift.coordinator.v1.Ack\x12L\n\x0cMemberExited\x12!.swift.coordinator.v1.ExitRequest\x1a\x19.swift.coordinator.v1.Ack\x12J\n\x07Suspect\x12$.swift.coordinator.v1.SuspectRequest\x1a\x19.swift.coordinator.v1.Ack\x12H\n\x06\x46inish\x12#.swift.coordinator.v1.FinishRequest\x1a\x19.swift.coordinator.v1.Ack\x12\x44\n\x04\x46\x61il\x12!.swift.coordinator.v1.FailRequest\x1a\x19.swift.coordinator.v1.Ack\x12P\n\x06Status\x12#.swift.coordinator.v1.StatusRequest\x1a!.swift.coordinator.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST_CONFIGENTRY']._serialized_options = b'8\001'
   _globals['_JOINREQUEST_FINGERPRINTENTRY']._loaded_options = None
   _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_options = b'8\001'
-  _globals['_STATE']._serialized_start=2342
-  _globals['_STATE']._serialized_end=2467
-  _globals['_STRATEGY']._serialized_start=2469
-  _globals['_STRATEGY']._serialized_end=2557
+  _globals['_STATE']._serialized_start=2383
+  _globals['_STATE']._serialized_end=2508
+  _globals['_STRATEGY']._serialized_start=2510
+  _globals['_STRATEGY']._serialized_end=2598
   _globals['_ACK']._serialized_start=53
   _globals['_ACK']._serialized_end=58
   _globals['_MEMBER']._serialized_start=60
@@ -48,43 +48,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLAN']._serialized_start=247
   _globals['_PLAN']._serialized_end=387
   _globals['_VIEW']._serialized_start=390
-  _globals['_VIEW']._serialized_end=704
-  _globals['_JOINREQUEST']._serialized_start=707
-  _globals['_JOINREQUEST']._serialized_end=1034
-  _globals['_JOINREQUEST_CONFIGENTRY']._serialized_start=937
-  _globals['_JOINREQUEST_CONFIGENTRY']._serialized_end=982
-  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_start=984
-  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_end=1034
-  _globals['_WATCHREQUEST']._serialized_start=1036
-  _globals['_WATCHREQUEST']._serialized_end=1063
-  _globals['_HEARTBEATREQUEST']._serialized_start=1065
-  _globals['_HEARTBEATREQUEST']._serialized_end=1148
-  _globals['_HEARTBEATREPLY']._serialized_start=1150
-  _globals['_HEARTBEATREPLY']._serialized_end=1206
-  _globals['_REPORTREQUEST']._serialized_start=1208
-  _globals['_REPORTREQUEST']._serialized_end=1327
-  _globals['_READYREQUEST']._serialized_start=1330
-  _globals['_READYREQUEST']._serialized_end=1465
-  _globals['_REFUSEREQUEST']._serialized_start=1467
-  _globals['_REFUSEREQUEST']._serialized_end=1566
-  _globals['_CHECKPOINTREQUEST']._serialized_start=1568
-  _globals['_CHECKPOINTREQUEST']._serialized_end=1652
-  _globals['_EXITREQUEST']._serialized_start=1654
-  _globals['_EXITREQUEST']._serialized_end=1747
-  _globals['_SUSPECTREQUEST']._serialized_start=1749
-  _globals['_SUSPECTREQUEST']._serialized_end=1849
-  _globals['_FINISHREQUEST']._serialized_start=1851
-  _globals['_FINISHREQUEST']._serialized_end=1931
-  _globals['_FAILREQUEST']._serialized_start=1933
-  _globals['_FAILREQUEST']._serialized_end=2010
-  _globals['_STATUSREQUEST']._serialized_start=2012
-  _globals['_STATUSREQUEST']._serialized_end=2040
-  _globals['_SUSPICION']._serialized_start=2042
-  _globals['_SUSPICION']._serialized_end=2098
-  _globals['_RANKSTATUS']._serialized_start=2100
-  _globals['_RANKSTATUS']._serialized_end=2180
-  _globals['_STATUSREPLY']._serialized_start=2183
-  _globals['_STATUSREPLY']._serialized_end=2340
-  _globals['_COORDINATOR']._serialized_start=2560
-  _globals['_COORDINATOR']._serialized_end=3499
+  _globals['_VIEW']._serialized_end=725
+  _globals['_JOINREQUEST']._serialized_start=728
+  _globals['_JOINREQUEST']._serialized_end=1055
+  _globals['_JOINREQUEST_CONFIGENTRY']._serialized_start=958
+  _globals['_JOINREQUEST_CONFIGENTRY']._serialized_end=1003
+  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_start=1005
+  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_end=1055
+  _globals['_WATCHREQUEST']._serialized_start=1057
+  _globals['_WATCHREQUEST']._serialized_end=1084
+  _globals['_HEARTBEATREQUEST']._serialized_start=1086
+  _globals['_HEARTBEATREQUEST']._serialized_end=1169
+  _globals['_HEARTBEATREPLY']._serialized_start=1171
+  _globals['_HEARTBEATREPLY']._serialized_end=1227
+  _globals['_REPORTREQUEST']._serialized_start=1229
+  _globals['_REPORTREQUEST']._serialized_end=1348
+  _globals['_READYREQUEST']._serialized_start=1351
+  _globals['_READYREQUEST']._serialized_end=1486
+  _globals['_REFUSEREQUEST']._serialized_start=1488
+  _globals['_REFUSEREQUEST']._serialized_end=1587
+  _globals['_CHECKPOINTREQUEST']._serialized_start=1589
+  _globals['_CHECKPOINTREQUEST']._serialized_end=1693
+  _globals['_EXITREQUEST']._serialized_start=1695
+  _globals['_EXITREQUEST']._serialized_end=1788
+  _globals['_SUSPECTREQUEST']._serialized_start=1790
+  _globals['_SUSPECTREQUEST']._serialized_end=1890
+  _globals['_FINISHREQUEST']._serialized_start=1892
+  _globals['_FINISHREQUEST']._serialized_end=1972
+  _globals['_FAILREQUEST']._serialized_start=1974
+  _globals['_FAILREQUEST']._serialized_end=2051
+  _globals['_STATUSREQUEST']._serialized_start=2053
+  _globals['_STATUSREQUEST']._serialized_end=2081
+  _globals['_SUSPICION']._serialized_start=2083
+  _globals['_SUSPICION']._serialized_end=2139
+  _globals['_RANKSTATUS']._serialized_start=2141
+  _globals['_RANKSTATUS']._serialized_end=2221
+  _globals['_STATUSREPLY']._serialized_start=2224
+  _globals['_STATUSREPLY']._serialized_end=2381
+  _globals['_COORDINATOR']._serialized_start=2601
+  _globals['_COORDINATOR']._serialized_end=3540
 # @@protoc_insertion_point(module_scope)

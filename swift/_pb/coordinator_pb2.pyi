@@ -6,6 +6,11 @@ The coordinator: membership, generations, recovery.
 The protocol is level-triggered. The coordinator publishes one `View` per job; every member
 watches it and acts on what it says. A member that reconnects, or a coordinator that restarts,
 needs nothing but the newest View: all calls below are idempotent for the same arguments.
+
+An Ack means durable: what was acknowledged survives the coordinator and need not be said again.
+A message of an older generation from the live holder of a rank is acknowledged and ignored (a newer
+View is on its way); one from anybody else gets FAILED_PRECONDITION: that process is fenced.
+Saying something before its state is published (Report before PLANNING) is INVALID_ARGUMENT.
 """
 
 from collections import abc as _abc
@@ -201,6 +206,7 @@ class View(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -209,6 +215,8 @@ class View(_message.Message):
     """why this generation was made, or why the job failed"""
     revision: _builtins.int
     """grows with every change of this message"""
+    waiting_for: _builtins.str
+    """what this state waits for, for people ("rank 2 to join")"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -225,7 +233,7 @@ class View(_message.Message):
     def log_servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """complete, durable versions, ascending"""
+        """complete, durable versions, ascending; the newest two"""
 
     def __init__(
         self,
@@ -241,10 +249,11 @@ class View(_message.Message):
         reason: _builtins.str = ...,
         revision: _builtins.int = ...,
         checkpoints: _abc.Iterable[_builtins.int] | None = ...,
+        waiting_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "fenced", b"fenced", "generation", b"generation", "job", b"job", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "fenced", b"fenced", "generation", b"generation", "job", b"job", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -513,10 +522,13 @@ class CheckpointRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     version: _builtins.int
+    generation: _builtins.int
+    """in which it was saved; 0: not said. Older than a rollback: ignored"""
     def __init__(
         self,
         *,
@@ -524,10 +536,11 @@ class CheckpointRequest(_message.Message):
         rank: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         version: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

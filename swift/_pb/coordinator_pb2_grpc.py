@@ -109,7 +109,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """(rank, launcher, drill) The current View at once, then every newer one.
+        """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
+        newest). Of a job that nobody has joined yet: waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +138,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Refuse(self, request, context):
-        """(rank, RECOVERING) I will not replay: a record is corrupt, missing, or my sends differ.
+        """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
+        differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,7 +167,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """(rank) All steps done. FINISHED once every rank says so.
+        """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
+        a member whose View moves on to FENCING takes part, and says it again once RUNNING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

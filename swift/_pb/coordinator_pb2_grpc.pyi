@@ -6,6 +6,11 @@ The coordinator: membership, generations, recovery.
 The protocol is level-triggered. The coordinator publishes one `View` per job; every member
 watches it and acts on what it says. A member that reconnects, or a coordinator that restarts,
 needs nothing but the newest View: all calls below are idempotent for the same arguments.
+
+An Ack means durable: what was acknowledged survives the coordinator and need not be said again.
+A message of an older generation from the live holder of a rank is acknowledged and ignored (a newer
+View is on its way); one from anybody else gets FAILED_PRECONDITION: that process is fenced.
+Saying something before its state is published (Report before PLANNING) is INVALID_ARGUMENT.
 """
 
 from collections import abc as _abc
@@ -42,7 +47,9 @@ class CoordinatorStub:
     ALREADY_EXISTS: the rank has a live holder.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.View]
-    """(rank, launcher, drill) The current View at once, then every newer one."""
+    """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
+    newest). Of a job that nobody has joined yet: waits for it.
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     """(rank) Renews the lease. A fenced incarnation gets FAILED_PRECONDITION."""
     Report: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.Ack]
@@ -50,7 +57,9 @@ class CoordinatorStub:
     Ready: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReadyRequest, _coordinator_pb2.Ack]
     """(rank, FORMING or RECOVERING) I hold the plan's target version and my groups are built."""
     Refuse: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RefuseRequest, _coordinator_pb2.Ack]
-    """(rank, RECOVERING) I will not replay: a record is corrupt, missing, or my sends differ."""
+    """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
+    differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
+    """
     CheckpointDurable: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]
     """(rank) My shard of the checkpoint of this version is durable."""
     MemberExited: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExitRequest, _coordinator_pb2.Ack]
@@ -58,7 +67,9 @@ class CoordinatorStub:
     Suspect: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.Ack]
     """(rank) A communication error: shown, never fences by itself."""
     Finish: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FinishRequest, _coordinator_pb2.Ack]
-    """(rank) All steps done. FINISHED once every rank says so."""
+    """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
+    a member whose View moves on to FENCING takes part, and says it again once RUNNING.
+    """
     Fail: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
@@ -73,7 +84,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     ALREADY_EXISTS: the rank has a live holder.
     """
     Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.View]  # type: ignore[assignment]
-    """(rank, launcher, drill) The current View at once, then every newer one."""
+    """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
+    newest). Of a job that nobody has joined yet: waits for it.
+    """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     """(rank) Renews the lease. A fenced incarnation gets FAILED_PRECONDITION."""
     Report: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
@@ -81,7 +94,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Ready: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReadyRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, FORMING or RECOVERING) I hold the plan's target version and my groups are built."""
     Refuse: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RefuseRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
-    """(rank, RECOVERING) I will not replay: a record is corrupt, missing, or my sends differ."""
+    """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
+    differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
+    """
     CheckpointDurable: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank) My shard of the checkpoint of this version is durable."""
     MemberExited: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExitRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
@@ -89,7 +104,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Suspect: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank) A communication error: shown, never fences by itself."""
     Finish: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FinishRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
-    """(rank) All steps done. FINISHED once every rank says so."""
+    """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
+    a member whose View moves on to FENCING takes part, and says it again once RUNNING.
+    """
     Fail: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
@@ -113,7 +130,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.View], _abc.AsyncIterator[_coordinator_pb2.View]]:
-        """(rank, launcher, drill) The current View at once, then every newer one."""
+        """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
+        newest). Of a job that nobody has joined yet: waits for it.
+        """
 
     @_abc_1.abstractmethod
     def Heartbeat(
@@ -145,7 +164,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RefuseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
-        """(rank, RECOVERING) I will not replay: a record is corrupt, missing, or my sends differ."""
+        """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
+        differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
+        """
 
     @_abc_1.abstractmethod
     def CheckpointDurable(
@@ -177,7 +198,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.FinishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
-        """(rank) All steps done. FINISHED once every rank says so."""
+        """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
+        a member whose View moves on to FENCING takes part, and says it again once RUNNING.
+        """
 
     @_abc_1.abstractmethod
     def Fail(

@@ -1,0 +1,28 @@
+"""Pure decisions: reports in, plan out. No torch, no I/O, no clock.
+
+`plan()` says how every rank gets to the agreed version, and why.
+"""
+
+from swift.recovery.plan import plan
+from swift.recovery.types import (
+    Checkpoints,
+    Layout,
+    Plan,
+    PlanConfig,
+    RankPlan,
+    Report,
+    Strategy,
+    StreamSummary,
+)
+
+__all__ = [
+    "Checkpoints",
+    "Layout",
+    "Plan",
+    "PlanConfig",
+    "RankPlan",
+    "Report",
+    "Strategy",
+    "StreamSummary",
+    "plan",
+]

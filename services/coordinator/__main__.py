@@ -1,0 +1,243 @@
+"""Runs the coordinator: membership, generations and recovery of training jobs.
+
+python -m services.coordinator --directory DIR --log-servers HOST:PORT[,HOST:PORT]
+"""
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.coordinator import messages as m
+from services.coordinator.driver import Driver
+from services.coordinator.logs import NoLogs
+from services.coordinator.row import JobRow, State
+from services.coordinator.servicer import Servicer
+from services.coordinator.store import SqliteStore, StoreFailed
+from services.coordinator.timing import Timing
+from swift import events
+from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.errors import ServiceError, SwiftError, UsageError
+
+SERVER_OPTIONS = (
+    # A second coordinator on the port must be refused, not given half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients ping every 5 s to find a dead machine; that is wanted.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.max_receive_message_length", 1 << 20),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(name)s %(message)s")
+    events.configure("coordinator")
+    try:
+        timing = checked_timing(arguments)
+        log_servers = checked_log_servers(arguments.log_servers)
+        host, port = checked_listen(arguments.listen, insecure=arguments.insecure)
+        with contextlib.ExitStack() as stack:
+            store = open_directory(arguments.directory, stack)
+            die = killer(arguments.directory, arguments.die_at)
+            address_file = arguments.address_file
+            asyncio.run(serve(store, timing, log_servers, f"{host}:{port}", address_file, die))
+    except SwiftError as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="swift-ft coordinator",
+        description="Runs the coordinator: membership, generations and recovery of training jobs.",
+    )
+    parser.add_argument("--directory", type=Path, required=True, help="where its durable state is kept")
+    parser.add_argument(
+        "--log-servers",
+        default="",
+        metavar="HOST:PORT,...",
+        help="the log servers that it fences and trims; none: every recovery restores the checkpoint",
+    )
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default %(default)s")
+    parser.add_argument("--insecure", action="store_true", help="allow --listen off loopback, in clear text")
+    parser.add_argument("--address-file", type=Path, help="gets host:port once it serves")
+    parser.add_argument("--heartbeat-s", type=float, default=0.5, help="default %(default)s")
+    parser.add_argument("--lease-s", type=float, help="default: 5 heartbeats")
+    parser.add_argument(
+        "--step-bound-s",
+        type=float,
+        help="a step that runs longer (and 10 times longer than the longest of the last 32) is shown as hung; "
+        "default: 30 s, at least 2 leases",
+    )
+    parser.add_argument(
+        "--die-at",
+        choices=[state.value for state in State],
+        help="fault injection: SIGKILL itself once the first transition into this state of a generation above 1 "
+        "is durable, before anything else happens; once per directory",
+    )
+    parser.add_argument("--log-level", default="WARNING", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    return parser.parse_args(argv)
+
+
+def checked_timing(arguments: argparse.Namespace) -> Timing:
+    lease_s = arguments.lease_s if arguments.lease_s is not None else 5 * arguments.heartbeat_s
+    bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
+    try:
+        return Timing(heartbeat_s=arguments.heartbeat_s, lease_s=lease_s, step_bound_s=bound_s)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def checked_log_servers(text: str) -> list[str]:
+    addresses = [address.strip() for address in text.split(",") if address.strip()]
+    for address in addresses:
+        split_address(address, "--log-servers")
+    if len(set(addresses)) < len(addresses):
+        raise UsageError(f"--log-servers {text}: the same address twice")
+    return addresses
+
+
+def checked_listen(text: str, *, insecure: bool) -> tuple[str, int]:
+    host, port = split_address(text, "--listen")
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback and not insecure:
+        raise UsageError(
+            f"--listen {text} is not loopback: add --insecure if clear text is what you want there"
+        )
+    return host, port
+
+
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{flag} {text}: write HOST:PORT")
+    return host, int(port)
+
+
+def open_directory(directory: Path, stack: contextlib.ExitStack) -> SqliteStore:
+    """The store in `directory`, which is this process's alone until the stack is closed."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = stack.enter_context((directory / "lock").open("ab"))
+    except OSError as error:
+        raise UsageError(f"--directory {directory}: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"--directory {directory}: another coordinator uses it") from None
+    try:
+        return stack.enter_context(contextlib.closing(SqliteStore(directory / "coordinator.sqlite")))
+    except StoreFailed as error:
+        raise UsageError(f"--directory {directory}: {error}") from None
+
+
+def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist], None]:
+    """What --die-at does."""
+
+    def die(row: JobRow, persist: m.Persist) -> None:
+        if persist.entered is None or persist.entered.value != die_at or row.generation < 2:
+            return
+        try:
+            os.close(os.open(directory / f"died-at-{die_at}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return
+        events.emit("die_at", job=row.job, generation=row.generation, state=die_at)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+async def serve(
+    store: SqliteStore,
+    timing: Timing,
+    log_servers: list[str],
+    listen: str,
+    address_file: Path | None,
+    after_durable: Callable[[JobRow, m.Persist], None],
+) -> None:
+    """Serves until SIGTERM. ServiceError: the store failed."""
+    driver = Driver(store, NoLogs(), timing, log_servers, after_durable=after_durable)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    check_port(listen)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    pb_grpc.add_CoordinatorServicer_to_server(Servicer(driver), server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise UsageError(f"--listen {listen}: {error}") from None
+    driver.start()
+    await server.start()
+    for service in ("", "swift.coordinator.v1.Coordinator"):
+        await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+    address = f"{listen.rpartition(':')[0]}:{port}"
+    if address_file is not None:
+        write_address(address_file, address)
+    events.emit("serving", address=address)
+    ticks = asyncio.create_task(driver.run_ticks())
+    stop = asyncio.create_task(stopped.wait())
+    try:
+        ends: list[asyncio.Future[Any]] = [ticks, stop, driver.failed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ticks.cancel()
+        stop.cancel()
+        driver.stop()
+        await server.stop(grace=0.2)
+    if driver.failed.done():
+        raise ServiceError(driver.failed.result())
+    if not stopped.is_set():
+        await ticks
+
+
+def check_port(listen: str) -> None:
+    """grpc says why it cannot listen on many lines; this says it on one."""
+    host, port = split_address(listen, "--listen")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        what = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise UsageError(f"--listen {listen}: {what}") from None
+
+
+def write_address(path: Path, address: str) -> None:
+    try:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(f"{address}\n")
+        temporary.rename(path)
+    except OSError as error:
+        raise UsageError(f"--address-file {path}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

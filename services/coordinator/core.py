@@ -1,0 +1,533 @@
+"""Job: the state machine of one job. Commands and a clock reading in, effects out; no I/O.
+
+    FORMING ──all ready──> RUNNING ──all finished──> FINISHED
+       │                    │    ^
+      death           death │    │ all ready at the target
+       v                    v    │
+    FAILED <─no plan─ FENCING ──> PLANNING ──> RECOVERING
+                         ^  logs fenced  all reported  │
+                         └────── death, refusal ───────┘   (from all three: generation + 1)
+
+Each `become_x` makes one transition: it changes the row, and its effects begin with Persist. `step` makes at
+most one transition. After a crash, `resume` says the effects of the state again: all are idempotent.
+
+Invariants: the generation only grows, and with every death or refusal; granted <= generation; RUNNING only
+with all ranks ready at one version; a View is a function of the row, so it shows only what is durable.
+"""
+
+from collections.abc import Mapping
+
+from services.coordinator import messages as m
+from services.coordinator.hang import StepClock
+from services.coordinator.messages import Effect, Refusal, Refused
+from services.coordinator.row import Holder, JobRow, State
+from services.coordinator.timing import Timing
+from swift.recovery import Checkpoints, Layout, PlanConfig, Report, Strategy, plan
+
+LEGAL: Mapping[State, frozenset[State]] = {
+    State.FORMING: frozenset({State.RUNNING, State.FAILED}),
+    State.RUNNING: frozenset({State.FENCING, State.FINISHED, State.FAILED}),
+    State.FENCING: frozenset({State.FENCING, State.PLANNING, State.FAILED}),
+    State.PLANNING: frozenset({State.FENCING, State.RECOVERING, State.FAILED}),
+    State.RECOVERING: frozenset({State.FENCING, State.RUNNING, State.FAILED}),
+    State.FINISHED: frozenset(),
+    State.FAILED: frozenset(),
+}
+OVER = (State.FINISHED, State.FAILED)
+KEPT_CHECKPOINTS = 2
+KEPT_SHARDS = 8
+
+
+class IllegalTransition(AssertionError):
+    """A bug of this module."""
+
+
+class Job:
+    """One job. Not thread-safe; `now` is monotonic seconds and never goes back."""
+
+    def __init__(self, row: JobRow, timing: Timing, now: float) -> None:
+        self.row = row
+        self.steps = StepClock(timing)
+        self._timing = timing
+        self._seen = dict.fromkeys(row.holders, now)
+        """When each holder was heard last."""
+        self._looked = now
+        self._suspicions: dict[int, tuple[str, float]] = {}
+
+    @staticmethod
+    def create(job: str, log_servers: list[str], join: m.Join, timing: Timing, now: float) -> "Job":
+        """The job that a first Join makes. `step` it with that Join."""
+        if join.world_size < 1:
+            raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
+        try:
+            PlanConfig(strategy=join.config.get("strategy", "auto"))
+        except ValueError as error:
+            raise Refusal(Refused.INVALID, str(error)) from None
+        row = JobRow(
+            job=job,
+            world_size=join.world_size,
+            config=dict(join.config),
+            fingerprint=dict(join.fingerprint),
+            log_servers=log_servers,
+        )
+        return Job(row, timing, now)
+
+    def step(self, command: m.Command, now: float) -> list[Effect]:
+        """The effects of a command. Refusal: it was not taken, and nothing has changed."""
+        match command:
+            case m.Tick():
+                return self._tick(now)
+            case m.Heartbeat():
+                return self._heartbeat(command, now)
+            case m.Join():
+                return self._join(command, now)
+            case m.MemberReport():
+                return self._report(command)
+            case m.Ready():
+                return self._ready(command, now)
+            case m.Refuse():
+                return self._refuse(command)
+            case m.CheckpointDurable():
+                return self._checkpoint(command)
+            case m.MemberExited():
+                return self._exited(command)
+            case m.Suspect():
+                self._check(command.sender)
+                self._suspicions[command.sender.rank] = (command.reason, now)
+                return [self._event("suspect", rank=command.sender.rank, reason=command.reason)]
+            case m.Finish():
+                return self._finish(command)
+            case m.Fail():
+                return self._fail(command)
+            case m.LogsFenced():
+                return self._logs_fenced(command, now)
+            case m.LogsBlocked():
+                return self._logs_blocked(command)
+            case m.LogsRefused():
+                return self._logs_refused(command)
+            case m.InventoryTaken():
+                return self._inventory(command)
+
+    def resume(self) -> list[Effect]:
+        """The effects of the state this row is in, said again after a restart."""
+        row = self.row
+        match row.state:
+            case State.FORMING if row.granted < row.generation:
+                return [m.FenceLogs(generation=row.generation)]
+            case State.FENCING:
+                return [m.FenceLogs(generation=row.generation)]
+            case State.PLANNING if self._all_reported():
+                return [m.FetchInventory(generation=row.generation)]
+            case State.RUNNING:
+                return self._trim()
+        return []
+
+    # --- transitions: one for each state ---
+
+    def become_running(self, now: float) -> list[Effect]:
+        self._enter(State.RUNNING)
+        self.row.refused = ""
+        self._suspicions.clear()
+        self.steps.restart(now)
+        return [*self._transition(), *self._trim()]
+
+    def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        """A new generation without the holders of the `dead` ranks (rank -> why)."""
+        row = self.row
+        self._enter(State.FENCING)
+        row.generation += 1
+        row.reason = reason
+        row.reports, row.ready, row.finished, row.blocked, row.plan = {}, {}, {}, {}, None
+        events = []
+        for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
+            holder = row.holders.pop(rank)
+            row.fenced.append(holder)
+            self._seen.pop(rank, None)
+            self.steps.forget(rank)
+            why = dead.get(rank, "had finished and exited")
+            events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
+        return [*self._transition(), *events, m.FenceLogs(generation=row.generation)]
+
+    def become_planning(self) -> list[Effect]:
+        self._enter(State.PLANNING)
+        return self._transition()
+
+    def become_recovering(self) -> list[Effect]:
+        self._enter(State.RECOVERING)
+        row = self.row
+        assert row.plan is not None
+        if all(r.strategy is Strategy.CHECKPOINT for r in row.plan.ranks):
+            # What was saved after that version belongs to a history that is given up.
+            row.rolled_back_in = row.generation
+            row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
+        strategies = {str(r.rank): str(r.strategy) for r in row.plan.ranks}
+        target = row.plan.target_version
+        event = self._event("plan", target=target, strategies=strategies, reason=row.plan.reason)
+        return [*self._transition(), event]
+
+    def become_finished(self) -> list[Effect]:
+        self._enter(State.FINISHED)
+        self.row.reason = ""
+        return self._transition()
+
+    def become_failed(self, reason: str) -> list[Effect]:
+        self._enter(State.FAILED)
+        self.row.reason = reason
+        self.row.blocked = {}
+        return self._transition()
+
+    def _enter(self, state: State) -> None:
+        if state not in LEGAL[self.row.state]:
+            raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
+        self.row.state = state
+
+    def _transition(self) -> list[Effect]:
+        state = self._event("state", state=str(self.row.state), reason=self.row.reason)
+        return [self._persist(entered=self.row.state), state, m.PublishView()]
+
+    # --- commands of members ---
+
+    def _join(self, join: m.Join, now: float) -> list[Effect]:
+        row = self.row
+        self._check_join(join)
+        holder = row.holders.get(join.rank)
+        if holder is not None and holder.incarnation == join.incarnation:
+            return []
+        if holder is not None:
+            raise Refusal(
+                Refused.TAKEN,
+                f"rank {join.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
+            )
+        first = row.revision == 0
+        row.holders[join.rank] = Holder(
+            rank=join.rank,
+            incarnation=join.incarnation,
+            pid=join.pid,
+            host=join.host,
+            since_generation=row.generation,
+        )
+        self._seen[join.rank] = now
+        joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
+        if first:
+            return [*self._transition(), joined, m.FenceLogs(generation=row.generation)]
+        return [self._persist(), joined, m.PublishView()]
+
+    def _check_join(self, join: m.Join) -> None:
+        row = self.row
+        if row.state in OVER:
+            ended = "has finished" if row.state is State.FINISHED else f"has failed ({row.reason})"
+            raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it under another name")
+        if join.world_size != row.world_size:
+            raise Refusal(
+                Refused.MISMATCH,
+                f"rank {join.rank} says world size {join.world_size}, job {row.job} has {row.world_size}",
+            )
+        if not 0 <= join.rank < row.world_size:
+            raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
+        for what, mine, theirs in (
+            ("configuration", row.config, join.config),
+            ("fingerprint", row.fingerprint, join.fingerprint),
+        ):
+            for key in sorted({*mine, *theirs}):
+                if mine.get(key) != theirs.get(key):
+                    raise Refusal(
+                        Refused.MISMATCH,
+                        f"{what} of rank {join.rank} differs: {key} is {_value(theirs, key)} there and "
+                        f"{_value(mine, key)} in job {row.job}: make them equal",
+                    )
+        if any(holder.incarnation == join.incarnation for holder in row.fenced):
+            raise Refusal(Refused.FENCED, f"this process held rank {join.rank} before and was fenced")
+
+    def _heartbeat(self, heartbeat: m.Heartbeat, now: float) -> list[Effect]:
+        rank = heartbeat.sender.rank
+        self._check(heartbeat.sender)
+        self._seen[rank] = now
+        self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
+        return []
+
+    def _report(self, report: m.MemberReport) -> list[Effect]:
+        row = self.row
+        if self._stale(report.sender, report.generation) or row.state in (
+            State.RECOVERING,
+            State.RUNNING,
+            *OVER,
+        ):
+            return []
+        if row.state is not State.PLANNING:
+            raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
+        rank = report.sender.rank
+        if rank in row.reports and row.reports[rank] == report.version:
+            return []
+        row.reports[rank] = report.version
+        fetch = [m.FetchInventory(generation=row.generation)] if self._all_reported() else []
+        return [self._persist(), self._event("reported", rank=rank, version=report.version), *fetch]
+
+    def _ready(self, ready: m.Ready, now: float) -> list[Effect]:
+        row = self.row
+        rank = ready.sender.rank
+        if self._stale(ready.sender, ready.generation) or row.state in (State.RUNNING, *OVER):
+            return []
+        if row.state not in (State.FORMING, State.RECOVERING):
+            raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
+        if row.plan is not None and ready.version != row.plan.target_version:
+            raise Refusal(
+                Refused.INVALID,
+                f"rank {rank} is ready at version {ready.version}, the plan says {row.plan.target_version}",
+            )
+        self._check_stages(ready)
+        if row.ready.get(rank) == ready.version:
+            return []
+        if row.state is State.FORMING:
+            row.num_stages = ready.num_stages
+            row.stages[rank] = list(ready.stages)
+        row.ready[rank] = ready.version
+        return self._run_if_ready(now) or [self._persist()]
+
+    def _check_stages(self, ready: m.Ready) -> None:
+        row, rank = self.row, ready.sender.rank
+        if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
+            stages = ", ".join(map(str, ready.stages))
+            raise Refusal(Refused.INVALID, f"rank {rank} runs stages {stages} of {ready.num_stages}")
+        others = [other for other in row.ready if other != rank]
+        if row.state is State.FORMING and others and row.num_stages != ready.num_stages:
+            raise Refusal(
+                Refused.INVALID,
+                f"rank {rank} says there are {ready.num_stages} stages, rank {others[0]} says {row.num_stages}",
+            )
+        if row.state is State.RECOVERING and ready.stages and list(ready.stages) != row.stages[rank]:
+            raise Refusal(
+                Refused.INVALID,
+                f"rank {rank} runs stages {list(ready.stages)}, its predecessor ran {row.stages[rank]}",
+            )
+
+    def _run_if_ready(self, now: float) -> list[Effect]:
+        row = self.row
+        if len(row.ready) < row.world_size or row.granted < row.generation:
+            return []
+        if len(set(row.ready.values())) > 1:
+            return self.become_failed(f"ranks begin at different versions: {_by_rank(row.ready)}")
+        run = {stage for stages in row.stages.values() for stage in stages}
+        missing = sorted(set(range(row.num_stages)) - run)
+        if missing:
+            return self.become_failed(f"no rank runs stage {missing[0]} of {row.num_stages}")
+        return self.become_running(now)
+
+    def _refuse(self, refuse: m.Refuse) -> list[Effect]:
+        row = self.row
+        if self._stale(refuse.sender, refuse.generation) or row.state in OVER:
+            return []
+        if row.plan is None:
+            raise Refusal(Refused.INVALID, f"a refusal in state {row.state}: there is no plan to refuse")
+        rank = refuse.sender.rank
+        mine = row.plan.of(rank)
+        row.refused = f"rank {rank}: {refuse.reason}"
+        if row.state is State.RECOVERING and mine.strategy is Strategy.CHECKPOINT:
+            # It cannot be loaded, so it is none: the one before it, or nothing, is left.
+            row.checkpoints = [v for v in row.checkpoints if v != row.plan.target_version]
+        refused = self._event("refused", rank=rank, reason=refuse.reason)
+        return [*self.become_fencing({}, f"rank {rank} refused {mine.strategy}: {refuse.reason}"), refused]
+
+    def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
+        row = self.row
+        self._check(durable.sender)
+        newest = max(row.checkpoints, default=-1)
+        if durable.version <= newest or (durable.generation and durable.generation < row.rolled_back_in):
+            return []
+        shards = row.shards.setdefault(durable.version, [])
+        if durable.sender.rank in shards:
+            return []
+        shards.append(durable.sender.rank)
+        if len(shards) < row.world_size:
+            for version in sorted(row.shards)[:-KEPT_SHARDS]:
+                del row.shards[version]
+            return [self._persist()]
+        row.checkpoints = [*row.checkpoints, durable.version][-KEPT_CHECKPOINTS:]
+        row.shards = {v: ranks for v, ranks in row.shards.items() if v > durable.version}
+        complete = self._event("checkpoint_complete", version=durable.version)
+        return [self._persist(), complete, m.PublishView(), *self._trim()]
+
+    def _finish(self, finish: m.Finish) -> list[Effect]:
+        row = self.row
+        self._check(finish.sender)
+        if row.state is State.FORMING:
+            raise Refusal(Refused.INVALID, "finish before the job runs")
+        if row.state is not State.RUNNING or finish.sender.rank in row.finished:
+            return []
+        row.finished[finish.sender.rank] = finish.version
+        if len(row.finished) < row.world_size:
+            return [self._persist(), self._event("rank_finished", rank=finish.sender.rank)]
+        if len(set(row.finished.values())) > 1:
+            return self.become_failed(f"ranks finished at different versions: {_by_rank(row.finished)}")
+        return self.become_finished()
+
+    def _fail(self, fail: m.Fail) -> list[Effect]:
+        if fail.sender is not None:
+            self._check(fail.sender)
+        if self.row.state in OVER:
+            return []
+        who = "" if fail.sender is None else f"rank {fail.sender.rank}: "
+        return self.become_failed(who + fail.reason)
+
+    # --- deaths ---
+
+    def _exited(self, exited: m.MemberExited) -> list[Effect]:
+        row, rank = self.row, exited.rank
+        holder = row.holders.get(rank)
+        event = self._event("member_exited", rank=rank, member_pid=exited.pid, exit_code=exited.exit_code)
+        if row.state in OVER:
+            return [event]
+        if holder is None and row.state is State.FORMING and 0 <= rank < row.world_size:
+            return [event, *self.become_failed(f"rank {rank} {_exit(exited.exit_code)} before it joined")]
+        if holder is None or not _is(holder, exited) or holder.gone:
+            return [event]
+        if exited.exit_code == 0 and rank in row.finished:
+            holder.gone = True
+            return [event, self._persist()]
+        return [event, *self._deaths({rank: _exit(exited.exit_code)})]
+
+    def _tick(self, now: float) -> list[Effect]:
+        looked, self._looked = self._looked, now
+        if now - looked > self._timing.stall_s:
+            # This process was stopped, or its disk was: the silence was not the ranks'.
+            self._seen = dict.fromkeys(self._seen, now)
+        if self.row.state in OVER:
+            return []
+        late = {
+            rank: f"was silent for {now - self._seen[rank]:.1f} s"
+            for rank, holder in self.row.holders.items()
+            if not holder.gone and now - self._seen[rank] > self._timing.lease_s
+        }
+        if not late:
+            return []
+        events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
+        return [*self._deaths(late), *events]
+
+    def _deaths(self, dead: Mapping[int, str]) -> list[Effect]:
+        reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
+        if self.row.state is State.FORMING:
+            return self.become_failed(f"{reason} before the job was formed")
+        return self.become_fencing(dead, reason)
+
+    # --- answers of the log servers ---
+
+    def _logs_fenced(self, fenced: m.LogsFenced, now: float) -> list[Effect]:
+        row = self.row
+        if fenced.generation != row.generation or row.state not in (State.FORMING, State.FENCING):
+            return []
+        row.granted = row.generation
+        row.blocked = {}
+        if row.state is State.FENCING:
+            return self.become_planning()
+        return self._run_if_ready(now) or [self._persist(), m.PublishView()]
+
+    def _logs_blocked(self, blocked: m.LogsBlocked) -> list[Effect]:
+        row = self.row
+        waits = row.state in (State.FORMING, State.FENCING, State.PLANNING)
+        if blocked.generation != row.generation or not waits:
+            return []
+        if row.blocked.get(blocked.address, "") == blocked.reason:
+            return []
+        if blocked.reason:
+            row.blocked[blocked.address] = blocked.reason
+        else:
+            del row.blocked[blocked.address]
+        event = self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)
+        return [self._persist(), event, m.PublishView()]
+
+    def _logs_refused(self, refused: m.LogsRefused) -> list[Effect]:
+        if refused.generation != self.row.generation or self.row.state in OVER:
+            return []
+        return self.become_failed(refused.reason)
+
+    def _inventory(self, inventory: m.InventoryTaken) -> list[Effect]:
+        row = self.row
+        if (
+            inventory.generation != row.generation
+            or row.state is not State.PLANNING
+            or not self._all_reported()
+        ):
+            return []
+        row.blocked = {}
+        row.plan, reason = plan(
+            [
+                Report(
+                    rank=rank, version=row.reports[rank], since_generation=row.holders[rank].since_generation
+                )
+                for rank in range(row.world_size)
+            ],
+            Layout(num_stages=row.num_stages, stages={rank: tuple(s) for rank, s in row.stages.items()}),
+            inventory.streams,
+            Checkpoints(versions=tuple(row.checkpoints)),
+            PlanConfig(strategy=row.config.get("strategy", "auto")),
+            row.refused,
+        )
+        return self.become_failed(reason) if row.plan is None else self.become_recovering()
+
+    # --- ---
+
+    def suspicions(self, now: float) -> list[tuple[int, str, float]]:
+        """(rank, why, since how many seconds): what was said, and steps that run too long."""
+        said = [(rank, reason, now - at) for rank, (reason, at) in sorted(self._suspicions.items())]
+        if self.row.state is not State.RUNNING:
+            return said
+        bound_s = self.steps.bound_s
+        hung = [
+            (rank, f"its step has run for {age_s:.1f} s, past the bound of {bound_s:.1f} s", age_s - bound_s)
+            for rank, age_s in self.steps.overdue(now)
+            if rank in self.row.holders
+        ]
+        return said + hung
+
+    def lease_age_s(self, rank: int, now: float) -> float:
+        return now - self._seen.get(rank, now)
+
+    def _check(self, sender: m.Sender) -> None:
+        holder = self.row.holders.get(sender.rank)
+        if holder is None or holder.incarnation != sender.incarnation:
+            raise Refusal(
+                Refused.FENCED,
+                f"this process does not hold rank {sender.rank} of job {self.row.job} "
+                f"in generation {self.row.generation}: it is fenced and must stop",
+            )
+
+    def _stale(self, sender: m.Sender, generation: int) -> bool:
+        self._check(sender)
+        if generation > self.row.generation:
+            raise Refusal(
+                Refused.INVALID, f"generation {generation} is not there yet: it is {self.row.generation}"
+            )
+        return generation < self.row.generation
+
+    def _all_reported(self) -> bool:
+        return len(self.row.reports) == self.row.world_size
+
+    def _trim(self) -> list[Effect]:
+        """Only while RUNNING: a replay under way must not lose its records."""
+        if self.row.state is not State.RUNNING or not self.row.checkpoints:
+            return []
+        return [m.TrimLogs(below_step=self.row.checkpoints[-1])]
+
+    def _persist(self, entered: State | None = None) -> m.Persist:
+        self.row.revision += 1
+        return m.Persist(entered=entered)
+
+    def _event(self, event: str, **fields: object) -> m.Emit:
+        return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})
+
+
+def _is(holder: Holder, exited: m.MemberExited) -> bool:
+    if exited.incarnation:
+        return holder.incarnation == exited.incarnation
+    return holder.pid == exited.pid
+
+
+def _exit(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+
+def _value(values: Mapping[str, str], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"
+
+
+def _by_rank(versions: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank} at {version}" for rank, version in sorted(versions.items()))

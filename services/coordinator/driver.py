@@ -1,0 +1,265 @@
+"""Driver: carries out the effects of all jobs, on one asyncio loop.
+
+One command is taken at a time: its row is durable, its view published and its questions to the log servers on
+their way before the next one. Log servers are asked in threads; what they answer comes back as commands.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from services.coordinator import messages as m
+from services.coordinator.core import Job
+from services.coordinator.logs import GenerationRefused, LogControl, merged
+from services.coordinator.row import JobRow
+from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
+from services.coordinator.timing import Timing
+from services.coordinator.views import status_of, view_of
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import ServiceError
+from swift.recovery import StreamSummary
+
+logger = logging.getLogger(__name__)
+
+RETRY_FIRST_S = 0.05
+RETRY_LAST_S = 1.0
+TRIM_ATTEMPTS = 5
+
+T = TypeVar("T")
+
+
+class Unavailable(Exception):
+    """This coordinator is going down; another one will answer."""
+
+
+class NoSuchJob(Exception):
+    """Nobody has joined a job of that name."""
+
+
+class Driver:
+    """All jobs of one coordinator. Everything runs on the loop that called `start`."""
+
+    def __init__(
+        self,
+        store: MetadataStore,
+        logs: LogControl,
+        timing: Timing,
+        log_servers: list[str],
+        *,
+        clock: Callable[[], float] = events.now,
+        after_durable: Callable[[JobRow, m.Persist], None] = lambda row, persist: None,
+    ) -> None:
+        self.timing = timing
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why this process must end: its memory is ahead of its disk."""
+        self._store = store
+        self._logs = logs
+        self._log_servers = log_servers
+        self._clock = clock
+        self._after_durable = after_durable
+        # More than enough for calls that hang until their timeout, while others must go through.
+        self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="logs")
+        self._jobs: dict[str, Job] = {}
+        self._stored: dict[str, int] = {}
+        self._views: dict[str, pb.View] = {}
+        self._stopping = False
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
+
+    def start(self) -> None:
+        """Loads all jobs and says their effects again."""
+        for name, (revision, text) in self._store.load().items():
+            row = JobRow.from_json(text)
+            self._stored[name] = revision
+            self._jobs[name] = Job(row, self.timing, self._clock())
+            self._publish(row)
+            events.emit(
+                "resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason
+            )
+            self._carry_out(self._jobs[name], self._jobs[name].resume())
+
+    async def run_ticks(self) -> None:
+        while True:
+            await asyncio.sleep(self.timing.tick_s)
+            for job in list(self._jobs.values()):
+                self._carry_out(job, job.step(m.Tick(), self._clock()))
+
+    def stop(self) -> None:
+        """Ends the views under way and the questions to log servers."""
+        self._stopping = True
+        for watchers in self._watchers.values():
+            for changed in watchers:
+                changed.set()
+        for task in self._tasks.values():
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- for the servicer ---
+
+    def join(self, name: str, join: m.Join) -> pb.View:
+        job = self._jobs.get(name)
+        if job is None:
+            job = Job.create(name, self._log_servers, join, self.timing, self._clock())
+            effects = job.step(join, self._clock())
+            self._jobs[name] = job
+            self._carry_out(job, effects)
+        else:
+            self.apply(name, join)
+        return self._views[name]
+
+    def apply(self, name: str, command: m.Command) -> Job:
+        """Takes a command; when it returns, all that it changed is durable. Refusal, NoSuchJob, Unavailable."""
+        job = self._jobs.get(name)
+        if job is None:
+            raise NoSuchJob(name)
+        now = self._clock()
+        self._carry_out(job, job.step(m.Tick(), now))
+        self._carry_out(job, job.step(command, now))
+        return job
+
+    def status(self, name: str) -> pb.StatusReply:
+        job = self._jobs.get(name)
+        if job is None:
+            raise NoSuchJob(name)
+        return status_of(job, self._clock())
+
+    async def views(self, name: str) -> AsyncIterator[pb.View]:
+        """The published view at once, then newer ones; a slow reader skips to the newest."""
+        changed = asyncio.Event()
+        self._watchers.setdefault(name, set()).add(changed)
+        try:
+            changed.set()
+            while not self._stopping:
+                await changed.wait()
+                changed.clear()
+                view = self._views.get(name)
+                if view is not None:
+                    yield view
+        finally:
+            self._watchers[name].discard(changed)
+            if not self._watchers[name]:
+                del self._watchers[name]
+
+    # --- effects ---
+
+    def _carry_out(self, job: Job, effects: list[m.Effect]) -> None:
+        if self.failed.done():
+            raise Unavailable(self.failed.result())
+        for effect in effects:
+            match effect:
+                case m.Persist():
+                    self._persist(job.row, effect)
+                case m.PublishView():
+                    self._publish(job.row)
+                case m.Emit():
+                    events.emit(effect.event, **effect.fields)
+                    logger.info("%s %s", effect.event, effect.fields)
+                case m.FenceLogs():
+                    self._ask(job, "fence", self._fence(job.row.job, effect.generation))
+                case m.FetchInventory():
+                    self._ask(job, "inventory", self._inventory(job.row.job, effect.generation))
+                case m.TrimLogs():
+                    self._ask(job, "trim", self._trim(job.row.job, effect.below_step))
+
+    def _persist(self, row: JobRow, persist: m.Persist) -> None:
+        expected = self._stored.get(row.job, 0)
+        try:
+            self._store.save(row.job, row.to_json(), expected_revision=expected, revision=row.revision)
+        except (StoreConflict, StoreFailed) as error:
+            reason = f"job {row.job} cannot be made durable: {error}"
+            self.failed.set_result(reason)
+            raise Unavailable(reason) from error
+        self._stored[row.job] = row.revision
+        self._after_durable(row, persist)
+
+    def _publish(self, row: JobRow) -> None:
+        self._views[row.job] = view_of(row)
+        for changed in self._watchers.get(row.job, ()):
+            changed.set()
+
+    def _ask(self, job: Job, kind: str, question: Coroutine[None, None, None]) -> None:
+        key = (job.row.job, kind)
+        older = self._tasks.get(key)
+        if older is not None:
+            older.cancel()
+        task = asyncio.get_running_loop().create_task(question)
+        self._tasks[key] = task
+        task.add_done_callback(lambda done: self._done(key, done))
+
+    def _done(self, key: tuple[str, str], task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None and not self.failed.done():
+                logger.error("asking the log servers (%s)", " ".join(key), exc_info=error)
+                self.failed.set_result(f"{type(error).__name__} in {' '.join(key)}: {error}")
+
+    # --- questions to log servers ---
+
+    async def _fence(self, name: str, generation: int) -> None:
+        async def one(address: str) -> None:
+            await self._until_answered(
+                name, generation, address, lambda: self._logs.fence(address, name, generation)
+            )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for address in self._log_servers:
+                    group.create_task(one(address))
+        except* GenerationRefused as errors:
+            reason = str(errors.exceptions[0])
+            self.apply(name, m.LogsRefused(generation=generation, reason=reason))
+        else:
+            self.apply(name, m.LogsFenced(generation=generation))
+
+    async def _inventory(self, name: str, generation: int) -> None:
+        async def one(address: str) -> list[StreamSummary]:
+            return await self._until_answered(
+                name, generation, address, lambda: self._logs.inventory(address, name)
+            )
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(address)) for address in self._log_servers]
+        streams = merged(task.result() for task in tasks)
+        self.apply(name, m.InventoryTaken(generation=generation, streams=streams))
+
+    async def _until_answered(self, name: str, generation: int, address: str, call: Callable[[], T]) -> T:
+        """Asks for ever: without its log servers a job cannot recover, and they may come back."""
+        pause_s = RETRY_FIRST_S
+        while True:
+            try:
+                answer = await self._in_thread(call)
+            except GenerationRefused:
+                raise
+            except ServiceError as error:
+                self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=str(error)))
+                await asyncio.sleep(pause_s)
+                pause_s = min(RETRY_LAST_S, 2 * pause_s)
+            else:
+                self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
+                return answer
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def _trim(self, name: str, below_step: int) -> None:
+        """A few times only: the next checkpoint trims again, and records too many do no harm."""
+
+        async def one(address: str) -> None:
+            for attempt in range(TRIM_ATTEMPTS):
+                try:
+                    await self._in_thread(lambda: self._logs.trim(address, name, below_step))
+                except ServiceError as error:
+                    events.emit("trim_failed", job=name, address=address, reason=str(error))
+                    await asyncio.sleep(RETRY_FIRST_S * 2**attempt)
+                else:
+                    return
+
+        async with asyncio.TaskGroup() as group:
+            for address in self._log_servers:
+                group.create_task(one(address))

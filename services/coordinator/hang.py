@@ -1,0 +1,51 @@
+"""Steps that run too long: shown to people, never acted on."""
+
+from collections import deque
+
+from services.coordinator.timing import Timing
+
+RECENT_STEPS = 32
+
+
+class StepClock:
+    """Learns from heartbeats how long steps take, and says whose step has run past the bound.
+
+    Resolution is the heartbeat interval: several steps between two heartbeats count as equally long.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._at: dict[int, tuple[int, float]] = {}
+        """rank -> (version, since when)"""
+
+    def restart(self, now: float) -> None:
+        """Training goes on after a recovery: steps begin now."""
+        self._at = {rank: (version, now) for rank, (version, _) in self._at.items()}
+
+    def forget(self, rank: int) -> None:
+        self._at.pop(rank, None)
+
+    def see(self, rank: int, version: int, now: float, *, running: bool) -> None:
+        known = self._at.get(rank)
+        if known is not None and version == known[0]:
+            return
+        if known is not None and running and version > known[0]:
+            self._recent_s.append((now - known[1]) / (version - known[0]))
+        self._at[rank] = (version, now)
+
+    def version(self, rank: int) -> int:
+        return self._at.get(rank, (0, 0.0))[0]
+
+    @property
+    def bound_s(self) -> float:
+        longest_s = max(self._recent_s, default=0.0)
+        return max(self._timing.step_bound_s, self._timing.step_bound_factor * longest_s)
+
+    def overdue(self, now: float) -> list[tuple[int, float]]:
+        """(rank, seconds) of each step past the bound. Empty until a first step was seen to end."""
+        if not self._recent_s:
+            return []
+        return [
+            (rank, now - since) for rank, (_, since) in sorted(self._at.items()) if now - since > self.bound_s
+        ]

@@ -1,0 +1,213 @@
+"""What goes into the core (commands), what comes out (effects), and how it says no (Refusal)."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.coordinator.row import State
+from swift.recovery import StreamSummary
+
+# --- commands ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sender:
+    """The process that speaks: checked against the holder of its rank."""
+
+    rank: int
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Join:
+    rank: int
+    incarnation: str
+    pid: int
+    host: str
+    world_size: int
+    config: Mapping[str, str]
+    fingerprint: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    sender: Sender
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberReport:
+    sender: Sender
+    generation: int
+    version: int | None
+    """None: holds no state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    sender: Sender
+    generation: int
+    version: int
+    stages: tuple[int, ...]
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refuse:
+    sender: Sender
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointDurable:
+    sender: Sender
+    version: int
+    generation: int
+    """0: not said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberExited:
+    rank: int
+    incarnation: str
+    """Empty: whoever holds the rank with this pid."""
+    pid: int
+    exit_code: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    sender: Sender
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    sender: Sender
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fail:
+    sender: Sender | None
+    """None: a launcher or an operator."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Time has passed: leases may have expired."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogsFenced:
+    """Every log server holds `generation` durably."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogsBlocked:
+    """A log server does not answer; it is asked again. An empty reason: it has answered."""
+
+    generation: int
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogsRefused:
+    """A log server will never grant this generation: it knows a higher one."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InventoryTaken:
+    generation: int
+    streams: Mapping[str, StreamSummary]
+
+
+Command = (
+    Join
+    | Heartbeat
+    | MemberReport
+    | Ready
+    | Refuse
+    | CheckpointDurable
+    | MemberExited
+    | Suspect
+    | Finish
+    | Fail
+    | Tick
+    | LogsFenced
+    | LogsBlocked
+    | LogsRefused
+    | InventoryTaken
+)
+
+# --- effects, to be carried out in their order; all idempotent ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Persist:
+    """Make the row durable. Nothing after it may happen before it is."""
+
+    entered: State | None = None
+    """The state that this row is the first of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishView:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FenceLogs:
+    """Answered by LogsFenced, LogsBlocked or LogsRefused."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchInventory:
+    """Answered by InventoryTaken."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrimLogs:
+    below_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Emit:
+    """An event for the trace."""
+
+    event: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+Effect = Persist | PublishView | FenceLogs | FetchInventory | TrimLogs | Emit
+
+# --- refusals: nothing was changed ---
+
+
+class Refused(enum.Enum):
+    """Why the core says no."""
+
+    FENCED = "the sender does not hold its rank"
+    MISMATCH = "configuration or fingerprint differs, or the job is over"
+    TAKEN = "the rank has a live holder"
+    INVALID = "the command makes no sense now"
+
+
+class Refusal(Exception):
+    """The core will not take a command. The message is for the sender."""
+
+    def __init__(self, kind: Refused, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind

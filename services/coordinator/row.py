@@ -1,0 +1,127 @@
+"""JobRow: all that is durable of one job, and its JSON.
+
+What a View shows is a function of this row, so nothing can be shown that is not durable.
+"""
+
+import enum
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from swift.recovery import Plan, RankPlan, Strategy
+
+FORMAT = 1
+
+
+class State(enum.StrEnum):
+    FORMING = "FORMING"
+    RUNNING = "RUNNING"
+    FENCING = "FENCING"
+    PLANNING = "PLANNING"
+    RECOVERING = "RECOVERING"
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+
+
+@dataclass(kw_only=True, slots=True)
+class Holder:
+    """A process that holds (or held) a rank."""
+
+    rank: int
+    incarnation: str
+    pid: int
+    host: str
+    since_generation: int
+    gone: bool = False
+    """Exited with code 0 after it said Finish."""
+
+
+@dataclass(kw_only=True, slots=True)
+class JobRow:
+    """All durable state of a job."""
+
+    job: str
+    world_size: int
+    config: dict[str, str]
+    fingerprint: dict[str, str]
+    log_servers: list[str]
+
+    state: State = State.FORMING
+    generation: int = 1
+    revision: int = 0
+    """Grows with every write of the row."""
+    reason: str = ""
+    """Why this generation was made, or why the job failed."""
+
+    holders: dict[int, Holder] = field(default_factory=dict)
+    """The live holder of each rank."""
+    fenced: list[Holder] = field(default_factory=list)
+    """Incarnations that must not run."""
+    num_stages: int = 0
+    stages: dict[int, list[int]] = field(default_factory=dict)
+    granted: int = 0
+    """The newest generation that every log server holds. granted <= generation."""
+    blocked: dict[str, str] = field(default_factory=dict)
+    """Log servers that do not answer, with the reason."""
+
+    reports: dict[int, int | None] = field(default_factory=dict)
+    """Of this generation: the version each rank holds; None: no state."""
+    ready: dict[int, int] = field(default_factory=dict)
+    """Of this generation: the version each rank is ready at."""
+    finished: dict[int, int] = field(default_factory=dict)
+    """Of this generation: the version each rank finished at."""
+    plan: Plan | None = None
+    refused: str = ""
+    """Why replay was refused in this recovery; empty once RUNNING."""
+
+    checkpoints: list[int] = field(default_factory=list)
+    """Complete versions, ascending; the newest two."""
+    shards: dict[int, list[int]] = field(default_factory=dict)
+    """Incomplete checkpoints: version -> the ranks whose shard is durable."""
+    rolled_back_in: int = 0
+    """The last generation that restored a checkpoint; shards saved before it do not count any more."""
+
+    def dead_ranks(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self.holders]
+
+    def waiting_for(self) -> str:
+        """What the state waits for, for people."""
+        waits = [f"log server {address}: {why}" for address, why in sorted(self.blocked.items())]
+        if self.state is State.FENCING and not waits:
+            waits.append(f"the log servers to hold generation {self.generation}")
+        if self.state in (State.FORMING, State.FENCING, State.PLANNING):
+            waits += _ranks(self.dead_ranks(), "to join")
+        if self.state is State.PLANNING:
+            silent = sorted(set(self.holders) - set(self.reports))
+            waits += _ranks(silent, "to report") if silent or self.dead_ranks() else ["the log inventory"]
+        if self.state in (State.FORMING, State.RECOVERING):
+            waits += _ranks(sorted(set(self.holders) - set(self.ready)), "to be ready")
+        return "; ".join(waits)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> "JobRow":
+        values: dict[str, Any] = json.loads(text)
+        if values.pop("format") != FORMAT:
+            raise ValueError("the row was written by another version of the coordinator")
+        values["state"] = State(values["state"])
+        values["holders"] = {int(rank): Holder(**holder) for rank, holder in values["holders"].items()}
+        values["fenced"] = [Holder(**holder) for holder in values["fenced"]]
+        for name in ("stages", "reports", "ready", "finished", "shards"):
+            values[name] = {int(key): value for key, value in values[name].items()}
+        if values["plan"] is not None:
+            values["plan"] = _plan(values["plan"])
+        return JobRow(**values)
+
+
+def _plan(values: dict[str, Any]) -> Plan:
+    ranks = tuple(RankPlan(**{**r, "strategy": Strategy(r["strategy"])}) for r in values["ranks"])
+    return Plan(**{**values, "ranks": ranks})
+
+
+def _ranks(ranks: Iterable[int], what: str) -> list[str]:
+    names = ", ".join(map(str, ranks))
+    return [f"rank {names} {what}"] if names else []

@@ -1,0 +1,171 @@
+"""gRPC in front of the driver: checks what comes in, turns messages into commands and refusals into codes."""
+
+# ruff: noqa: N802  (gRPC names its methods so)
+
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from services.coordinator import messages as m
+from services.coordinator.driver import Driver, NoSuchJob, Unavailable
+from services.coordinator.messages import Refusal, Refused
+from swift._pb import coordinator_pb2 as pb
+from swift._pb import coordinator_pb2_grpc as pb_grpc
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+LONGEST_REASON = 2000
+LONGEST_ID = 128
+CODES = {
+    Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
+    Refused.MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    Refused.TAKEN: grpc.StatusCode.ALREADY_EXISTS,
+    Refused.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Servicer(pb_grpc.CoordinatorServicer):
+    """Thin: every decision is the core's."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.View:
+        member = request.member
+        join = m.Join(
+            rank=member.rank,
+            incarnation=member.incarnation,
+            pid=member.pid,
+            host=member.host[:LONGEST_ID],
+            world_size=request.world_size,
+            config=dict(request.config),
+            fingerprint=dict(request.fingerprint),
+        )
+        if not 0 < len(member.incarnation) <= LONGEST_ID:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a member needs an incarnation, and a short one"
+            )
+        return await self._answer(context, request.job, lambda: self._driver.join(request.job, join))
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
+        await _check_name(context, request.job)
+        async for view in self._driver.views(request.job):
+            yield view
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
+        command = m.Heartbeat(sender=_sender(request), version=request.version)
+        job = await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
+        return pb.HeartbeatReply(generation=job.row.generation, interval_s=self._driver.timing.heartbeat_s)
+
+    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.MemberReport(
+                sender=_sender(request),
+                generation=request.generation,
+                version=request.version if request.has_state else None,
+            ),
+        )
+
+    async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.Ready(
+                sender=_sender(request),
+                generation=request.generation,
+                version=request.version,
+                stages=tuple(sorted(request.stages)),
+                num_stages=request.num_stages,
+            ),
+        )
+
+    async def Refuse(self, request: pb.RefuseRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.Refuse(
+                sender=_sender(request), generation=request.generation, reason=request.reason[:LONGEST_REASON]
+            ),
+        )
+
+    async def CheckpointDurable(self, request: pb.CheckpointRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.CheckpointDurable(
+                sender=_sender(request), version=request.version, generation=request.generation
+            ),
+        )
+
+    async def MemberExited(self, request: pb.ExitRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.MemberExited(
+                rank=request.rank,
+                incarnation=request.incarnation,
+                pid=request.pid,
+                exit_code=request.exit_code,
+            ),
+        )
+
+    async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.Ack:
+        command = m.Suspect(sender=_sender(request), reason=request.reason[:LONGEST_REASON])
+        return await self._ack(context, request.job, command)
+
+    async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.Ack:
+        command = m.Finish(sender=_sender(request), version=request.version)
+        return await self._ack(context, request.job, command)
+
+    async def Fail(self, request: pb.FailRequest, context: Context) -> pb.Ack:
+        sender = _sender(request) if request.incarnation else None
+        command = m.Fail(sender=sender, reason=request.reason[:LONGEST_REASON] or "no reason given")
+        return await self._ack(context, request.job, command)
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        return await self._answer(context, request.job, lambda: self._driver.status(request.job))
+
+    async def _ack(self, context: Context, job: str, command: m.Command) -> pb.Ack:
+        await self._answer(context, job, lambda: self._driver.apply(job, command))
+        return pb.Ack()
+
+    async def _answer(self, context: Context, job: str, call: Callable[[], T]) -> T:
+        await _check_name(context, job)
+        try:
+            return call()
+        except Refusal as refusal:
+            await context.abort(CODES[refusal.kind], str(refusal))
+        except NoSuchJob:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no rank has joined a job {job} here")
+        except Unavailable as unavailable:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(unavailable))
+
+
+_FromMember = (
+    pb.HeartbeatRequest
+    | pb.ReportRequest
+    | pb.ReadyRequest
+    | pb.RefuseRequest
+    | pb.CheckpointRequest
+    | pb.SuspectRequest
+    | pb.FinishRequest
+    | pb.FailRequest
+)
+
+
+def _sender(request: _FromMember) -> m.Sender:
+    return m.Sender(rank=request.rank, incarnation=request.incarnation)
+
+
+async def _check_name(context: Context, job: str) -> None:
+    if not NAME.fullmatch(job):
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"job name {job[:80]!r}: use 1 to 64 of a-z 0-9 . _ - and begin with a letter or digit",
+        )

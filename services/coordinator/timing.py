@@ -1,0 +1,43 @@
+"""Every timeout of the coordinator, derived from two numbers and checked as a hierarchy."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """heartbeat_s < lease_s < step_bound_s, with room between them."""
+
+    heartbeat_s: float = 0.5
+    """How often a rank renews its lease."""
+    lease_s: float = 2.5
+    """A rank that was not heard for so long is dead."""
+    step_bound_s: float = 30.0
+    """No step is called hung before it has run for so long, however short the steps before it were."""
+    step_bound_factor: float = 10.0
+    """A step is called hung once it has run for so many times the longest of the last steps."""
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.heartbeat_s <= 60:
+            raise ValueError(f"heartbeat of {self.heartbeat_s:g} s: choose 0.01 to 60 s")
+        if self.lease_s < 3 * self.heartbeat_s:
+            raise ValueError(
+                f"lease of {self.lease_s:g} s is too short for a heartbeat every {self.heartbeat_s:g} s: "
+                "a lease lasts at least 3 heartbeats"
+            )
+        if self.step_bound_s < 2 * self.lease_s:
+            raise ValueError(
+                f"step bound of {self.step_bound_s:g} s is too short for a lease of {self.lease_s:g} s: "
+                "a step is called hung after at least 2 leases"
+            )
+        if self.step_bound_factor < 2:
+            raise ValueError(f"step bound factor {self.step_bound_factor:g}: choose at least 2")
+
+    @property
+    def tick_s(self) -> float:
+        """How often leases are looked at."""
+        return self.heartbeat_s / 2
+
+    @property
+    def stall_s(self) -> float:
+        """The coordinator itself was not running if it has not looked for so long: leases start afresh."""
+        return self.lease_s / 2

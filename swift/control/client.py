@@ -1,0 +1,243 @@
+"""CoordinatorClient: every call to the coordinator, with patience for its restarts.
+
+(every rank)   client = CoordinatorClient(address, job); watcher = client.watch()
+               client.join(make_member(rank), world_size, config, fingerprint)
+               client.ready(generation, version, stages, num_stages)       state FORMING
+               client.heartbeat(version)                                   every HeartbeatReply.interval_s
+               client.checkpoint_durable(version)                          every K steps
+               client.report(generation, version or None)                  state PLANNING
+               client.ready(...) or client.refuse(...)                     state RECOVERING
+               client.finish(version)                                      state RUNNING, after the last step
+(launcher)     client.member_exited(rank, pid, exit_code); client.fail(reason)
+(anyone)       client.status(); client.watch()
+
+The calls of a rank name the member that `join` was given. All are idempotent, so they are simply said again
+while the coordinator restarts; once answered they are durable there.
+"""
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypedDict, TypeVar
+
+import grpc
+
+from swift._pb import coordinator_pb2 as pb
+from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.control.watcher import ViewWatcher, outcome
+from swift.errors import Fenced, JoinRefused, ServiceError, SwiftError, UsageError
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+# One attempt of a call. Long enough for a durable write on a slow disk, short against any patience.
+ATTEMPT_TIMEOUT_S = 5.0
+# Between attempts. The channel reconnects at most this often as well.
+RETRY_PAUSE_S = 0.05
+
+CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A client that waits out a restart must not share its backoff with another one of this process.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The coordinator is named by address: a proxy for the outside world is never meant.
+    ("grpc.enable_http_proxy", 0),
+)
+
+_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class _Me(TypedDict):
+    rank: int
+    incarnation: str
+
+
+def make_member(rank: int) -> pb.Member:
+    """This process as the holder of `rank`: a fresh incarnation each time."""
+    return pb.Member(rank=rank, incarnation=uuid.uuid4().hex, pid=os.getpid(), host=socket.gethostname())
+
+
+class CoordinatorClient:
+    """One job's line to its coordinator. Thread-safe.
+
+    Errors of every call: ServiceError (nobody answered within `patience_s`; the message names the address),
+    Fenced (this incarnation no longer holds its rank), UsageError (the call makes no sense: a bug or bad
+    input), JoinRefused (`join` only).
+    """
+
+    def __init__(self, address: str, job: str, *, patience_s: float = 60.0) -> None:
+        self.address = address
+        self.job = job
+        self.patience_s = patience_s
+        self.member: pb.Member | None = None
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.CoordinatorStub(self._channel)
+        self._closed = threading.Event()
+        self._watchers: list[ViewWatcher] = []
+
+    def __enter__(self) -> "CoordinatorClient":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the watchers and calls under way (they raise ServiceError)."""
+        self._closed.set()
+        for watcher in self._watchers:
+            watcher.close()
+        self._channel.close()
+
+    # --- calls of a rank ---
+
+    def join(
+        self,
+        member: pb.Member,
+        world_size: int,
+        config: Mapping[str, str],
+        fingerprint: Mapping[str, str],
+    ) -> pb.View:
+        """Become the holder of `member.rank`. JoinRefused: another fingerprint or configuration, or the rank
+        has a live holder; the message is the coordinator's."""
+        request = pb.JoinRequest(
+            job=self.job,
+            member=member,
+            world_size=world_size,
+            config=dict(config),
+            fingerprint=dict(fingerprint),
+        )
+        view = self._call(self._stub.Join, request, refused=JoinRefused)
+        self.member = member
+        return view
+
+    def heartbeat(self, version: int) -> pb.HeartbeatReply:
+        """Renew the lease; `version` is the number of optimizer steps done. Call again after interval_s."""
+        request = pb.HeartbeatRequest(job=self.job, **self._me(), version=version)
+        return self._call(self._stub.Heartbeat, request)
+
+    def report(self, generation: int, version: int | None) -> None:
+        """(state PLANNING, own log flushed under `generation`) `version` of the state held; None: none."""
+        self._call(
+            self._stub.Report,
+            pb.ReportRequest(
+                job=self.job,
+                **self._me(),
+                generation=generation,
+                has_state=version is not None,
+                version=version or 0,
+            ),
+        )
+
+    def ready(self, generation: int, version: int, stages: Iterable[int] = (), num_stages: int = 0) -> None:
+        """(state FORMING or RECOVERING) Groups are built and `version` (the plan's target) is held."""
+        self._call(
+            self._stub.Ready,
+            pb.ReadyRequest(
+                job=self.job,
+                **self._me(),
+                generation=generation,
+                version=version,
+                stages=list(stages),
+                num_stages=num_stages,
+            ),
+        )
+
+    def refuse(self, generation: int, reason: str) -> None:
+        """(state RECOVERING) What the plan says cannot be done exactly. A plan without replay follows."""
+        self._call(
+            self._stub.Refuse,
+            pb.RefuseRequest(job=self.job, **self._me(), generation=generation, reason=reason),
+        )
+
+    def checkpoint_durable(self, version: int, generation: int = 0) -> None:
+        """My shard of the checkpoint of `version` is durable. `generation`: the one it was saved in."""
+        self._call(
+            self._stub.CheckpointDurable,
+            pb.CheckpointRequest(job=self.job, **self._me(), version=version, generation=generation),
+        )
+
+    def suspect(self, generation: int, reason: str) -> None:
+        """A communication error. It is shown; it never fences anybody."""
+        self._call(
+            self._stub.Suspect,
+            pb.SuspectRequest(job=self.job, **self._me(), generation=generation, reason=reason),
+        )
+
+    def finish(self, version: int) -> None:
+        """All steps are done. Wait for FINISHED before exiting; if FENCING comes instead, take part in it."""
+        self._call(self._stub.Finish, pb.FinishRequest(job=self.job, **self._me(), version=version))
+
+    # --- calls of a launcher, and of anyone ---
+
+    def member_exited(self, rank: int, pid: int, exit_code: int, incarnation: str = "") -> None:
+        """(launcher) A child has exited; `exit_code` is negative if a signal killed it."""
+        self._call(
+            self._stub.MemberExited,
+            pb.ExitRequest(job=self.job, rank=rank, incarnation=incarnation, pid=pid, exit_code=exit_code),
+        )
+
+    def fail(self, reason: str) -> None:
+        """(rank, launcher) The job cannot go on. Every member sees FAILED with the reason."""
+        me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")
+        self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason))
+
+    def status(self) -> pb.StatusReply:
+        """The View, with every rank's lease, version and what is suspected."""
+        return self._call(self._stub.Status, pb.StatusRequest(job=self.job))
+
+    def watch(self, *callbacks: Callable[[pb.View], None]) -> ViewWatcher:
+        """A running watcher of this job's View. `callbacks` are subscribed before the first View comes."""
+        watcher = ViewWatcher(self._stub, self.address, self.job, *callbacks)
+        self._watchers.append(watcher)
+        return watcher
+
+    # --- ---
+
+    def _me(self) -> "_Me":
+        if self.member is None:
+            raise UsageError("join the job before you speak as one of its ranks")
+        return {"rank": self.member.rank, "incarnation": self.member.incarnation}
+
+    def _call(
+        self,
+        method: "grpc.UnaryUnaryMultiCallable[Request, Reply]",
+        request: Request,
+        refused: type[SwiftError] = Fenced,
+    ) -> Reply:
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            remaining_s = deadline - time.monotonic()
+            try:
+                return method(request, timeout=max(0.05, min(ATTEMPT_TIMEOUT_S, remaining_s)))
+            except grpc.RpcError as error:
+                code, details = outcome(error)
+                if code not in _RETRIED:
+                    raise self._translated(code, details, refused) from None
+                if time.monotonic() + RETRY_PAUSE_S >= deadline:
+                    raise ServiceError(
+                        f"no answer from the coordinator at {self.address} within {self.patience_s:g} s: "
+                        f"{details}"
+                    ) from None
+            except ValueError:  # grpc's word for a closed channel
+                raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
+            if self._closed.wait(RETRY_PAUSE_S):
+                raise ServiceError(f"the line to the coordinator at {self.address} was closed")
+
+    def _translated(self, code: grpc.StatusCode, details: str, refused: type[SwiftError]) -> SwiftError:
+        if code == grpc.StatusCode.FAILED_PRECONDITION:
+            return refused(details)
+        if code == grpc.StatusCode.ALREADY_EXISTS:
+            return JoinRefused(details)
+        if code == grpc.StatusCode.INVALID_ARGUMENT:
+            return UsageError(details)
+        if code == grpc.StatusCode.CANCELLED:
+            return ServiceError(f"the line to the coordinator at {self.address} was closed")
+        return ServiceError(f"the coordinator at {self.address}: {code.name}: {details}")

@@ -1,0 +1,183 @@
+"""A real coordinator process and fake members over real gRPC, for the integration tests."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from swift import control
+from swift.control import CoordinatorClient, View, make_member
+from swift.errors import Fenced, ServiceError
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = {"seed": "7"}
+FINGERPRINT = {"torch": "2.13.0"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Coordinator:
+    """`python -m services.coordinator` on one port, so that it can be restarted there."""
+
+    def __init__(self, directory: Path, *flags: str, port: int | None = None) -> None:
+        self.directory = directory
+        self.flags = flags
+        self.port = port or free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *flags: str) -> "Coordinator":
+        address_file = self.directory.with_suffix(".address")
+        address_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "services.coordinator", "--directory", str(self.directory)]
+        command += ["--listen", self.address, "--address-file", str(address_file), "--heartbeat-s", "0.1"]
+        self.process = subprocess.Popen(
+            [*command, *self.flags, *flags], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 20
+        while not address_file.exists():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "the coordinator does not serve"
+            time.sleep(0.01)
+        return self
+
+    def wait_killed(self) -> None:
+        assert self.process is not None
+        assert self.process.wait(timeout=20) == -signal.SIGKILL
+        self.process.communicate()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.wait_killed()
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        stderr = self.process.communicate(timeout=20)[1]
+        assert not stderr, stderr
+        return self.process.returncode
+
+
+class FakeMember:
+    """A rank without a trainer: it does what each View says, and its steps are sleeps.
+
+    `hold()` is asked before a step; it may block.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        job: str,
+        rank: int,
+        world_size: int,
+        *,
+        steps: int = 1_000_000,
+        refuses: Callable[[View], str] = lambda view: "",
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.steps = steps
+        self.refuses = refuses
+        self.version: int | None = None
+        self.versions_at_running: dict[int, int] = {}
+        self.fenced = False
+        self.ended: View | None = None
+        self.error: BaseException | None = None
+        self.member = make_member(rank)
+        self.member.pid = os.getpid() * 1000 + rank
+        self.client = CoordinatorClient(address, job, patience_s=30)
+        self._changed = threading.Event()
+        self._killed = threading.Event()
+        self.watcher = self.client.watch(lambda view: self._changed.set())
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=f"member-{rank}-{work.__name__}")
+            for work in (self._beat, self._live)
+        ]
+
+    def start(self) -> "FakeMember":
+        self.client.join(self.member, self.world_size, CONFIG, FINGERPRINT)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def kill(self) -> None:
+        """It says nothing any more, as if by SIGKILL."""
+        self._killed.set()
+        self._changed.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self.client.close()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Fenced:
+            self.fenced = True
+        except ServiceError as error:
+            if not self._killed.is_set():
+                self.error = error
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _beat(self) -> None:
+        while not self._killed.is_set() and self.ended is None:
+            self.client.heartbeat(self.version or 0)
+            self._killed.wait(0.1)
+
+    def _live(self) -> None:
+        said: set[tuple[int, int]] = set()
+        while not self._killed.is_set():
+            self._changed.clear()
+            view = self.watcher.latest
+            now = (view.generation, view.state) if view is not None else (0, 0)
+            if view is None:
+                self._changed.wait(1)
+            elif view.state in (control.FINISHED, control.FAILED):
+                self.ended = view
+                return
+            elif view.state == control.RUNNING:
+                self._train(view)
+            elif now in said:
+                self._changed.wait(1)
+            else:
+                said.add(now)
+                self._act(view)
+
+    def _train(self, view: View) -> None:
+        if self.version is None:
+            raise AssertionError("RUNNING without a state")
+        self.versions_at_running.setdefault(view.generation, self.version)
+        if self.version == self.steps:
+            self.client.finish(self.version)
+            self._changed.wait(0.1)
+        else:
+            self.version += 1
+            self._changed.wait(0.005)
+
+    def _act(self, view: View) -> None:
+        if view.state == control.FORMING:
+            self.version = 0
+            self.client.checkpoint_durable(0)
+            self.client.ready(view.generation, 0, [self.rank], self.world_size)
+        elif view.state == control.PLANNING:
+            self.client.report(view.generation, self.version)
+        elif view.state == control.RECOVERING:
+            reason = self.refuses(view)
+            if reason:
+                self.client.refuse(view.generation, reason)
+                return
+            self.version = view.plan.target_version
+            self.client.ready(view.generation, self.version, [self.rank], self.world_size)
