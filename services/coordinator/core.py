@@ -118,6 +118,8 @@ class Job:
                 return [m.FenceLogs(generation=row.generation)]
             case State.PLANNING if self._all_reported():
                 return [m.FetchInventory(generation=row.generation)]
+            case State.RECOVERING:
+                return [self._plan_event()]
             case State.RUNNING:
                 return self._trim()
         return []
@@ -160,10 +162,17 @@ class Job:
             # What was saved after that version belongs to a history that is given up.
             row.rolled_back_in = row.generation
             row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
-        strategies = {str(r.rank): str(r.strategy) for r in row.plan.ranks}
-        target = row.plan.target_version
-        event = self._event("plan", target=target, strategies=strategies, reason=row.plan.reason)
-        return [*self._transition(), event]
+        return [*self._transition(), self._plan_event()]
+
+    def _plan_event(self) -> m.Emit:
+        """The plan in the trace. Said again after a restart: the drill's report cannot do without it."""
+        plan = self.row.plan
+        assert plan is not None
+        ranks = [
+            {"rank": r.rank, "strategy": str(r.strategy), "from_version": r.from_version, "reason": r.reason}
+            for r in plan.ranks
+        ]
+        return self._event("plan", target_version=plan.target_version, ranks=ranks, reason=plan.reason)
 
     def become_finished(self) -> list[Effect]:
         self._enter(State.FINISHED)
