@@ -12,12 +12,14 @@ local ranks when a new *node* wants to join. From here: the children, and everyt
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.children import Child, Nursery
-from swift.launch.decisions import Action, Verdict, judge_exit
+from swift.launch.decisions import Action, Situation, Verdict, judge_exit
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_assignment, rank_env
 from swift.launch.signals import SignalGate
@@ -25,8 +27,14 @@ from swift.launch.torch_names import RunResult, SimpleElasticAgent, WorkerGroup,
 
 SPARE_DELAY_S_MAX = 30.0
 """A new spare is started this long after a death, even if no View says that the job runs again."""
-FAILED_GRACE_S = 0.5
-"""After a View says FAILED, children may end by themselves this long, and have their last words."""
+SPARE_FAILURES_MAX = 3
+"""Spares that may die in a row before they are warm; then there are none any more."""
+SETTLE_S = 0.5
+"""Once the job fails, ranks may end by themselves this long: what they print and return says why."""
+
+
+def say(line: str) -> None:
+    print(f"swift: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +46,10 @@ class Outcome:
 
 
 class ReplacingAgent(SimpleElasticAgent):
-    """One machine's ranks and spares."""
+    """One machine's ranks and spares.
+
+    Every living child is either a rank in `_ranks` or a spare, except while the ranks are being stopped.
+    """
 
     def __init__(
         self,
@@ -61,28 +72,37 @@ class ReplacingAgent(SimpleElasticAgent):
         self._link = link
         self._gate = gate
         self._ranks: dict[int, Child] = {}
-        """By local rank: its living process. A rank that ended with 0 has none."""
+        """By local rank: its living process."""
+        self._done: dict[int, Child] = {}
+        """By local rank: its process that ended with 0, or that was lost after the job had finished."""
         self._replacements_left = spec.max_restarts
+        self._attempts: Counter[int] = Counter()
+        """By local rank: deaths since the job last ran."""
+        self._spare_failures = 0
         self._has_run = False
-        self._view_revision = 0
+        self._looked_at: pb.View | None = None
         self._last_death: tuple[float, int] | None = None
         """Time and generation of the newest death whose recovery is not over."""
+        self._lost_code = 0
         self.outcome: Outcome | None = None
 
     # What torch's agent calls.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        self._done.clear()
         for worker in worker_group.workers:
             self._give_rank(worker.local_rank)
         return {local_rank: child.pid for local_rank, child in self._ranks.items()}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         ranks, self._ranks = list(self._ranks.values()), {}
-        self._nursery.stop(ranks, signal.SIGTERM, self._grace_s)
+        self._nursery.stop(ranks, self._grace_s, hurry=lambda: self._gate.pending)
+        if self.outcome is None:
+            for child in ranks:
+                self._notify(child)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
-        for spare in self._nursery.spares:
-            spare.kill_group()
+        self._nursery.kill(self._nursery.spares)
         self._stop_workers(self._worker_group)
         self._nursery.close()
 
@@ -90,10 +110,12 @@ class ReplacingAgent(SimpleElasticAgent):
         """Blocks until something happens, at most for the monitor interval, and deals with it."""
         warmed, ended = self._nursery.wait(worker_group.spec.monitor_interval)
         self._gate.check()
-        for child in warmed:
-            events.emit("worker_warm", pid=child.pid, rank=child.rank)
+        # Deaths first: that is what the time counts for.
         for child in ended:
             self._on_exit(child)
+        for child in warmed:
+            self._spare_failures = 0
+            events.emit("worker_warm", pid=child.pid, rank=child.rank)
         self._on_view(self._link.view)
         if self.outcome is not None:
             return RunResult(state=WorkerState.FAILED)
@@ -109,22 +131,35 @@ class ReplacingAgent(SimpleElasticAgent):
         for _ in range(group.spec.local_world_size + self._spare_count):
             self._spawn()
         with self._gate.raising():
-            self._initialize_workers(group)
+            self._rendezvous(group)
+        self._start_ranks()
         while True:
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state == WorkerState.SUCCEEDED:
                 with self._gate.raising():
                     self._exit_barrier()  # type: ignore[no-untyped-call]
-                self.outcome = Outcome(exit_code=0)
+                self.outcome = Outcome(exit_code=self._lost_code)
                 return result
             if result.state == WorkerState.FAILED:
                 self._stop_workers(group)
                 return result
             if group.spec.rdzv_handler.num_nodes_waiting() > 0:
-                events.emit("membership_change")
-                with self._gate.raising():
-                    self._restart_workers(group)
+                self._restart_ranks()
+
+    def _restart_ranks(self) -> None:
+        """A node wants to join: new ranks for everybody, as with torchrun."""
+        events.emit("membership_change")
+        say("another machine joins: the ranks of this one are started anew")
+        self._stop_workers(self._worker_group)
+        with self._gate.raising():
+            self._rendezvous(self._worker_group)
+        self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        for local_rank, pid in self._start_workers(self._worker_group).items():
+            self._worker_group.workers[local_rank].id = pid
+        self._worker_group.state = WorkerState.HEALTHY
 
     # Ranks and spares.
 
@@ -148,7 +183,8 @@ class ReplacingAgent(SimpleElasticAgent):
         return child
 
     def _top_up_spares(self) -> None:
-        if len(self._nursery.spares) < self._spare_count and self._is_quiet():
+        wanted = self._spare_count if self._spare_failures < SPARE_FAILURES_MAX else 0
+        if len(self._nursery.spares) < wanted and self._is_quiet():
             self._spawn()
 
     def _is_quiet(self) -> bool:
@@ -168,56 +204,105 @@ class ReplacingAgent(SimpleElasticAgent):
     def _on_exit(self, child: Child) -> None:
         assert child.exit_code is not None
         if child.rank is None:
-            events.emit("spare_exit", pid=child.pid, code=child.exit_code)
+            self._on_spare_exit(child)
             return
-        local_rank = next((local for local, held in self._ranks.items() if held is child), None)
-        if local_rank is None:
-            return
+        local_rank = next(local for local, held in self._ranks.items() if held is child)
         del self._ranks[local_rank]
         events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
-        verdict = judge_exit(
-            child.rank, child.exit_code, replacements_left=self._replacements_left, has_run=self._has_run
-        )
-        if verdict.action == Action.DONE or self.outcome is not None:
+        if self.outcome is not None:
             return
-        self._link.notify_exit(child.rank, child.pid, child.exit_code, child.incarnation)
-        if verdict.action == Action.STOP:
-            self._stop_for(verdict)
-            return
-        self._replacements_left -= 1
+        self._attempts[local_rank] += 1
         view = self._link.view
-        self._last_death = (events.now(), 0 if view is None else view.generation)
-        self._give_rank(local_rank)
+        situation = Situation(
+            replacements_left=self._replacements_left,
+            # Without a coordinator nobody knows whether the job ran in between.
+            attempts=0 if view is None else self._attempts[local_rank],
+            has_run=self._has_run,
+            finished=view is not None and view.state == pb.FINISHED,
+        )
+        verdict = judge_exit(child.rank, child.exit_code, situation)
+        if verdict.action == Action.STOP:
+            self._fail(verdict)
+            return
+        self._notify(child)
+        if verdict.action == Action.REPLACE:
+            self._replace(local_rank, verdict.reason, 0 if view is None else view.generation)
+            return
+        self._done[local_rank] = child
+        if verdict.action == Action.LOST:
+            self._lost_code = verdict.exit_code
+            say(verdict.reason)
 
-    def _stop_for(self, verdict: Verdict) -> None:
+    def _replace(self, local_rank: int, reason: str, generation: int) -> None:
+        self._last_death = (events.now(), generation)
+        self._replacements_left -= 1
+        child = self._give_rank(local_rank)
+        say(f"{reason}: replaced by process {child.pid} ({'a warm spare' if child.warm else 'a cold start'})")
+
+    def _on_spare_exit(self, child: Child) -> None:
+        events.emit("spare_exit", pid=child.pid, code=child.exit_code)
+        if not child.warm:
+            self._spare_failures += 1
+            if self._spare_failures == SPARE_FAILURES_MAX:
+                say(f"{SPARE_FAILURES_MAX} spares died while they started: no more of them are made")
+
+    def _notify(self, child: Child) -> None:
+        if child.rank is not None and child.exit_code is not None:
+            self._link.notify_exit(child.rank, child.pid, child.exit_code, child.incarnation)
+
+    # The end, and what the coordinator says.
+
+    def _fail(self, verdict: Verdict) -> None:
+        """Ends the job because of a rank of ours."""
+        exit_codes = {verdict.exit_code}
+        if verdict.exit_code == 1:
+            # Perhaps it only followed another rank's error, or the job's failure.
+            exit_codes |= self._settle()
+        view = self._link.view
+        if view is not None and view.state == pb.FAILED:
+            self._end(exit_codes, f"job failed: {view.reason}")
+            return
+        self._end(exit_codes, f"{verdict.reason}: the job is stopped")
         self._link.fail(verdict.reason)
-        # Usage errors have said all there is to say.
-        line = "" if verdict.exit_code == 2 else f"swift: {verdict.reason}: the job is stopped"
-        self.outcome = Outcome(exit_code=verdict.exit_code, line=line)
 
-    def _on_view(self, view: pb.View | None) -> None:
-        if view is None or view.revision == self._view_revision or self.outcome is not None:
-            return
-        self._view_revision = view.revision
-        self._has_run = self._has_run or view.state == pb.RUNNING
-        if view.state == pb.FAILED:
-            self._on_failed(view)
-            return
-        fenced = {member.incarnation for member in view.fenced}
-        for child in self._ranks.values():
-            if child.incarnation in fenced:
-                events.emit("fenced_kill", rank=child.rank, pid=child.pid)
-                print(f"swift: rank {child.rank} (pid {child.pid}) is fenced: killed", file=sys.stderr)
-                child.kill_group()
-
-    def _on_failed(self, view: pb.View) -> None:
-        deadline = time.monotonic() + FAILED_GRACE_S
-        exit_codes = set()
-        while self._ranks and (left_s := deadline - time.monotonic()) > 0:
-            for child in self._nursery.wait(left_s)[1]:
-                self._ranks = {local: held for local, held in self._ranks.items() if held is not child}
-                exit_codes.add(child.exit_code)
+    def _end(self, exit_codes: set[int], line: str) -> None:
+        # A usage error has said all there is to say.
         if 2 in exit_codes:
             self.outcome = Outcome(exit_code=2)
         else:
-            self.outcome = Outcome(exit_code=1, line=f"swift: job failed: {view.reason}")
+            self.outcome = Outcome(exit_code=3 if exit_codes == {3} else 1, line=f"swift: {line}")
+
+    def _settle(self) -> set[int]:
+        """Gives ranks that are about to end the time for it. Their exit codes."""
+        deadline = time.monotonic() + SETTLE_S
+        exit_codes = set()
+        while self._ranks and not self._gate.pending and (left_s := deadline - time.monotonic()) > 0:
+            for child in self._nursery.wait(left_s)[1]:
+                if child.exit_code is not None and child.rank is not None:
+                    exit_codes.add(child.exit_code)
+                    events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
+            self._ranks = {local: child for local, child in self._ranks.items() if child.exit_code is None}
+        return exit_codes
+
+    def _on_view(self, view: pb.View | None) -> None:
+        if view is None or view is self._looked_at or self.outcome is not None:
+            return
+        self._looked_at = view
+        self._has_run = self._has_run or view.state not in (pb.FORMING, pb.FAILED)
+        if view.state == pb.FAILED:
+            self._end(self._settle(), f"job failed: {view.reason}")
+            return
+        if view.state == pb.RUNNING and self._is_quiet():
+            self._attempts.clear()
+        self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
+
+    def _obey_fence(self, fenced: Iterable[str], *, over: bool) -> None:
+        for child in self._ranks.values():
+            if child.incarnation in fenced:
+                events.emit("fenced_kill", rank=child.rank, pid=child.pid)
+                say(f"rank {child.rank}: process {child.pid} is fenced: killed")
+                child.kill_group()
+        for child in self._done.values():
+            if child.incarnation in fenced and not over and self.outcome is None:
+                reason = f"rank {child.rank}: exit code 0 before the job was finished"
+                self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swift.errors import UsageError
 from swift.launch.worker import Assignment
@@ -75,13 +75,13 @@ class Child:
         return self.exit_code
 
 
-def spawn(env: dict[str, str]) -> Child:
-    """Starts a worker; it imports torch and then waits for its `assign`."""
+def spawn(env: dict[str, str], path0: str, preload: str) -> Child:
+    """Starts a worker; it imports `preload` (comma-separated) and then waits for its `assign`."""
     control_read, control_write = os.pipe()
     warm_read, warm_write = os.pipe()
     fcntl.fcntl(control_write, fcntl.F_SETPIPE_SZ, CONTROL_PIPE_BYTES)
     command = [sys.executable, "-u", "-m", "swift.launch.worker"]
-    command += [str(control_read), str(warm_write), str(os.getpid())]
+    command += [str(control_read), str(warm_write), str(os.getpid()), path0, preload]
     try:
         process = subprocess.Popen(
             command, env=env, pass_fds=(control_read, warm_write), start_new_session=True
@@ -98,20 +98,17 @@ class Nursery:
     Invariant: every child that was spawned and not reaped is in `children` and registered by its pidfd.
     """
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], path0: str, preload: str) -> None:
         self._env = env
+        self._path0 = path0
+        self._preload = preload
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self.children: list[Child] = []
 
-    @property
-    def wake_fd(self) -> int:
-        """A byte written here ends `wait` (signal handlers do so)."""
-        return self._wake_write
-
     def wake(self) -> None:
-        """(any thread) Ends `wait` early."""
+        """(any thread, signal handlers) Ends `wait` early."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"w")
 
@@ -123,7 +120,7 @@ class Nursery:
         )
 
     def spawn(self) -> Child:
-        child = spawn(self._env)
+        child = spawn(self._env, self._path0, self._preload)
         self.children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         self._selector.register(child.warm_fd, selectors.EVENT_READ, child)
@@ -158,29 +155,37 @@ class Nursery:
         os.close(child.warm_fd)
         child.warm_fd = -1
 
-    def stop(self, children: Iterable[Child], signum: int, grace_s: float) -> list[Child]:
-        """Signals them, SIGKILLs after the grace, reaps. Returns all children that ended meanwhile."""
-        stopping = [child for child in children if child.exit_code is None]
+    def stop(
+        self, children: Iterable[Child], grace_s: float, hurry: Callable[[], bool] = lambda: False
+    ) -> None:
+        """SIGTERM, after the grace (or once `hurry` says so, looked at when woken) SIGKILL; reaps them."""
+        stopping = list(children)
         for child in stopping:
-            child.send(signum)
-        all_ended = []
-        for patience_s in (grace_s, KILL_WAIT_S):
-            deadline = time.monotonic() + patience_s
-            while any(child.exit_code is None for child in stopping):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    break
-                all_ended += self.wait(left_s)[1]
-            for child in stopping:
-                if child.exit_code is None:
-                    child.kill_group()
-        return all_ended
+            child.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while self._any_alive(stopping) and not hurry() and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
+        self.kill(stopping)
+
+    def kill(self, children: Iterable[Child]) -> None:
+        """SIGKILL; reaps them. One that does not go away is named and left."""
+        killed = [child for child in children if child.exit_code is None]
+        for child in killed:
+            child.kill_group()
+        deadline = time.monotonic() + KILL_WAIT_S
+        while self._any_alive(killed) and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
+        for child in killed:
+            if child.exit_code is None:
+                print(f"swift: process {child.pid} was killed and does not go away", file=sys.stderr)
+
+    @staticmethod
+    def _any_alive(children: list[Child]) -> bool:
+        return any(child.exit_code is None for child in children)
 
     def close(self) -> None:
         """Kills what is left."""
-        self.stop(list(self.children), signal.SIGKILL, KILL_WAIT_S)
-        for child in self.children:
-            print(f"swift: process {child.pid} does not go away", file=sys.stderr)
+        self.kill(list(self.children))
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)

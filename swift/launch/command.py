@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from torch.distributed import DistError
+
 from swift import events
-from swift.errors import SwiftError, UsageError
+from swift.errors import ServiceError, SwiftError, UsageError
 from swift.launch.agent import Outcome, ReplacingAgent
 from swift.launch.children import Nursery
 from swift.launch.link import CoordinatorLink
@@ -21,6 +23,7 @@ from swift.launch.rendezvous import LoopbackRendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
     LaunchConfig,
+    RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
     SignalException,
@@ -37,6 +40,10 @@ from swift.launch.torch_names import (
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
 REPLACEMENTS_DEFAULT = 100
 GRACE_S_DEFAULT = 5.0
+PRELOAD_DEFAULT = (
+    "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
+    "grpc,swift.control.client,swift.runtime.session"
+)
 JOB_GRAMMAR = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 # torchrun's flags that make no sense with children of our own, or are not built.
@@ -70,14 +77,13 @@ class LaunchPlan:
     job: Job
     output: Output
     spare_count: int
+    preload: str
     grace_s: float
     signals: list[signal.Signals]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="swift-ft run", parents=[get_args_parser()], conflict_handler="resolve", allow_abbrev=False
-    )
+    parser = _Parser(prog="swift-ft run", parents=[get_args_parser()], conflict_handler="resolve")
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=REPLACEMENTS_DEFAULT)
     ours = parser.add_argument_group("swift")
@@ -90,6 +96,12 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument("--job", help="The job's name (default: made from the rendezvous id).")
     ours.add_argument(
         "--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1)."
+    )
+    ours.add_argument(
+        "--preload",
+        default=PRELOAD_DEFAULT,
+        metavar="MODULE,MODULE...",
+        help="What a spare imports while it waits (default: %(default)s).",
     )
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
     return parser
@@ -137,6 +149,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         ),
         output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
         spare_count=args.spares,
+        preload=args.preload,
         grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
         signals=signals,
     )
@@ -198,8 +211,11 @@ def _make_spec(plan: LaunchPlan) -> WorkerSpec:
             local_addr=config.local_addr,
             **config.rdzv_configs,
         )
-        master_addr, master_port = get_addr_and_port(parameters)
-        handler = get_rendezvous_handler(parameters)
+        try:
+            master_addr, master_port = get_addr_and_port(parameters)
+            handler = get_rendezvous_handler(parameters)
+        except ValueError as error:
+            raise UsageError(f"run: {' '.join(str(error).split())}") from error
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -218,30 +234,33 @@ def _make_spec(plan: LaunchPlan) -> WorkerSpec:
 def run(plan: LaunchPlan) -> Outcome:
     """Runs the job's local ranks to the end."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
-    nursery = Nursery(dict(os.environ))
-    gate = SignalGate(plan.signals, nursery.wake_fd)
+    nursery = Nursery(dict(os.environ), plan.job.sys_path0(), plan.preload)
+    gate = SignalGate(plan.signals, nursery.wake)
     link = CoordinatorLink(plan.job.coordinator, plan.job.name, nursery.wake)
-    spec = _make_spec(plan)
-    agent = ReplacingAgent(
-        spec,
-        job=plan.job,
-        output=plan.output,
-        spare_count=plan.spare_count,
-        grace_s=plan.grace_s,
-        nursery=nursery,
-        link=link,
-        gate=gate,
-    )
     try:
+        with gate.raising():
+            spec = _make_spec(plan)
+        agent = ReplacingAgent(
+            spec,
+            job=plan.job,
+            output=plan.output,
+            spare_count=plan.spare_count,
+            grace_s=plan.grace_s,
+            nursery=nursery,
+            link=link,
+            gate=gate,
+        )
         agent.run()
+        spec.rdzv_handler.shutdown()
     except SignalException as error:
         # The rendezvous stays open: another launcher may take this one's place.
-        return Outcome(exit_code=128 + error.sigval)
+        return Outcome(exit_code=128 + error.sigval, line=f"swift: stopped by {error.sigval.name}")
+    except (RendezvousError, DistError) as error:
+        raise ServiceError(f"run: rendezvous: {' '.join(str(error).split())}") from error
     finally:
         link.close()
-    spec.rdzv_handler.shutdown()
-    assert agent.outcome is not None
-    return agent.outcome
+    # None: torch's rendezvous has no place for this machine, and says so without an error.
+    return agent.outcome or Outcome(exit_code=0, line="swift: this machine is not needed")
 
 
 def main(argv: Sequence[str]) -> int:

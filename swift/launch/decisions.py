@@ -4,22 +4,40 @@ import enum
 import signal
 from dataclasses import dataclass
 
+ATTEMPTS_MAX = 5
+"""Processes of one rank that may die in a row without the job having run in between."""
+
 
 class Action(enum.Enum):
     """What follows from a rank's exit."""
 
     DONE = "done"
     REPLACE = "replace"
+    LOST = "lost"
+    """The job is finished, so there is nothing to replace it for; the launcher's exit code shows it."""
     STOP = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """What the launcher knows when a rank ends."""
+
+    replacements_left: int
+    attempts: int
+    """Processes of this rank that died since the job last ran, this one included."""
+    has_run: bool
+    """The job has left FORMING once."""
+    finished: bool
+    """The coordinator says FINISHED."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The action, and with STOP the launcher's exit code and the reason that the coordinator is told."""
+    """The action; unless the rank is done, the reason; with LOST and STOP the launcher's exit code."""
 
     action: Action
-    exit_code: int = 0
     reason: str = ""
+    exit_code: int = 0
 
 
 def describe_exit(exit_code: int) -> str:
@@ -32,7 +50,7 @@ def describe_exit(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def judge_exit(rank: int, exit_code: int, *, replacements_left: int, has_run: bool) -> Verdict:
+def judge_exit(rank: int, exit_code: int, situation: Situation) -> Verdict:
     """What to do about a rank that ended.
 
     1 (the script's own exception) and 2 (usage) would happen again in a replacement. 3 is an error that
@@ -41,10 +59,14 @@ def judge_exit(rank: int, exit_code: int, *, replacements_left: int, has_run: bo
     """
     if exit_code == 0:
         return Verdict(action=Action.DONE)
-    how = describe_exit(exit_code)
-    if exit_code in (1, 2) or (exit_code == 3 and not has_run):
-        return Verdict(action=Action.STOP, exit_code=exit_code, reason=f"rank {rank} ended: {how}")
-    if replacements_left <= 0:
-        reason = f"rank {rank} ended ({how}) and all replacements of --max-restarts are used up"
-        return Verdict(action=Action.STOP, exit_code=1, reason=reason)
-    return Verdict(action=Action.REPLACE, reason=f"rank {rank} ended: {how}")
+    ended = f"rank {rank}: {describe_exit(exit_code)}"
+    if exit_code in (1, 2) or (exit_code == 3 and not situation.has_run):
+        return Verdict(action=Action.STOP, exit_code=exit_code, reason=ended)
+    if situation.finished:
+        return Verdict(action=Action.LOST, exit_code=1, reason=f"{ended}, after the job had finished")
+    if situation.attempts >= ATTEMPTS_MAX:
+        reason = f"{ended}, the {ATTEMPTS_MAX}th time in a row before the job ran again"
+        return Verdict(action=Action.STOP, exit_code=3 if exit_code == 3 else 1, reason=reason)
+    if situation.replacements_left <= 0:
+        return Verdict(action=Action.STOP, exit_code=1, reason=f"{ended}, and --max-restarts is used up")
+    return Verdict(action=Action.REPLACE, reason=ended)

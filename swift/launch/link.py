@@ -17,9 +17,10 @@ from swift.errors import SwiftError
 if TYPE_CHECKING:
     from swift.control.client import CoordinatorClient
 
-
 DRAIN_S = 5.0
-"""How long the end of the launcher waits for the last notices to be sent."""
+"""How long the end of the launcher waits until the coordinator knows that the job failed."""
+DRAIN_UNSEEN_S = 1.0
+"""The same, if the coordinator has never answered: perhaps there is none, or no such job."""
 
 
 class CoordinatorLink:
@@ -30,36 +31,43 @@ class CoordinatorLink:
         self._job = job
         self._wake = wake
         self._calls: queue.SimpleQueue[Callable[[CoordinatorClient], object] | None] = queue.SimpleQueue()
+        self._must_drain = False
+        self._closing = False
         self.view: pb.View | None = None
-        """The newest View; None until the coordinator has sent one."""
+        """The newest View; None until the job is known to the coordinator."""
         self._thread = threading.Thread(target=self._run, name="coordinator-link", daemon=True)
         self._thread.start()
 
     def notify_exit(self, rank: int, pid: int, exit_code: int, incarnation: str) -> None:
-        """A child has exited."""
-        self._calls.put(lambda client: client.member_exited(rank, pid, exit_code, incarnation))
+        """A child has exited. Nothing to tell while the coordinator knows of no such job."""
+        if self.view is not None:
+            self._calls.put(lambda client: client.member_exited(rank, pid, exit_code, incarnation))
 
     def fail(self, reason: str) -> None:
-        """The job cannot go on."""
+        """The job cannot go on. `close` waits for this to arrive."""
+        self._must_drain = True
         self._calls.put(lambda client: client.fail(reason))
 
-    def close(self, drain_s: float = DRAIN_S) -> None:
-        """Sends what is queued, as far as that works within the time."""
+    def close(self) -> None:
+        """Ends the link; a failure that was told is delivered first, as far as that works within the time."""
         self._calls.put(None)
-        self._thread.join(drain_s)
+        if self._must_drain:
+            self._thread.join(DRAIN_UNSEEN_S if self.view is None else DRAIN_S)
+        self._closing = True
 
     def _run(self) -> None:
         # Imported here, beside the main thread: grpc takes a while.
         from swift.control.client import CoordinatorClient
 
-        client = CoordinatorClient(self._address, self._job)
-        client.watch(self._on_view)
-        while (call := self._calls.get()) is not None:
-            try:
-                call(client)
-            except SwiftError as error:
-                print(f"swift: coordinator {self._address}: {error}", file=sys.stderr)
-        client.close()
+        with CoordinatorClient(self._address, self._job) as client:
+            client.watch(self._on_view)
+            while (call := self._calls.get()) is not None:
+                try:
+                    call(client)
+                except SwiftError as error:
+                    # Of a job that nobody has joined the coordinator knows nothing; that is no news.
+                    if self.view is not None and not self._closing:
+                        print(f"swift: {error}", file=sys.stderr)
 
     def _on_view(self, view: pb.View) -> None:
         self.view = view

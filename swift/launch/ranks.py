@@ -22,6 +22,10 @@ class Job:
     name: str
     checkpoint_dir: str | None
 
+    def sys_path0(self) -> str:
+        """What `python SCRIPT` or `python -m MODULE` puts first in sys.path."""
+        return self.cwd if self.module else os.path.dirname(os.path.realpath(self.script))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:

@@ -21,8 +21,6 @@ _NEEDED = {
     ],
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": [
         "run",
-        "_initialize_workers",
-        "_restart_workers",
         "_rendezvous",
         "_assign_worker_ranks",
         "_exit_barrier",
@@ -30,6 +28,7 @@ _NEEDED = {
     ],
     "torch.distributed.elastic.multiprocessing.api": ["SignalException", "Std", "to_map"],
     "torch.distributed.elastic.rendezvous": [
+        "RendezvousError",
         "RendezvousHandler",
         "RendezvousInfo",
         "RendezvousParameters",
@@ -71,6 +70,7 @@ from torch.distributed.elastic.agent.server.api import (  # noqa: E402
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException, Std, to_map  # noqa: E402
 from torch.distributed.elastic.rendezvous import (  # noqa: E402
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -84,6 +84,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 __all__ = [
     "LaunchConfig",
+    "RendezvousError",
     "RendezvousHandler",
     "RendezvousInfo",
     "RendezvousParameters",

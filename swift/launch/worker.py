@@ -1,12 +1,13 @@
 """What runs in every child before the training script: a warm spare that becomes a rank.
 
-    python -u -m swift.launch.worker CONTROL_FD WARM_FD LAUNCHER_PID
+    python -u -m swift.launch.worker CONTROL_FD WARM_FD LAUNCHER_PID PATH0 MODULE,MODULE...
 
 (launcher) spawns it, with the environment that ranks get: OMP_NUM_THREADS counts when torch is imported.
-(worker)   asks the kernel to die with the launcher, imports what every trainer imports, writes one byte to
-           WARM_FD, and waits for one line of JSON on CONTROL_FD.
+(worker)   asks the kernel to die with the launcher, makes PATH0 the first entry of sys.path as it will be for
+           the script, imports the modules, writes one byte to WARM_FD, and waits for one line of JSON on
+           CONTROL_FD.
 (launcher) writes the line, see `Assignment`; end of file instead means that nobody needs this spare.
-(worker)   sets environment, arguments and sys.path as `python SCRIPT` would, and runs the script as __main__.
+(worker)   sets environment and arguments as `python SCRIPT` would, and runs the script as __main__.
 """
 
 import contextlib
@@ -24,15 +25,6 @@ from types import TracebackType
 from swift import events
 from swift.errors import SwiftError
 
-PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.pipelining",
-    "torch.distributed.checkpoint",
-    "grpc",
-    "swift.control.client",
-    "swift.runtime.session",
-)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,9 +62,9 @@ def die_with(launcher_pid: int) -> None:
         os._exit(0)
 
 
-def preload() -> None:
+def preload(modules: str) -> None:
     """Imports ahead of time. What cannot be imported is the script's to complain about, if it needs it."""
-    for name in PRELOADED:
+    for name in filter(None, modules.split(",")):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -99,9 +91,6 @@ def _become(assignment: Assignment) -> None:
     _redirect(assignment.stdout, 1)
     _redirect(assignment.stderr, 2)
     sys.argv = [assignment.script, *assignment.args]
-    if not sys.flags.safe_path:
-        script_dir = os.path.dirname(os.path.realpath(assignment.script))
-        sys.path[0] = assignment.cwd if assignment.module else script_dir
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
@@ -132,12 +121,15 @@ def run_script(assignment: Assignment) -> None:
 
 def main(argv: list[str]) -> None:
     try:
-        control_fd, warm_fd, launcher_pid = (int(arg) for arg in argv)
+        path0, modules = argv[3:]
+        control_fd, warm_fd, launcher_pid = (int(arg) for arg in argv[:3])
     except ValueError:
         print("swift: swift.launch.worker is started by `swift-ft run`, not by hand", file=sys.stderr)
         sys.exit(2)
     die_with(launcher_pid)
-    preload()
+    if not sys.flags.safe_path:
+        sys.path[0] = path0
+    preload(modules)
     os.write(warm_fd, b"w")
     os.close(warm_fd)
     assignment = read_assignment(control_fd)
