@@ -5,9 +5,11 @@ AttributeError in the middle of a run. Proven with torch 2.13 on CPU with gloo.
 """
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
@@ -15,6 +17,7 @@ from torch.distributed.pipelining import stage as _stage
 from swift.errors import ServiceError
 
 _NEEDED = {
+    "torch.distributed.distributed_c10d": (_c10d, ("_set_pg_timeout",)),
     "torch.distributed.pipelining.stage": (
         _stage,
         ("_PipelineStage", "_PipelineStageBase"),
@@ -138,3 +141,8 @@ def set_generator_seed(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def set_operation_timeout(timeout: timedelta) -> None:
+    """The longest an operation of the default group may take (its construction may have had another bound)."""
+    _c10d._set_pg_timeout(timeout)

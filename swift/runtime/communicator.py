@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from swift import events
 from swift.errors import ServiceError
+from swift.runtime import _torch
 
 # A blocked thread may post its next operation on a socket that was made after the first sweep.
 _SWEEP_INTERVAL_S = 0.02
@@ -41,13 +42,17 @@ class Communicator:
         world_size: int,
         backend: str = "gloo",
         service_ports: Callable[[], Iterable[int]] = tuple,
-        timeout_s: float = 600.0,
+        build_timeout_s: float = 30.0,
+        operation_timeout_s: float = 1800.0,
     ):
         self._rank = rank
         self._world_size = world_size
         self._backend = backend
         self._service_ports = service_ports
-        self._timeout_s = timeout_s
+        # All ranks of a generation are known to live when it is built, and gloo's wait for a connection that
+        # a dying peer never makes has no socket that could be shut. So building is bounded tightly.
+        self._build_timeout = timedelta(seconds=build_timeout_s)
+        self._operation_timeout = timedelta(seconds=operation_timeout_s)
         try:
             self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         except (KeyError, ValueError):
@@ -66,7 +71,7 @@ class Communicator:
 
     def _connect(self) -> Store:
         host, port = self._address
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
+        return TCPStore(host, port, is_master=False, timeout=self._build_timeout)
 
     def build(self, generation: int) -> None:
         """(every rank) The default group of `generation`, under the objects that use the default group.
@@ -86,11 +91,12 @@ class Communicator:
                 store=store,
                 rank=self._rank,
                 world_size=self._world_size,
-                timeout=timedelta(seconds=self._timeout_s),
+                timeout=self._build_timeout,
             )
         except (RuntimeError, ValueError):
             self._check()
             raise
+        _torch.set_operation_timeout(self._operation_timeout)
         with self._lock:
             self._inside = frozenset(_socket_inodes().values()) - self._outside
         self._check()
@@ -136,10 +142,14 @@ class Communicator:
                 continue  # closed meanwhile
             with own:
                 try:
-                    if own.family not in (socket.AF_INET, socket.AF_INET6) or own.getpeername()[1] in ports:
+                    if own.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
+                    if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        continue  # gloo ends the process if accept() fails
+                    if own.getpeername()[1] in ports:
                         continue
                 except OSError:
-                    pass  # not connected: a listener or half-way: the group's
+                    continue  # not connected (yet): the next sweep sees it
                 try:
                     own.shutdown(socket.SHUT_RDWR)
                 except OSError:

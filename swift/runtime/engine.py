@@ -91,7 +91,7 @@ class Engine:
                 if view.state == pb.PLANNING:
                     self._report(view)
                     self._await_change(view)
-                elif view.state in (pb.FORMING, pb.RECOVERING):
+                elif view.state in (pb.FORMING, pb.RECOVERING) and len(view.members) == view.world_size:
                     self._open_log(view)
                     self._communicator.build(view.generation)
                     self._view = view
@@ -108,7 +108,7 @@ class Engine:
         """Returns when the View has moved on, or when it is time to say again what this rank has said."""
         try:
             self._member.watcher.wait_for(
-                lambda newer: (newer.generation, newer.state) != (view.generation, view.state), _RESAY_S
+                lambda newer: (newer.generation, newer.revision) != (view.generation, view.revision), _RESAY_S
             )
         except ServiceError:
             return  # not moved on: the caller looks again

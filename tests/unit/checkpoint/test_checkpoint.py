@@ -1,0 +1,119 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.checkpoint.state import empty_tensors, join, split
+from swift.checkpoint.store import CheckpointStore
+from swift.errors import ServiceError, UsageError
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(
+    scalars | st.builds(lambda n: torch.arange(n), st.integers(0, 3)),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=4) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@given(values)
+def test_split_and_join_are_inverse(value: Any) -> None:
+    tensors, skeleton = split(value)
+    assert same(join(json.loads(json.dumps(skeleton)), tensors), value)
+
+
+def test_the_skeleton_names_shape_and_dtype_of_every_tensor() -> None:
+    state = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": [torch.tensor(1)]}
+    _, skeleton = split(state)
+    found = sorted((tuple(t.shape), t.dtype) for t in empty_tensors(skeleton).values())
+    assert found == sorted([((2, 3), torch.bfloat16), ((), torch.int64)])
+
+
+def test_what_is_neither_tensor_nor_plain_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"state\.a holds a set"):
+        split({"a": {1, 2}})
+
+
+def trained() -> dict[str, Any]:
+    module = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_a_saved_version_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    store, state = CheckpointStore(tmp_path, rank=3), trained()
+    durable: list[int] = []
+    store.save(7, state, durable.append)
+    expected = join(*reversed(split(state)))
+    store.wait()
+    assert durable == [7]
+    assert same(CheckpointStore(tmp_path, rank=3).load(7), expected)
+
+
+def test_training_may_go_on_while_a_version_is_written(tmp_path: Path) -> None:
+    store, tensor = CheckpointStore(tmp_path, rank=0), torch.ones(1 << 20)
+    store.save(1, {"x": tensor}, lambda _version: None)
+    tensor.zero_()
+    store.wait()
+    assert torch.equal(store.load(1)["x"], torch.ones(1 << 20))
+
+
+def test_a_shard_without_its_last_file_is_not_whole(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, rank=0)
+    store.save(1, trained(), lambda _version: None)
+    store.wait()
+    (tmp_path / "v00000001" / "rank0" / "state.json").unlink()
+    with pytest.raises(ServiceError, match="not whole"):
+        store.load(1)
+
+
+def test_a_failed_write_is_told_and_nothing_is_called_durable(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, rank=0)
+    durable: list[int] = []
+    (tmp_path / "v00000001").mkdir()
+    (tmp_path / "v00000001" / "rank0").mkdir()
+    (tmp_path / "v00000001" / "rank0" / "tensors").write_text("a file in the way")
+    store.save(1, trained(), durable.append)
+    with pytest.raises(ServiceError, match="not written"):
+        store.wait()
+    assert durable == []
+
+
+def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
+    stores = [CheckpointStore(tmp_path, rank) for rank in range(2)]
+    for version in (0, 10, 20):
+        for store in stores:
+            store.save(version, {"v": version}, lambda _version: None)
+            store.wait()
+    stores[0].prune({10, 20})
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("v*/rank*")) == [
+        "v00000000/rank1",
+        "v00000010/rank0",
+        "v00000010/rank1",
+        "v00000020/rank0",
+        "v00000020/rank1",
+    ]
+
+
+def test_a_directory_that_cannot_be_written_is_one_clear_line() -> None:
+    with pytest.raises(UsageError, match="name one you can write"):
+        CheckpointStore("/proc/self/checkpoints", rank=0)
