@@ -6,7 +6,7 @@
        v                    v    │
     FAILED <─no plan─ FENCING ──> PLANNING ──> RECOVERING
                          ^  logs fenced  all reported  │
-                         └────── death, refusal ───────┘   (from all three: generation + 1)
+                         └────── death, refusal ───────┘   (from all four: generation + 1)
 
 Each `become_x` makes one transition: it changes the row, and its effects begin with Persist. `step` makes at
 most one transition. After a crash, `resume` says the effects of the state again: all are idempotent.
@@ -18,6 +18,7 @@ with all ranks ready at one version; a View is a function of the row, so it show
 from collections.abc import Mapping
 
 from services.coordinator import messages as m
+from services.coordinator.checks import check_holder, check_join, check_stages, is_stale
 from services.coordinator.hang import StepClock
 from services.coordinator.messages import Effect, Refusal, Refused
 from services.coordinator.row import Holder, JobRow, State
@@ -33,9 +34,9 @@ LEGAL: Mapping[State, frozenset[State]] = {
     State.FINISHED: frozenset(),
     State.FAILED: frozenset(),
 }
-OVER = (State.FINISHED, State.FAILED)
 KEPT_CHECKPOINTS = 2
 KEPT_SHARDS = 8
+REFUSALS_MAX = 8
 
 
 class IllegalTransition(AssertionError):
@@ -92,7 +93,7 @@ class Job:
             case m.MemberExited():
                 return self._exited(command)
             case m.Suspect():
-                self._check(command.sender)
+                check_holder(self.row, command.sender)
                 self._suspicions[command.sender.rank] = (command.reason, now)
                 return [self._event("suspect", rank=command.sender.rank, reason=command.reason)]
             case m.Finish():
@@ -107,6 +108,8 @@ class Job:
                 return self._logs_refused(command)
             case m.InventoryTaken():
                 return self._inventory(command)
+            case m.LogsReset():
+                return self._logs_reset(command)
 
     def resume(self) -> list[Effect]:
         """The effects of the state this row is in, said again after a restart."""
@@ -116,6 +119,8 @@ class Job:
                 return [m.FenceLogs(generation=row.generation)]
             case State.FENCING:
                 return [m.FenceLogs(generation=row.generation)]
+            case State.PLANNING if row.plan is not None:
+                return [m.ResetLogs(generation=row.generation)]
             case State.PLANNING if self._all_reported():
                 return [m.FetchInventory(generation=row.generation)]
             case State.RECOVERING:
@@ -129,6 +134,7 @@ class Job:
     def become_running(self, now: float) -> list[Effect]:
         self._enter(State.RUNNING)
         self.row.refused = ""
+        self.row.refusals = 0
         self._suspicions.clear()
         self.steps.restart(now)
         return [*self._transition(), *self._trim()]
@@ -198,15 +204,9 @@ class Job:
 
     def _join(self, join: m.Join, now: float) -> list[Effect]:
         row = self.row
-        self._check_join(join)
-        holder = row.holders.get(join.rank)
-        if holder is not None and holder.incarnation == join.incarnation:
+        check_join(row, join)
+        if join.rank in row.holders:
             return []
-        if holder is not None:
-            raise Refusal(
-                Refused.TAKEN,
-                f"rank {join.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
-            )
         first = row.revision == 0
         row.holders[join.rank] = Holder(
             rank=join.rank,
@@ -221,51 +221,22 @@ class Job:
             return [*self._transition(), joined, m.FenceLogs(generation=row.generation)]
         return [self._persist(), joined, m.PublishView()]
 
-    def _check_join(self, join: m.Join) -> None:
-        row = self.row
-        if row.state in OVER:
-            ended = "has finished" if row.state is State.FINISHED else f"has failed ({row.reason})"
-            raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it under another name")
-        if join.world_size != row.world_size:
-            raise Refusal(
-                Refused.MISMATCH,
-                f"rank {join.rank} says world size {join.world_size}, job {row.job} has {row.world_size}",
-            )
-        if not 0 <= join.rank < row.world_size:
-            raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
-        for what, mine, theirs in (
-            ("configuration", row.config, join.config),
-            ("fingerprint", row.fingerprint, join.fingerprint),
-        ):
-            for key in sorted({*mine, *theirs}):
-                if mine.get(key) != theirs.get(key):
-                    raise Refusal(
-                        Refused.MISMATCH,
-                        f"{what} of rank {join.rank} differs: {key} is {_value(theirs, key)} there and "
-                        f"{_value(mine, key)} in job {row.job}: make them equal",
-                    )
-        if any(holder.incarnation == join.incarnation for holder in row.fenced):
-            raise Refusal(Refused.FENCED, f"this process held rank {join.rank} before and was fenced")
-
     def _heartbeat(self, heartbeat: m.Heartbeat, now: float) -> list[Effect]:
         rank = heartbeat.sender.rank
-        self._check(heartbeat.sender)
+        check_holder(self.row, heartbeat.sender)
         self._seen[rank] = now
         self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
         return []
 
     def _report(self, report: m.MemberReport) -> list[Effect]:
         row = self.row
-        if self._stale(report.sender, report.generation) or row.state in (
-            State.RECOVERING,
-            State.RUNNING,
-            *OVER,
-        ):
+        done = row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over
+        if is_stale(row, report.sender, report.generation) or done:
             return []
         if row.state is not State.PLANNING:
             raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
         rank = report.sender.rank
-        if rank in row.reports and row.reports[rank] == report.version:
+        if row.plan is not None or (rank in row.reports and row.reports[rank] == report.version):
             return []
         row.reports[rank] = report.version
         fetch = [m.FetchInventory(generation=row.generation)] if self._all_reported() else []
@@ -274,7 +245,7 @@ class Job:
     def _ready(self, ready: m.Ready, now: float) -> list[Effect]:
         row = self.row
         rank = ready.sender.rank
-        if self._stale(ready.sender, ready.generation) or row.state in (State.RUNNING, *OVER):
+        if is_stale(row, ready.sender, ready.generation) or row.state is State.RUNNING or row.state.is_over:
             return []
         if row.state not in (State.FORMING, State.RECOVERING):
             raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
@@ -283,7 +254,7 @@ class Job:
                 Refused.INVALID,
                 f"rank {rank} is ready at version {ready.version}, the plan says {row.plan.target_version}",
             )
-        self._check_stages(ready)
+        check_stages(row, ready)
         if row.ready.get(rank) == ready.version:
             return []
         if row.state is State.FORMING:
@@ -291,23 +262,6 @@ class Job:
             row.stages[rank] = list(ready.stages)
         row.ready[rank] = ready.version
         return self._run_if_ready(now) or [self._persist()]
-
-    def _check_stages(self, ready: m.Ready) -> None:
-        row, rank = self.row, ready.sender.rank
-        if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
-            stages = ", ".join(map(str, ready.stages))
-            raise Refusal(Refused.INVALID, f"rank {rank} runs stages {stages} of {ready.num_stages}")
-        others = [other for other in row.ready if other != rank]
-        if row.state is State.FORMING and others and row.num_stages != ready.num_stages:
-            raise Refusal(
-                Refused.INVALID,
-                f"rank {rank} says there are {ready.num_stages} stages, rank {others[0]} says {row.num_stages}",
-            )
-        if row.state is State.RECOVERING and ready.stages and list(ready.stages) != row.stages[rank]:
-            raise Refusal(
-                Refused.INVALID,
-                f"rank {rank} runs stages {list(ready.stages)}, its predecessor ran {row.stages[rank]}",
-            )
 
     def _run_if_ready(self, now: float) -> list[Effect]:
         row = self.row
@@ -323,22 +277,26 @@ class Job:
 
     def _refuse(self, refuse: m.Refuse) -> list[Effect]:
         row = self.row
-        if self._stale(refuse.sender, refuse.generation) or row.state in OVER:
+        if is_stale(row, refuse.sender, refuse.generation) or row.state.is_over:
             return []
-        if row.plan is None:
-            raise Refusal(Refused.INVALID, f"a refusal in state {row.state}: there is no plan to refuse")
         rank = refuse.sender.rank
-        mine = row.plan.of(rank)
-        row.refused = f"rank {rank}: {refuse.reason}"
-        if row.state is State.RECOVERING and mine.strategy is Strategy.CHECKPOINT:
-            # It cannot be loaded, so it is none: the one before it, or nothing, is left.
-            row.checkpoints = [v for v in row.checkpoints if v != row.plan.target_version]
+        row.refusals += 1
         refused = self._event("refused", rank=rank, reason=refuse.reason)
-        return [*self.become_fencing({}, f"rank {rank} refused {mine.strategy}: {refuse.reason}"), refused]
+        if row.state is State.FORMING or row.refusals > REFUSALS_MAX:
+            what = (
+                "before the job was formed" if row.state is State.FORMING else f"no. {row.refusals} in a row"
+            )
+            return [refused, *self.become_failed(f"rank {rank} refused, {what}: {refuse.reason}")]
+        mine = None if row.plan is None else row.plan.of(rank)
+        row.refused = f"rank {rank} refused{'' if mine is None else f' {mine.strategy}'}: {refuse.reason}"
+        if row.state is State.RECOVERING and mine is not None and mine.strategy is Strategy.CHECKPOINT:
+            # It cannot be loaded, so it is none: the one before it, or nothing, is left.
+            row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
+        return [*self.become_fencing({}, row.refused), refused]
 
     def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
         row = self.row
-        self._check(durable.sender)
+        check_holder(self.row, durable.sender)
         newest = max(row.checkpoints, default=-1)
         if durable.version <= newest or (durable.generation and durable.generation < row.rolled_back_in):
             return []
@@ -357,7 +315,7 @@ class Job:
 
     def _finish(self, finish: m.Finish) -> list[Effect]:
         row = self.row
-        self._check(finish.sender)
+        check_holder(self.row, finish.sender)
         if row.state is State.FORMING:
             raise Refusal(Refused.INVALID, "finish before the job runs")
         if row.state is not State.RUNNING or finish.sender.rank in row.finished:
@@ -371,8 +329,8 @@ class Job:
 
     def _fail(self, fail: m.Fail) -> list[Effect]:
         if fail.sender is not None:
-            self._check(fail.sender)
-        if self.row.state in OVER:
+            check_holder(self.row, fail.sender)
+        if self.row.state.is_over:
             return []
         who = "" if fail.sender is None else f"rank {fail.sender.rank}: "
         return self.become_failed(who + fail.reason)
@@ -383,7 +341,7 @@ class Job:
         row, rank = self.row, exited.rank
         holder = row.holders.get(rank)
         event = self._event("member_exited", rank=rank, member_pid=exited.pid, exit_code=exited.exit_code)
-        if row.state in OVER:
+        if row.state.is_over:
             return [event]
         if holder is None and row.state is State.FORMING and 0 <= rank < row.world_size:
             return [event, *self.become_failed(f"rank {rank} {_exit(exited.exit_code)} before it joined")]
@@ -399,7 +357,7 @@ class Job:
         if now - looked > self._timing.stall_s:
             # This process was stopped, or its disk was: the silence was not the ranks'.
             self._seen = dict.fromkeys(self._seen, now)
-        if self.row.state in OVER:
+        if self.row.state.is_over:
             return []
         late = {
             rank: f"was silent for {now - self._seen[rank]:.1f} s"
@@ -444,7 +402,7 @@ class Job:
         return [self._persist(), event, m.PublishView()]
 
     def _logs_refused(self, refused: m.LogsRefused) -> list[Effect]:
-        if refused.generation != self.row.generation or self.row.state in OVER:
+        if refused.generation != self.row.generation or self.row.state.is_over:
             return []
         return self.become_failed(refused.reason)
 
@@ -470,7 +428,23 @@ class Job:
             PlanConfig(strategy=row.config.get("strategy", "auto")),
             row.refused,
         )
-        return self.become_failed(reason) if row.plan is None else self.become_recovering()
+        if row.plan is None:
+            return self.become_failed(reason)
+        if not row.plan.restores:
+            return self.become_recovering()
+        # What is in the log belongs to a history that is given up. It goes before anybody restores, and
+        # whatever comes before RUNNING restores as well.
+        row.refused = row.refused or row.plan.ranks[0].reason
+        row.rolled_back_in = row.generation
+        row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
+        return [self._persist(), m.ResetLogs(generation=row.generation)]
+
+    def _logs_reset(self, reset: m.LogsReset) -> list[Effect]:
+        row = self.row
+        if reset.generation != row.generation or row.state is not State.PLANNING or row.plan is None:
+            return []
+        row.blocked = {}
+        return self.become_recovering()
 
     # --- ---
 
@@ -489,23 +463,6 @@ class Job:
 
     def lease_age_s(self, rank: int, now: float) -> float:
         return now - self._seen.get(rank, now)
-
-    def _check(self, sender: m.Sender) -> None:
-        holder = self.row.holders.get(sender.rank)
-        if holder is None or holder.incarnation != sender.incarnation:
-            raise Refusal(
-                Refused.FENCED,
-                f"this process does not hold rank {sender.rank} of job {self.row.job} "
-                f"in generation {self.row.generation}: it is fenced and must stop",
-            )
-
-    def _stale(self, sender: m.Sender, generation: int) -> bool:
-        self._check(sender)
-        if generation > self.row.generation:
-            raise Refusal(
-                Refused.INVALID, f"generation {generation} is not there yet: it is {self.row.generation}"
-            )
-        return generation < self.row.generation
 
     def _all_reported(self) -> bool:
         return len(self.row.reports) == self.row.world_size
@@ -532,10 +489,6 @@ def _is(holder: Holder, exited: m.MemberExited) -> bool:
 
 def _exit(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-
-
-def _value(values: Mapping[str, str], key: str) -> str:
-    return repr(values[key]) if key in values else "not set"
 
 
 def _by_rank(versions: Mapping[int, int]) -> str:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.logs import GenerationRefused, LogControl, merged
+from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
@@ -86,7 +87,7 @@ class Driver:
         while True:
             await asyncio.sleep(self.timing.tick_s)
             for job in list(self._jobs.values()):
-                self._carry_out(job, job.step(m.Tick(), self._clock()))
+                self._step(job, m.Tick(), self._clock())
 
     def stop(self) -> None:
         """Ends the views under way and the questions to log servers."""
@@ -104,9 +105,8 @@ class Driver:
         job = self._jobs.get(name)
         if job is None:
             job = Job.create(name, self._log_servers, join, self.timing, self._clock())
-            effects = job.step(join, self._clock())
+            self._step(job, join, self._clock())
             self._jobs[name] = job
-            self._carry_out(job, effects)
         else:
             self.apply(name, join)
         return self._views[name]
@@ -117,8 +117,8 @@ class Driver:
         if job is None:
             raise NoSuchJob(name)
         now = self._clock()
-        self._carry_out(job, job.step(m.Tick(), now))
-        self._carry_out(job, job.step(command, now))
+        self._step(job, m.Tick(), now)
+        self._step(job, command, now)
         return job
 
     def status(self, name: str) -> pb.StatusReply:
@@ -146,9 +146,23 @@ class Driver:
 
     # --- effects ---
 
-    def _carry_out(self, job: Job, effects: list[m.Effect]) -> None:
+    def _step(self, job: Job, command: m.Command, now: float) -> None:
         if self.failed.done():
             raise Unavailable(self.failed.result())
+        try:
+            self._carry_out(job, job.step(command, now))
+        except (Refusal, Unavailable):
+            raise
+        except Exception as error:
+            # Memory may be half-way; what is durable is not. Another process goes on from there.
+            self._fail(f"{type(error).__name__} at {type(command).__name__} for job {job.row.job}: {error}")
+            raise
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(reason)
+
+    def _carry_out(self, job: Job, effects: list[m.Effect]) -> None:
         for effect in effects:
             match effect:
                 case m.Persist():
@@ -162,6 +176,8 @@ class Driver:
                     self._ask(job, "fence", self._fence(job.row.job, effect.generation))
                 case m.FetchInventory():
                     self._ask(job, "inventory", self._inventory(job.row.job, effect.generation))
+                case m.ResetLogs():
+                    self._ask(job, "reset", self._reset(job.row.job, effect.generation))
                 case m.TrimLogs():
                     self._ask(job, "trim", self._trim(job.row.job, effect.below_step))
 
@@ -171,7 +187,7 @@ class Driver:
             self._store.save(row.job, row.to_json(), expected_revision=expected, revision=row.revision)
         except (StoreConflict, StoreFailed) as error:
             reason = f"job {row.job} cannot be made durable: {error}"
-            self.failed.set_result(reason)
+            self._fail(reason)
             raise Unavailable(reason) from error
         self._stored[row.job] = row.revision
         self._after_durable(row, persist)
@@ -197,43 +213,54 @@ class Driver:
             error = task.exception()
             if error is not None and not self.failed.done():
                 logger.error("asking the log servers (%s)", " ".join(key), exc_info=error)
-                self.failed.set_result(f"{type(error).__name__} in {' '.join(key)}: {error}")
+                self._fail(f"{type(error).__name__} in {' '.join(key)}: {error}")
 
     # --- questions to log servers ---
 
     async def _fence(self, name: str, generation: int) -> None:
-        async def one(address: str) -> None:
-            await self._until_answered(
-                name, generation, address, lambda: self._logs.fence(address, name, generation)
-            )
+        def fence(address: str) -> None:
+            self._logs.fence(address, name, generation)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for address in self._log_servers:
-                    group.create_task(one(address))
-        except* GenerationRefused as errors:
-            reason = str(errors.exceptions[0])
-            self.apply(name, m.LogsRefused(generation=generation, reason=reason))
-        else:
+        if await self._ask_all(name, generation, fence) is not None:
             self.apply(name, m.LogsFenced(generation=generation))
 
+    async def _reset(self, name: str, generation: int) -> None:
+        def reset(address: str) -> None:
+            self._logs.reset(address, name, generation)
+
+        if await self._ask_all(name, generation, reset) is not None:
+            self.apply(name, m.LogsReset(generation=generation))
+
     async def _inventory(self, name: str, generation: int) -> None:
-        async def one(address: str) -> list[StreamSummary]:
-            return await self._until_answered(
-                name, generation, address, lambda: self._logs.inventory(address, name)
-            )
+        def inventory(address: str) -> list[StreamSummary]:
+            return self._logs.inventory(address, name)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(address)) for address in self._log_servers]
-        streams = merged(task.result() for task in tasks)
-        self.apply(name, m.InventoryTaken(generation=generation, streams=streams))
+        answers = await self._ask_all(name, generation, inventory)
+        if answers is not None:
+            self.apply(name, m.InventoryTaken(generation=generation, streams=merged(answers)))
 
-    async def _until_answered(self, name: str, generation: int, address: str, call: Callable[[], T]) -> T:
+    async def _ask_all(self, name: str, generation: int, call: Callable[[str], T]) -> list[T] | None:
+        """The answer of every log server; None: one refused the generation, and the job has failed."""
+        refusal: GenerationRefused | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._until_answered(name, generation, address, call))
+                    for address in self._log_servers
+                ]
+        except* GenerationRefused as errors:
+            refusal = next(error for error in errors.exceptions if isinstance(error, GenerationRefused))
+        if refusal is None:
+            return [task.result() for task in tasks]
+        self.apply(name, m.LogsRefused(generation=generation, reason=str(refusal)))
+        return None
+
+    async def _until_answered(self, name: str, generation: int, address: str, call: Callable[[str], T]) -> T:
         """Asks for ever: without its log servers a job cannot recover, and they may come back."""
         pause_s = RETRY_FIRST_S
         while True:
             try:
-                answer = await self._in_thread(call)
+                answer = await self._in_thread(lambda: call(address))
             except GenerationRefused:
                 raise
             except ServiceError as error:

@@ -22,6 +22,10 @@ class LogControl(Protocol):
         """It may drop the records of steps below `below_step`."""
         ...
 
+    def reset(self, address: str, job: str, generation: int) -> None:
+        """It drops every record of the job. GenerationRefused."""
+        ...
+
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
         """What it has of every stream of the job."""
         ...
@@ -34,6 +38,9 @@ class NoLogs:
         pass
 
     def trim(self, address: str, job: str, below_step: int) -> None:
+        pass
+
+    def reset(self, address: str, job: str, generation: int) -> None:
         pass
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
@@ -52,4 +59,4 @@ def merged(inventories: Iterable[Iterable[StreamSummary]]) -> Mapping[str, Strea
 
 
 def _worth(summary: StreamSummary) -> tuple[bool, int, int]:
-    return (not summary.corrupt, summary.last_step, -summary.trimmed_below_step)
+    return (not summary.corrupt, summary.last_step, -summary.first_step)

@@ -130,6 +130,13 @@ class InventoryTaken:
     streams: Mapping[str, StreamSummary]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogsReset:
+    """Every log server has dropped the job's records."""
+
+    generation: int
+
+
 Command = (
     Join
     | Heartbeat
@@ -146,6 +153,7 @@ Command = (
     | LogsBlocked
     | LogsRefused
     | InventoryTaken
+    | LogsReset
 )
 
 # --- effects, to be carried out in their order; all idempotent ---
@@ -179,6 +187,13 @@ class FetchInventory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResetLogs:
+    """Drop every record of the job, under this generation. Answered by LogsReset."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrimLogs:
     below_step: int
 
@@ -191,7 +206,7 @@ class Emit:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-Effect = Persist | PublishView | FenceLogs | FetchInventory | TrimLogs | Emit
+Effect = Persist | PublishView | FenceLogs | FetchInventory | ResetLogs | TrimLogs | Emit
 
 # --- refusals: nothing was changed ---
 

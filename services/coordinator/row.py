@@ -23,6 +23,10 @@ class State(enum.StrEnum):
     FINISHED = "FINISHED"
     FAILED = "FAILED"
 
+    @property
+    def is_over(self) -> bool:
+        return self in (State.FINISHED, State.FAILED)
+
 
 @dataclass(kw_only=True, slots=True)
 class Holder:
@@ -72,15 +76,19 @@ class JobRow:
     finished: dict[int, int] = field(default_factory=dict)
     """Of this generation: the version each rank finished at."""
     plan: Plan | None = None
+    """Of this generation, since PLANNING."""
     refused: str = ""
-    """Why replay was refused in this recovery; empty once RUNNING."""
+    """Why this recovery replays nothing any more; empty once RUNNING."""
+    refusals: int = 0
+    """Since the job ran last."""
 
     checkpoints: list[int] = field(default_factory=list)
     """Complete versions, ascending; the newest two."""
     shards: dict[int, list[int]] = field(default_factory=dict)
     """Incomplete checkpoints: version -> the ranks whose shard is durable."""
     rolled_back_in: int = 0
-    """The last generation that restored a checkpoint; shards saved before it do not count any more."""
+    """The last generation that restored a checkpoint: what was saved after that version, and what is saved
+    in older generations, belongs to a history that was given up."""
 
     def dead_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.holders]
@@ -94,7 +102,9 @@ class JobRow:
             waits += _ranks(self.dead_ranks(), "to join")
         if self.state is State.PLANNING:
             silent = sorted(set(self.holders) - set(self.reports))
-            waits += _ranks(silent, "to report") if silent or self.dead_ranks() else ["the log inventory"]
+            waits += _ranks(silent, "to report")
+            if not waits:
+                waits.append("the log inventory" if self.plan is None else "the logs to be emptied")
         if self.state in (State.FORMING, State.RECOVERING):
             waits += _ranks(sorted(set(self.holders) - set(self.ready)), "to be ready")
         return "; ".join(waits)

@@ -41,14 +41,15 @@ def plan(
 ) -> tuple[Plan | None, str]:
     """The plan and its reason; (None, reason) if there is no way back.
 
-    `reports`: one for every rank. `refused`: why a rank would not replay in this recovery; "": none did.
+    `reports`: one for every rank. `refused`: why nothing is to be replayed (a rank refused it in this
+    recovery); "": replay where it can be done.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     if not reports or [r.rank for r in reports] != sorted(set(layout.stages)):
         raise ValueError("plan needs one report of every rank of the layout")
     held = [report.version for report in reports if report.version is not None]
     if refused:
-        return _restore(reports, checkpoints, f"replay was refused: {refused}")
+        return _restore(reports, checkpoints, refused)
     if config.strategy == "checkpoint":
         return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
     if not held:
@@ -159,11 +160,21 @@ def _input_unusable(
     until = min(target, writer.from_version)
     if until <= first:
         return ""
+    return _lacks(summary, first, until - 1)
+
+
+def _lacks(summary: StreamSummary, first: int, last: int) -> str:
+    """Which of the steps `first` to `last` the stream does not reach; "" if it spans them."""
     if summary.trimmed_below_step > first:
-        return f"{stream} is trimmed below step {summary.trimmed_below_step}, and step {first} is needed"
-    if summary.last_step < until - 1:
-        has = f"ends at step {summary.last_step}" if summary.last_step >= 0 else "is empty"
-        return f"{stream} {has}, and step {until - 1} is needed"
+        return (
+            f"{summary.stream} is trimmed below step {summary.trimmed_below_step}, and step {first} is needed"
+        )
+    if summary.records == 0:
+        return f"{summary.stream} is empty, and step {first} is needed"
+    if summary.first_step > first:
+        return f"{summary.stream} begins at step {summary.first_step}, and step {first} is needed"
+    if summary.last_step < last:
+        return f"{summary.stream} ends at step {summary.last_step}, and step {last} is needed"
     return ""
 
 
@@ -181,14 +192,10 @@ def _collective_source(
         summary = streams[rank_plan.rank]
         if rank_plan.strategy is not Strategy.KEEP or summary is None:
             continue
-        if summary.corrupt:
-            why.append(_corrupt(summary))
-        elif summary.trimmed_below_step > min(starts):
-            why.append(f"{summary.stream} is trimmed below step {summary.trimmed_below_step}")
-        elif summary.last_step < target - 1:
-            why.append(f"{summary.stream} ends at step {summary.last_step}")
-        else:
+        problem = _corrupt(summary) if summary.corrupt else _lacks(summary, min(starts), target - 1)
+        if not problem:
             return rank_plan.rank, ""
+        why.append(problem)
     wanted = f"no survivor's log has the collective results of steps {min(starts)} to {target - 1}"
     return -1, f"{wanted} ({'; '.join(why) or 'none was logged'})"
 

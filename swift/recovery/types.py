@@ -73,9 +73,11 @@ class StreamSummary:
 
     stream: str
     records: int
-    trimmed_below_step: int = 0
+    first_step: int = -1
+    """The lowest step of which there is a record; -1: none."""
     last_step: int = -1
-    """The highest step of which there is a record; -1: none."""
+    """The highest one."""
+    trimmed_below_step: int = 0
     corrupt: bool = False
     reason: str = ""
     """Why it is corrupt."""
@@ -117,6 +119,11 @@ class Plan:
     collective_source: int
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: str
+
+    @property
+    def restores(self) -> bool:
+        """Everybody loads the checkpoint; nothing of the log is used."""
+        return all(rank_plan.strategy is Strategy.CHECKPOINT for rank_plan in self.ranks)
 
     def of(self, rank: int) -> RankPlan:
         return next(rank_plan for rank_plan in self.ranks if rank_plan.rank == rank)

@@ -1,0 +1,84 @@
+"""May this process say this now? Functions of the row that raise Refusal, and change nothing."""
+
+from collections.abc import Mapping
+
+from services.coordinator import messages as m
+from services.coordinator.messages import Refusal, Refused
+from services.coordinator.row import JobRow, State
+
+
+def check_holder(row: JobRow, sender: m.Sender) -> None:
+    """Only the live holder of a rank speaks for it."""
+    holder = row.holders.get(sender.rank)
+    if holder is None or holder.incarnation != sender.incarnation:
+        raise Refusal(
+            Refused.FENCED,
+            f"this process does not hold rank {sender.rank} of job {row.job} "
+            f"in generation {row.generation}: it is fenced and must stop",
+        )
+
+
+def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
+    """True: said in an older generation, to be ignored."""
+    check_holder(row, sender)
+    if generation > row.generation:
+        raise Refusal(Refused.INVALID, f"generation {generation} is not there yet: it is {row.generation}")
+    return generation < row.generation
+
+
+def check_join(row: JobRow, join: m.Join) -> None:
+    if row.state.is_over:
+        ended = "has finished" if row.state is State.FINISHED else f"has failed ({row.reason})"
+        raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it under another name")
+    if join.world_size != row.world_size:
+        raise Refusal(
+            Refused.MISMATCH,
+            f"rank {join.rank} says world size {join.world_size}, job {row.job} has {row.world_size}",
+        )
+    if not 0 <= join.rank < row.world_size:
+        raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
+    for what, mine, theirs in (
+        ("configuration", row.config, join.config),
+        ("fingerprint", row.fingerprint, join.fingerprint),
+    ):
+        for key in sorted({*mine, *theirs}):
+            if mine.get(key) != theirs.get(key):
+                raise Refusal(
+                    Refused.MISMATCH,
+                    f"{what} of rank {join.rank} differs: {key} is {_value(theirs, key)} there and "
+                    f"{_value(mine, key)} in job {row.job}: make them equal",
+                )
+    if any(holder.incarnation == join.incarnation for holder in row.fenced):
+        raise Refusal(Refused.FENCED, f"this process held rank {join.rank} before and was fenced")
+    if any(
+        holder.incarnation == join.incarnation for rank, holder in row.holders.items() if rank != join.rank
+    ):
+        raise Refusal(Refused.INVALID, f"this process holds another rank than {join.rank} already")
+    holder = row.holders.get(join.rank)
+    if holder is not None and holder.incarnation != join.incarnation:
+        raise Refusal(
+            Refused.TAKEN,
+            f"rank {join.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
+        )
+
+
+def check_stages(row: JobRow, ready: m.Ready) -> None:
+    rank = ready.sender.rank
+    if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
+        stages = ", ".join(map(str, ready.stages))
+        raise Refusal(Refused.INVALID, f"rank {rank} runs stages {stages} of {ready.num_stages}")
+    others = [other for other in row.ready if other != rank]
+    if row.state is State.FORMING and others and row.num_stages != ready.num_stages:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {rank} says there are {ready.num_stages} stages, rank {others[0]} says {row.num_stages}",
+        )
+    if row.state is State.RECOVERING and ready.stages and list(ready.stages) != row.stages[rank]:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {rank} runs stages {list(ready.stages)}, its predecessor ran {row.stages[rank]}",
+        )
+
+
+def _value(values: Mapping[str, str], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"
