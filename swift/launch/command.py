@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from swift.launch.ranks import Job, Output, make_run_dir
 from swift.launch.rendezvous import LoopbackRendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
+    AGENT_LOGGER,
     LaunchConfig,
     RendezvousError,
     RendezvousHandler,
@@ -234,6 +236,9 @@ def _make_spec(plan: LaunchPlan) -> WorkerSpec:
 def run(plan: LaunchPlan) -> Outcome:
     """Runs the job's local ranks to the end."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
+    # Its warnings on signals and closed rendezvous say less than our own lines.
+    logging.getLogger(AGENT_LOGGER).setLevel(os.environ.get("LOGLEVEL", "ERROR"))
+    events.emit("launcher_start", job=plan.job.name)
     nursery = Nursery(dict(os.environ), plan.job.sys_path0(), plan.preload)
     gate = SignalGate(plan.signals, nursery.wake)
     link = CoordinatorLink(plan.job.coordinator, plan.job.name, nursery.wake)

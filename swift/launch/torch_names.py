@@ -9,17 +9,19 @@ import torch
 
 from swift.errors import ServiceError
 
+AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
+
 _NEEDED = {
     "torch.distributed.run": ["get_args_parser", "config_from_args", "parse_min_max_nnodes"],
     "torch.distributed.launcher.api": ["LaunchConfig", "_get_addr_and_port"],
-    "torch.distributed.elastic.agent.server.api": [
+    AGENT_LOGGER: [
         "RunResult",
         "SimpleElasticAgent",
         "WorkerGroup",
         "WorkerSpec",
         "WorkerState",
     ],
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": [
+    f"{AGENT_LOGGER}:SimpleElasticAgent": [
         "run",
         "_rendezvous",
         "_assign_worker_ranks",
@@ -83,6 +85,7 @@ from torch.distributed.launcher.api import _get_addr_and_port as get_addr_and_po
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes  # noqa: E402
 
 __all__ = [
+    "AGENT_LOGGER",
     "LaunchConfig",
     "RendezvousError",
     "RendezvousHandler",

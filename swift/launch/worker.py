@@ -10,6 +10,7 @@
 (worker)   sets environment and arguments as `python SCRIPT` would, and runs the script as __main__.
 """
 
+import builtins
 import contextlib
 import ctypes
 import importlib
@@ -19,8 +20,10 @@ import runpy
 import signal
 import sys
 import traceback
+import zipfile
 from dataclasses import asdict, dataclass
-from types import TracebackType
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
 
 from swift import events
 from swift.errors import SwiftError
@@ -95,7 +98,13 @@ def _become(assignment: Assignment) -> None:
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that `python SCRIPT` would show."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+    ours = (
+        __file__,
+        "<frozen runpy>",
+        "<frozen importlib._bootstrap>",
+        "<frozen importlib._bootstrap_external>",
+    )
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
 
@@ -104,12 +113,24 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     traceback.print_exception(kind, error, _without_bootstrap(trace))
 
 
+def _run_file(path: str) -> None:
+    # As runpy.run_path, which however takes its __main__ away again before threads and exit handlers end.
+    main = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    attributes = {"__file__": path, "__cached__": None, "__loader__": loader, "__builtins__": builtins}
+    vars(main).update(attributes)
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(path), path), vars(main))
+
+
 def run_script(assignment: Assignment) -> None:
     """Runs it as __main__. What it raises goes on upwards, except a SwiftError: one line, its exit code."""
     sys.excepthook = _excepthook
     try:
         if assignment.module:
             runpy.run_module(assignment.script, run_name="__main__", alter_sys=True)
+        elif os.path.isfile(assignment.script) and not zipfile.is_zipfile(assignment.script):
+            _run_file(os.path.abspath(assignment.script))
         else:
             runpy.run_path(assignment.script, run_name="__main__")
     except SwiftError as error:

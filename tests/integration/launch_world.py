@@ -1,0 +1,188 @@
+"""A launcher under test, the scripts that it starts, and a coordinator that says what the test wants it to."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import psutil
+
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift._pb import coordinator_pb2_grpc as pb_grpc
+
+Found = TypeVar("Found")
+
+# Says who it is, then waits for the file that ends it. `go.RANK` holds what it does in the end.
+RANK_SCRIPT = """\
+import json, os, sys, time
+env = {k: v for k, v in os.environ.items() if k in WANTED or k.startswith(("SWIFT_", "TORCHELASTIC_"))}
+about = {"t": time.clock_gettime(time.CLOCK_MONOTONIC), "pid": os.getpid(), "env": env, "argv": sys.argv}
+path = f"rank{env['RANK']}.{os.getpid()}.json"
+with open(path + ".part", "w") as part:
+    json.dump(about, part)
+os.rename(path + ".part", path)
+go = f"go.{env['RANK']}"
+while not os.path.exists(go):
+    time.sleep(0.01)
+exec(open(go).read())
+"""
+WANTED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+WANTED += ["OMP_NUM_THREADS"]
+
+
+def wait_until(look: Callable[[], Found | None], what: str, timeout_s: float = 30.0) -> Found:
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.01)
+    return found
+
+
+class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
+    """Publishes the Views that the test gives it; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.exits: list[pb.ExitRequest] = []
+        self.failures: list[str] = []
+        self._view: pb.View | None = None
+        self._readers: list[queue.SimpleQueue[pb.View]] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
+        pb_grpc.add_CoordinatorServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def publish(self, **fields: Any) -> None:
+        revision = 1 if self._view is None else self._view.revision + 1
+        self._view = pb.View(job="test", world_size=2, revision=revision, **fields)
+        for reader in self._readers:
+            reader.put(self._view)
+
+    def close(self) -> None:
+        self._server.stop(None).wait()
+
+    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.View]:  # noqa: N802
+        reader: queue.SimpleQueue[pb.View] = queue.SimpleQueue()
+        self._readers.append(reader)
+        if self._view is not None:
+            yield self._view
+        while context.is_active():
+            try:
+                yield reader.get(timeout=0.1)
+            except queue.Empty:
+                continue
+
+    def MemberExited(self, request: pb.ExitRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
+        self.exits.append(request)
+        return pb.Ack()
+
+    def Fail(self, request: pb.FailRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
+        self.failures.append(request.reason)
+        return pb.Ack()
+
+
+class Rank:
+    """What a started script has written about itself."""
+
+    def __init__(self, path: Path) -> None:
+        about = json.loads(path.read_text())
+        self.t: float = about["t"]
+        self.pid: int = about["pid"]
+        self.env: dict[str, str] = about["env"]
+        self.argv: list[str] = about["argv"]
+
+    @property
+    def alive(self) -> bool:
+        return psutil.pid_exists(self.pid) and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+
+
+class Launch:
+    """One `python -m swift.launch`. Spares import next to nothing unless told otherwise."""
+
+    def __init__(self, directory: Path, coordinator: str, *flags: str, script: str = RANK_SCRIPT) -> None:
+        self.directory = directory
+        self.trace = directory / "events"
+        self.trace.mkdir(exist_ok=True)
+        (directory / "script.py").write_text(
+            f"WANTED = {WANTED}\n" + script if script is RANK_SCRIPT else script
+        )
+        command = [sys.executable, "-m", "swift.launch", "--coordinator", coordinator, "--preload", "json"]
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(
+            [*command, *flags, "script.py", "--flag", "value"],
+            cwd=directory,
+            env=environment | {"SWIFT_EVENTS": str(self.trace)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ranks(self, number: int) -> list[Rank]:
+        """All processes that this rank has had so far, oldest first."""
+        return sorted(map(Rank, self.directory.glob(f"rank{number}.*.json")), key=lambda rank: rank.t)
+
+    def rank(self, number: int, process: int = 1) -> Rank:
+        """The first process of this rank, or a later one; waits for it."""
+
+        def look() -> Rank | None:
+            self.check()
+            ranks = self.ranks(number)
+            return ranks[process - 1] if len(ranks) >= process else None
+
+        return wait_until(look, f"process {process} of rank {number}")
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in events.read(self.trace) if event["event"] == name]
+
+    def warm_spares(self, count: int = 1) -> list[int]:
+        """Waits until so many spares are warm and unassigned."""
+
+        def look() -> list[int] | None:
+            self.check()
+            gone = {event["pid"] for name in ("spare_assigned", "spare_exit") for event in self.events(name)}
+            warm = [event["pid"] for event in self.events("worker_warm") if event["pid"] not in gone]
+            return warm if len(warm) >= count else None
+
+        return wait_until(look, f"{count} warm spares")
+
+    def go(self, number: int, last_words: str = "") -> None:
+        """Ends a rank's script with this code."""
+        part = self.directory / f"go.{number}.part"
+        part.write_text(last_words)
+        part.rename(self.directory / f"go.{number}")
+
+    def check(self) -> None:
+        assert self.process.poll() is None, self.process.communicate()
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything below the launcher."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait(self, timeout_s: float = 20.0) -> tuple[int, str]:
+        """Exit code and standard error."""
+        _, stderr = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, stderr
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.communicate(timeout=20)
+
+
+def assert_all_gone(processes: list[psutil.Process], timeout_s: float = 5.0) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    # What lost its parent belongs to init, which may take a while to reap it.
+    running = [
+        process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+    for process in running:
+        process.kill()
+    assert not running

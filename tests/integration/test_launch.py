@@ -1,0 +1,265 @@
+"""The launcher with real processes: replaces one rank, keeps the others, leaves nothing behind."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swift._pb import coordinator_pb2 as pb
+from swift.launch.command import PRELOAD_DEFAULT
+from tests.integration.coordinator_world import free_port
+from tests.integration.launch_world import Launch, ScriptedCoordinator, assert_all_gone, wait_until
+
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def coordinator() -> Iterator[ScriptedCoordinator]:
+    scripted = ScriptedCoordinator()
+    yield scripted
+    scripted.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, coordinator: ScriptedCoordinator) -> Iterator[Start]:
+    launches = []
+
+    def start(*flags: str, directory: Path = tmp_path, **options: str) -> Launch:
+        directory.mkdir(exist_ok=True)
+        launches.append(Launch(directory, coordinator.address, *flags, **options))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        launch.close()
+
+
+def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
+    start: Start, coordinator: ScriptedCoordinator
+) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    launch = start("--nproc-per-node=2", "--job=test", "--checkpoint-dir=ckpt")
+    survivor, victim = launch.rank(0), launch.rank(1)
+    (spare,) = launch.warm_spares()
+
+    os.kill(victim.pid, signal.SIGKILL)
+    second = launch.rank(1, process=2)
+    assert second.pid == spare
+    assert second.argv == victim.argv == ["script.py", "--flag", "value"]
+    assert second.env == victim.env | {"SWIFT_INCARNATION": second.env["SWIFT_INCARNATION"]}
+    assert second.env["SWIFT_INCARNATION"] != victim.env["SWIFT_INCARNATION"]
+    wanted = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    wanted |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    wanted |= {"SWIFT_JOB": "test", "SWIFT_COORDINATOR": coordinator.address}
+    wanted |= {"SWIFT_CHECKPOINT_DIR": str(launch.directory / "ckpt"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert wanted.items() <= second.env.items()
+    told = wait_until(lambda: coordinator.exits, "the notice of the exit")[0]
+    assert (told.job, told.rank, told.pid, told.exit_code) == ("test", 1, victim.pid, -signal.SIGKILL)
+    assert told.incarnation == victim.env["SWIFT_INCARNATION"]
+
+    # While the job recovers there is no new spare; once it runs again, there is one.
+    time.sleep(0.5)
+    assert len(launch.events("worker_spawned")) == 3
+    coordinator.publish(state=pb.RECOVERING, generation=2)
+    time.sleep(0.3)
+    assert len(launch.events("worker_spawned")) == 3
+    coordinator.publish(state=pb.RUNNING, generation=2)
+    (spare,) = launch.warm_spares()
+
+    os.kill(second.pid, signal.SIGSEGV)
+    assert launch.rank(1, process=3).pid == spare
+    assert survivor.alive
+    assert len(launch.ranks(0)) == 1
+    coordinator.publish(state=pb.FINISHED, generation=3)
+    below = launch.processes()
+    launch.go(0)
+    launch.go(1)
+    code, stderr = launch.wait()
+    assert code == 0
+    assert stderr.count("\n") == 2  # one line for each replacement
+    assert "rank 1: killed by SIGKILL: replaced by process" in stderr
+    assert_all_gone(below)
+    assert not coordinator.failures
+
+
+def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start) -> None:
+    launch = start("--nproc-per-node=1", f"--preload={PRELOAD_DEFAULT}")
+    launch.warm_spares()
+    seconds = {}
+    for process, kind in ((1, "warm"), (2, "cold")):
+        victim = launch.rank(0, process)
+        killed = time.clock_gettime(time.CLOCK_MONOTONIC)
+        os.kill(victim.pid, signal.SIGKILL)
+        seconds[kind] = launch.rank(0, process + 1).t - killed
+    print(f"SIGKILL to the first line of the replacement's script: {seconds}")
+    assert [event["warm"] for event in launch.events("spare_assigned")[1:]] == [True, False]
+    assert seconds["warm"] < 0.5
+    assert seconds["cold"] > 1.0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_running(start: Start, signum: signal.Signals) -> None:
+    # Ranks with a child of their own, and deaf to polite requests.
+    script = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "1000"])
+open(f"ready.{os.environ['RANK']}", "w").close()
+time.sleep(1000)
+"""
+    launch = start("--nproc-per-node=2", "--shutdown-timeout=1", script=script)
+    wait_until(lambda: len(list(launch.directory.glob("ready.*"))) == 2, "both ranks")
+    below = launch.processes()
+    assert len(below) == 5  # two ranks, their children, the spare
+    launch.process.send_signal(signum)
+    code, stderr = launch.wait()
+    assert code == 128 + signum
+    assert stderr == f"swift: stopped by {signum.name}\n"
+    assert_all_gone(below, timeout_s=0.1)
+
+
+def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
+    launch = start("--nproc-per-node=2", "--spares=2")
+    launch.rank(0)
+    launch.rank(1)
+    launch.warm_spares(2)
+    below = launch.processes()
+    assert len(below) == 4
+    launch.process.kill()
+    launch.wait()
+    assert_all_gone(below)
+
+
+@pytest.mark.parametrize(
+    ("last_words", "exit_code", "says", "told"),
+    [
+        ("raise ValueError('boom')", 1, "ValueError: boom", "rank 1: exit code 1"),
+        (
+            "import swift.errors; raise swift.errors.UsageError('do\\nthis')",
+            2,
+            "swift: do this",
+            "exit code 2",
+        ),
+    ],
+    ids=["exception", "usage"],
+)
+def test_an_error_of_the_script_stops_the_job(
+    start: Start, coordinator: ScriptedCoordinator, last_words: str, exit_code: int, says: str, told: str
+) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    launch = start("--nproc-per-node=2")
+    launch.rank(0)
+    launch.rank(1)
+    below = launch.processes()
+    launch.go(1, last_words)
+    code, stderr = launch.wait()
+    assert code == exit_code
+    assert says in stderr.splitlines()
+    assert "frozen" not in stderr
+    if exit_code == 2:
+        assert stderr.count("\n") == 1
+    assert_all_gone(below)
+    assert told in coordinator.failures[0]
+    assert len(launch.events("spare_assigned")) == 2
+
+
+def test_a_script_that_does_not_compile_ends_at_once(start: Start) -> None:
+    launch = start("--nproc-per-node=2", script="def broken(:\n")
+    code, stderr = launch.wait()
+    assert code == 1
+    assert stderr.count("SyntaxError: invalid syntax") in (1, 2)
+    assert "exit code 1: the job is stopped" in stderr
+
+
+def test_an_environment_error_stops_a_job_that_never_ran(
+    start: Start, coordinator: ScriptedCoordinator
+) -> None:
+    coordinator.publish(state=pb.FORMING, generation=1)
+    launch = start(
+        "--nproc-per-node=1", script="import swift.errors; raise swift.errors.ServiceError('disk full')"
+    )
+    code, stderr = launch.wait()
+    assert code == 3
+    assert stderr.splitlines()[0] == "swift: disk full"
+    assert coordinator.failures == ["rank 0: exit code 3"]
+
+
+def test_replacements_are_counted(start: Start, coordinator: ScriptedCoordinator) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    launch = start("--nproc-per-node=1", "--max-restarts=2", script="import os; os._exit(77)")
+    code, stderr = launch.wait()
+    assert code == 1
+    assert (
+        stderr.splitlines()[-1]
+        == "swift: rank 0: exit code 77, and --max-restarts is used up: the job is stopped"
+    )
+    assert len(launch.events("spare_assigned")) == 3
+    assert len(coordinator.failures) == 1
+
+
+def test_views_are_obeyed(start: Start, coordinator: ScriptedCoordinator) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    launch = start("--nproc-per-node=2")
+    launch.rank(0)
+    zombie = launch.rank(1)
+    launch.warm_spares()
+    os.kill(zombie.pid, signal.SIGSTOP)
+    fenced = pb.Member(rank=1, incarnation=zombie.env["SWIFT_INCARNATION"], pid=zombie.pid)
+    stranger = pb.Member(rank=0, incarnation="of another machine", pid=launch.rank(0).pid)
+    coordinator.publish(state=pb.FENCING, generation=2, fenced=[fenced, stranger])
+    launch.rank(1, process=2)
+    assert not zombie.alive
+    assert len(launch.ranks(0)) == 1
+    below = launch.processes()
+    coordinator.publish(state=pb.FAILED, generation=2, reason="two at once")
+    code, stderr = launch.wait()
+    assert code == 1
+    assert stderr.splitlines()[-1] == "swift: job failed: two at once"
+    assert_all_gone(below)
+
+
+def test_leaving_early_fails_the_job(start: Start, coordinator: ScriptedCoordinator) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    launch = start("--nproc-per-node=2")
+    deserter = launch.rank(1)
+    launch.rank(0)
+    launch.go(1)
+    wait_until(lambda: coordinator.exits, "the notice of the exit")
+    fenced = pb.Member(rank=1, incarnation=deserter.env["SWIFT_INCARNATION"], pid=deserter.pid)
+    coordinator.publish(state=pb.FENCING, generation=2, fenced=[fenced])
+    code, stderr = launch.wait()
+    assert code == 1
+    assert "rank 1: exit code 0 before the job was finished" in stderr
+
+
+def test_two_machines_keep_their_ranks_when_one_rank_dies(start: Start, tmp_path: Path) -> None:
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two"]
+    flags += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    # Both write their files into the same directory, as ranks 0 and 1.
+    launches = [start(*flags), start(*flags)]
+    first = {number: launches[0].rank(number) for number in (0, 1)}
+    assert [first[number].env["WORLD_SIZE"] for number in (0, 1)] == ["2", "2"]
+    assert first[1].env["SWIFT_JOB"] == "two"
+    launcher_pid = psutil.Process(first[1].pid).ppid()
+    os.kill(first[1].pid, signal.SIGKILL)
+    second = launches[0].rank(1, process=2)
+    assert psutil.Process(second.pid).ppid() == launcher_pid
+    assert first[0].alive
+    assert second.env["GROUP_RANK"] == first[1].env["GROUP_RANK"]
+    launches[0].go(0)
+    launches[0].go(1)
+    assert [launch.wait()[0] for launch in launches] == [0, 0]
+    assert len(launches[0].ranks(0)) == 1
+
+
+def test_a_signal_ends_a_launcher_that_waits_for_another_machine(start: Start) -> None:
+    flags = ["--nnodes=2", "--node-rank=1", "--job=alone", "--master-addr=127.0.0.1"]
+    launch = start(*flags, f"--master-port={free_port()}")
+    launch.warm_spares()
+    time.sleep(0.5)  # by now it waits inside torch's store, where no Python code runs
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.wait(10)[0] == 130

@@ -1,0 +1,153 @@
+"""A script in a warm worker behaves as under plain python: arguments, path, output, traceback, exit code."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from swift.launch.worker import Assignment
+
+PROLOGUE = """
+import os, sys
+print(__name__, __file__, __package__, sys.argv, sys.path, os.getcwd(), sorted(os.environ))
+print(sys.modules["__main__"].__dict__ is globals(), "HERE" if os.environ.get("RANK") == "3" else "NOT HERE")
+"""
+ENDINGS = {
+    "ends": "",
+    "exits with a number": "sys.exit(5)",
+    "exits with words": "sys.exit('no more')",
+    "exits with nothing": "sys.exit()",
+    "leaves at once": "os._exit(9)",
+    "raises": "def inner():\n    raise ValueError('boom')\ninner()",
+    "raises from": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error",
+    "raises a group": "raise ExceptionGroup('several', [ValueError(1), TypeError(2)])",
+    "does not compile": "def broken(:",
+    "imports what does not compile": "import helper_broken",
+    "imports a neighbour": "import helper; print(helper.VALUE)",
+    "has its own hook": "sys.excepthook = lambda *about: print('hooked', about[1])\nraise ValueError('boom')",
+    "says goodbye": "import atexit; atexit.register(lambda: print('bye', __name__)); raise ValueError('boom')",
+    "is interrupted": "raise KeyboardInterrupt",
+    "is killed": "import signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "starts a process": (
+        "import multiprocessing as mp\ndef f(): print('child', __name__, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    p = mp.get_context('spawn').Process(target=f); p.start(); p.join(); print(p.exitcode)"
+    ),
+    "pickles its own class": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+}
+
+
+@dataclass
+class Ended:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def run_plain(directory: Path, *arguments: str) -> Ended:
+    process = subprocess.run(  # noqa: PLW1510
+        [sys.executable, "-u", *arguments],
+        cwd=directory,
+        env={**os.environ, "RANK": "3"},
+        capture_output=True,
+        text=True,
+    )
+    return Ended(process.returncode, process.stdout, process.stderr)
+
+
+def run_worker(directory: Path, assignment: Assignment | None, path0: str, launcher_pid: int = 0) -> Ended:
+    control_read, control_write = os.pipe()
+    warm_read, warm_write = os.pipe()
+    command = [sys.executable, "-u", "-m", "swift.launch.worker", str(control_read), str(warm_write)]
+    command += [str(launcher_pid or os.getpid()), path0, "json,no_such_module"]
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env=environment,
+        pass_fds=(control_read, warm_write),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(control_read)
+    os.close(warm_write)
+    if launcher_pid == 0:
+        assert os.read(warm_read, 1) == b"w"
+    os.close(warm_read)
+    if assignment is not None:
+        os.write(control_write, assignment.to_line())
+    os.close(control_write)
+    stdout, stderr = process.communicate(timeout=20)
+    return Ended(process.returncode, stdout, stderr)
+
+
+def make_assignment(directory: Path, script: str, **fields: object) -> Assignment:
+    given = {"env": {"RANK": "3"}, "module": False, "args": ["a", "-b", "c d", "ü"], "cwd": str(directory)}
+    return Assignment(script=script, **{**given, **fields})
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS.keys())
+def test_script_behaves_as_under_python(tmp_path: Path, ending: str) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(PROLOGUE + ending)
+    (folder / "helper.py").write_text("VALUE = 7")
+    (folder / "helper_broken.py").write_text("VALUE = (")
+    expected = run_plain(tmp_path, "scripts/train.py", "a", "-b", "c d", "ü")
+    found = run_worker(tmp_path, make_assignment(tmp_path, "scripts/train.py"), str(folder))
+    assert found == expected
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError('boom')"])
+def test_module_behaves_as_under_python(tmp_path: Path, ending: str) -> None:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "train.py").write_text(PROLOGUE + ending)
+    expected = run_plain(tmp_path, "-m", "package.train", "a", "-b", "c d", "ü")
+    found = run_worker(tmp_path, make_assignment(tmp_path, "package.train", module=True), str(tmp_path))
+    # `python -m` shows its own two frames; nobody misses them.
+    frozen = [line for line in expected.stderr.splitlines() if "<frozen runpy>" not in line]
+    assert (found.exit_code, found.stdout) == (expected.exit_code, expected.stdout)
+    assert found.stderr.splitlines() == frozen
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [("UsageError", 2), ("ServiceError", 3), ("Divergence", 3)], ids=str
+)
+def test_our_own_errors_are_one_line(tmp_path: Path, error: str, exit_code: int) -> None:
+    (tmp_path / "train.py").write_text(f"import swift.errors\nraise swift.errors.{error}('do this\\n  now')")
+    found = run_worker(tmp_path, make_assignment(tmp_path, "train.py"), str(tmp_path))
+    assert found == Ended(exit_code, "", "swift: do this now\n")
+
+
+def test_output_goes_to_files_and_is_appended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, sys; print('out'); os.system('echo below'); sys.exit('err')"
+    )
+    files = {"stdout": str(tmp_path / "out"), "stderr": str(tmp_path / "err")}
+    for _ in range(2):
+        found = run_worker(tmp_path, make_assignment(tmp_path, "train.py", **files), str(tmp_path))
+        assert found == Ended(1, "", "")
+    assert (tmp_path / "out").read_text() == "out\nbelow\n" * 2
+    assert (tmp_path / "err").read_text() == "err\n" * 2
+
+
+def test_spare_that_nobody_needs_ends_quietly(tmp_path: Path) -> None:
+    assert run_worker(tmp_path, None, str(tmp_path)) == Ended(0, "", "")
+
+
+def test_worker_whose_launcher_died_before_it_could_look_ends(tmp_path: Path) -> None:
+    # Its parent is this test, not the launcher that it was told of: init has adopted it, as it were.
+    (tmp_path / "train.py").write_text("print('must not run')")
+    found = run_worker(tmp_path, make_assignment(tmp_path, "train.py"), str(tmp_path), launcher_pid=1)
+    assert found == Ended(0, "", "")
+
+
+def test_by_hand_it_says_what_to_use() -> None:
+    found = run_plain(Path.cwd(), "-m", "swift.launch.worker")
+    assert found == Ended(2, "", "swift: swift.launch.worker is started by `swift-ft run`, not by hand\n")
