@@ -106,6 +106,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def same_identity(stored: str, wanted: Mapping[str, object]) -> bool:
+def same_identity(stored: object, wanted: Mapping[str, object]) -> bool:
     """Compares as JSON, which is how it was stored."""
-    return bool(json.loads(stored) == json.loads(json.dumps(wanted)))
+    return bool(stored == json.loads(json.dumps(wanted)))

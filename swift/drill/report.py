@@ -35,7 +35,9 @@ class Evidence:
     """``rank0-v10`` -> digests, for every version."""
     exit_code: int | None
     """Of the run's launcher; None: it did not end by itself."""
-    twin_exit_code: int | None
+    stalled: bool = False
+    """It was cut off because nothing happened any more."""
+    twin_exit_code: int | None = None
     twin_recoveries: int = 0
     fired: frozenset[str] = frozenset()
     """Ids of the faults that were carried out."""
@@ -185,11 +187,14 @@ def _digest_check(name: str, comparison: _Comparison) -> Check:
 
 def _run_checks(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> list[Check]:
     """Both runs ended, the faults happened, and nothing else did."""
-    shown = f"exit code {evidence.exit_code}"
-    finished = Check("the run finished", evidence.exit_code == 0, shown)
-    if evidence.exit_code is None or (evidence.exit_code != 0 and not evidence.fired):
+    how = "nothing happened any more" if evidence.stalled else f"exit code {evidence.exit_code}"
+    ended: bool | None = evidence.exit_code == 0
+    if not ended and not evidence.fired:
         # It failed before anything was done to it: the machine's fault, and no word about recovery.
-        finished = Check("the run finished", None, shown if evidence.exit_code else "it was cut off")
+        ended = None
+    if evidence.exit_code is None and not evidence.stalled:
+        ended, how = None, "it was cut off"
+    finished = Check("the run finished", ended, how)
     twin_ok = evidence.twin_exit_code == 0 and evidence.twin_recoveries == 0
     twin = Check(
         "the failure-free run finished",

@@ -94,9 +94,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
     """All of them, in order."""
     found: list[Recovery] = []
     running_before: float | None = None
-    for event in events:
-        if event["event"] != "state":
-            continue
+    for event in _states(events):
         state, generation = state_of(event), int(event.get("generation") or 0)
         current = found[-1] if found and found[-1].ended_t is None else None
         if state == "running":
@@ -126,7 +124,7 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
     recovery.faults = _named(window, "fault")
     recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
     plans = _named(window, "plan")
-    recovery.plans = len(plans)
+    recovery.plans = len({event.get("generation") for event in plans})
     recovery.plan = plans[-1] if plans else None
     recovery.replays = _of_generation(_named(window, "replay_end"), recovery.generation, window)
     if recovery.plan is None:
@@ -142,7 +140,7 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
 def _of_generation(found: list[Event], generation: int, window: list[Event]) -> list[Event]:
     """Those of the last generation: by their field, or by the time that generation began."""
     begun = min(
-        (e["t"] for e in _named(window, "state") if int(e.get("generation") or 0) >= generation),
+        (e["t"] for e in _states(window) if int(e.get("generation") or 0) >= generation),
         default=float("-inf"),
     )
     return [e for e in found if (e["generation"] == generation if "generation" in e else e["t"] >= begun)]
@@ -194,7 +192,7 @@ def _milestones(window: list[Event], generation: int) -> dict[str, float]:
     """state -> when this generation was first seen in it, or in a later one."""
     seen = [
         (event["t"], state_of(event))
-        for event in _named(window, "state")
+        for event in _states(window)
         if int(event.get("generation") or 0) >= generation
     ]
     order = ("fencing", "planning", "recovering", "running")
@@ -212,6 +210,11 @@ def _all_ranks_stepping(window: list[Event], after: list[Event]) -> float | None
         if event["event"] in ("step_begin", "finished") and not event.get("replay"):
             first.setdefault(event["rank"], event["t"])
     return max(first.values()) if first and ranks <= set(first) else None
+
+
+def _states(events: Iterable[Event]) -> list[Event]:
+    """What the coordinator said of its state: at each transition, and when it was started again."""
+    return [e for e in events if e["event"] == "state" or (e["event"] == "resumed" and "state" in e)]
 
 
 def _named(events: Iterable[Event], name: str) -> list[Event]:

@@ -1,0 +1,290 @@
+"""The processes of one run: log server, coordinator, launcher with its ranks, all on loopback.
+
+Everything lies in one directory::
+
+    log/ coordinator/ checkpoints/   what the services and ranks keep
+    events/                          the trace of every process
+    digests/                         what ranks wrote of their state
+    faults/                          <id>.fired, <id>.reached, <id>.go
+    output/                          stdout and stderr of every process
+
+A single thread looks after all of it (`Cluster.poll`): the kernel kills the children of a thread that ends. Ranks
+are the launcher's. A service that a fault killed is started again at once, on the same port and directory; one
+that ends by itself ends the run.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift import events
+from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR
+from swift.errors import ServiceError
+
+JOB = "drill"
+SERVE_TIMEOUT_S = 30.0
+STOP_GRACE_S = {"launcher": 8.0}
+STOP_GRACE_S_DEFAULT = 3.0
+KILL_WAIT_S = 10.0
+POLL_S = 0.01
+TAIL_LINES = 12
+
+LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
+
+# What an outer job would say to the ranks of this one.
+_FOREIGN = ("SWIFT_", "TORCHELASTIC_", "PET_")
+_FOREIGN_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Process:
+    """One child that leads a session of its own, and dies with this process."""
+
+    def __init__(self, name: str, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+        self.name = name
+        self.output = output
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            # SIGTERM for the launcher: its own children end with it however it ends.
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if name == LAUNCHER else signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        with output.open("ab") as file:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509  (no threads here)
+            )
+        self.pid = self._popen.pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: killed by that signal); None while it runs. Reaps."""
+        return self._popen.poll()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to its session; reaped when this returns."""
+        if self.poll() is None:
+            self._popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(grace_s)
+        if self.poll() is None:
+            # Not reaped, so the number of its group is still its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait(KILL_WAIT_S)
+
+    def tail(self) -> str:
+        """The last lines it wrote."""
+        with contextlib.suppress(OSError):
+            lines = self.output.read_text(errors="replace").splitlines()
+            return "\n".join(f"  {self.name}: {line}" for line in lines[-TAIL_LINES:])
+        return ""
+
+
+class EventTail:
+    """Follows the trace of all processes while it is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offsets: dict[Path, int] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """What is new, by time. A line that is not whole yet comes later."""
+        found = []
+        for path in self._directory.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            found += [json.loads(line) for line in whole.splitlines()]
+        return sorted(found, key=lambda event: float(event["t"]))
+
+
+class Cluster:
+    """A run of the job. Use as a context: whatever happens, all processes are gone when it is left."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        ranks: int,
+        spares: int,
+        trainer_arguments: Sequence[str],
+        faults: str = "[]",
+        die_at: Sequence[tuple[str, str]] = (),
+        digests_every: bool = False,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory = directory
+        """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) of the coordinator, one after the other.
+
+        `check_stop` is called while waiting and raises to end the run.
+        """
+        self._ranks = ranks
+        self._spares = spares
+        self._trainer_arguments = trainer_arguments
+        self._die_at = list(die_at)
+        self._check_stop = check_stop
+        self._processes: dict[str, Process] = {}
+        self._addresses: dict[str, str] = {}
+        self._to_be_killed: set[str] = set()
+        for name in ("log", "coordinator", "checkpoints", "events", "digests", "faults", "output"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        self.tail = EventTail(directory / "events")
+        self._env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+        } | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            events.ENV_EVENTS_DIR: str(directory / "events"),
+            "SWIFT_DIGESTS": str(directory / "digests"),
+            ENV_FAULTS: faults,
+            ENV_FAULTS_DIR: str(directory / "faults"),
+        }
+        if digests_every:
+            self._env["SWIFT_DIGESTS_EVERY"] = "1"
+
+    @property
+    def log_directory(self) -> Path:
+        return self.directory / "log"
+
+    @property
+    def fault_directory(self) -> Path:
+        return self.directory / "faults"
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        self._start_service(LOG_SERVER)
+        self._await_service(LOG_SERVER)
+        self._start_service(COORDINATOR)
+        self._await_service(COORDINATOR)
+        arguments = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
+        arguments += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB]
+        arguments += ["--checkpoint-dir", str(self.directory / "checkpoints")]
+        self._spawn(LAUNCHER, [*arguments, "-m", "swift.drill.trainer", *self._trainer_arguments])
+
+    def _start_service(self, name: str) -> None:
+        """With the address it had before, if it had one."""
+        arguments = [
+            f"services.{name}",
+            "--directory",
+            str(self.directory / ("log" if name == LOG_SERVER else name)),
+        ]
+        arguments += ["--address-file", str(self.directory / f"{name}.address")]
+        arguments += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
+        if name == COORDINATOR:
+            arguments += ["--log-servers", self._addresses[LOG_SERVER]]
+            if self._die_at:
+                arguments += ["--die-at", self._die_at[0][1]]
+                self._to_be_killed.add(name)
+        self._spawn(name, arguments)
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        self._processes[name] = Process(name, arguments, self._env, self.directory / "output" / f"{name}.txt")
+        self.trace("started", service=name, service_pid=self._processes[name].pid)
+
+    def _await_service(self, name: str) -> None:
+        deadline = time.monotonic() + SERVE_TIMEOUT_S
+        path = self.directory / f"{name}.address"
+        while not path.exists():
+            self._check_stop()
+            code = self._processes[name].poll()
+            if code is not None:
+                raise ServiceError(
+                    f"the {name} did not start (exit code {code})\n{self._processes[name].tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise ServiceError(f"the {name} does not serve\n{self._processes[name].tail()}")
+            time.sleep(POLL_S)
+        self._addresses[name] = path.read_text().strip()
+
+    def trace(self, event: str, **fields: Any) -> None:
+        """An event of the drill itself, in the run's trace."""
+        line = {"t": events.now(), "who": "drill", "pid": os.getpid(), "event": event, **fields}
+        with (self.directory / "events" / "drill.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def poll(self) -> int | None:
+        """Starts killed services again. The launcher's exit code once it has ended."""
+        self._check_stop()
+        for name in (LOG_SERVER, COORDINATOR):
+            code = self._processes[name].poll()
+            if code is None:
+                continue
+            if code != -signal.SIGKILL or name not in self._to_be_killed:
+                tail = self._processes[name].tail()
+                raise ServiceError(f"the {name} ended by itself (exit code {code})\n{tail}")
+            self._to_be_killed.discard(name)
+            if name == COORDINATOR:
+                fault, state = self._die_at.pop(0)
+                self.trace("service_killed", service=name, state=state, id=fault)
+            self._start_service(name)
+        return self._processes[LAUNCHER].poll()
+
+    def kill_log_server(self, fault: str) -> None:
+        """SIGKILL; the next `poll` starts it again."""
+        self._to_be_killed.add(LOG_SERVER)
+        self._processes[LOG_SERVER].kill()
+        self.trace("service_killed", service=LOG_SERVER, id=fault)
+
+    def output_tail(self) -> str:
+        """The last lines of every process, for a person who has to find out."""
+        return "\n".join(filter(None, (process.tail() for process in self._processes.values())))
+
+    def stop(self) -> None:
+        """Ends and reaps all processes: first those that would complain about the others' end."""
+        for name in (LAUNCHER, COORDINATOR, LOG_SERVER):
+            if name in self._processes:
+                self._processes[name].stop(STOP_GRACE_S.get(name, STOP_GRACE_S_DEFAULT))
+        for pid in self.strays():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def strays(self) -> list[int]:
+        """Processes that carry this run's environment and are still there."""
+        mark = f"{events.ENV_EVENTS_DIR}={self.directory / 'events'}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return [pid for pid in found if pid != os.getpid()]

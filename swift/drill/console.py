@@ -1,0 +1,244 @@
+"""What a person sees: progress while the drill runs, and the report in short."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
+PHASE_COLOURS = {
+    "detect": "red",
+    "superseded": "bright_black",
+    "fence": "yellow",
+    "plan": "bright_yellow",
+    "rebuild": "blue",
+    "restore": "cyan",
+    "replay": "magenta",
+    "rejoin": "green",
+}
+BAR_CELLS = 60
+# What the timeline shows; the report in JSON has everything.
+_MARKS = (
+    "fault",
+    "service_killed",
+    "corrupted",
+    "child_exit",
+    "state",
+    "plan",
+    "refused",
+    "notice",
+    "spare_assigned",
+    "group_built",
+    "restore_begin",
+    "restore_end",
+    "replay_begin",
+    "replay_end",
+    "ready",
+)
+_MERGED = ("notice", "group_built", "ready", "restore_begin", "restore_end")
+"""Every rank says them at about the same time: one line for all."""
+
+
+class LiveProgress:
+    """A bar for each run on a terminal, nothing elsewhere. Never starts a thread: children die with theirs."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description:<13}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def begin(self, title: str, steps: int) -> None:
+        self._task = self._progress.add_task(title, total=steps, note="starting")
+        self._progress.refresh()
+
+    def see(self, event: Mapping[str, Any]) -> None:
+        name = event["event"]
+        if name == "step_end" and not event.get("replay"):
+            self._progress.update(self._task, completed=event["step"] + 1, note="")
+        elif name == "fault":
+            self._progress.update(self._task, note=f"rank {event['rank']} killed in {event['phase']}")
+        elif name == "state":
+            self._progress.update(self._task, note=f"generation {event['generation']}: {event['state']}")
+        elif name == "service_killed":
+            self._progress.update(self._task, note=f"{event['service']} killed")
+        else:
+            return
+        self._progress.refresh()
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def describe(event: Mapping[str, Any]) -> str:
+    """One event in words."""
+    name, rank = event["event"], event.get("rank")
+    match name:
+        case "fault":
+            return f"rank {rank} killed in {event['phase']}, step {event['step']}, microbatch {event['microbatch']}"
+        case "service_killed":
+            return f"{event['service']} killed" + (f" in {event['state']}" if "state" in event else "")
+        case "corrupted":
+            return f"one bit of {event['stream']} flipped ({event['record']})"
+        case "child_exit":
+            return f"rank {rank}'s process is gone (exit code {event.get('code')})"
+        case "state":
+            why = f": {event['reason']}" if event.get("reason") and event["state"] == "FENCING" else ""
+            return f"{event['state']}, generation {event.get('generation')}{why}"
+        case "plan":
+            return f"go on at version {event['target_version']}: {event.get('reason', '')}"
+        case "refused":
+            return f"rank {rank} refuses: {event.get('reason', '')}"
+        case "spare_assigned":
+            kind = "warm spare" if event.get("warm") else "new process"
+            return f"rank {rank} is now a {kind} (pid {event['pid']})"
+        case "replay_begin":
+            return f"rank {rank} replays from version {event.get('version')}"
+        case "replay_end":
+            return (
+                f"rank {rank} replayed {event.get('steps')} steps: {event.get('records')} records read, "
+                f"{event.get('verified')} sends verified, {event.get('filled')} filled"
+            )
+    words = {
+        "notice": "freed by the notice",
+        "group_built": "has the new group",
+        "ready": "ready",
+        "restore_begin": "loads the checkpoint",
+        "restore_end": "has loaded the checkpoint",
+    }
+    return words.get(name, str(name))
+
+
+def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
+    """(seconds since the first kill, who, what) of what matters, ranks that say the same in one row."""
+    first_steps = [event for event in result["timeline"] if event["event"] in _MARKS]
+    kills = [e["t"] for e in first_steps if e["event"] in ("fault", "service_killed")]
+    start = min(kills, default=0.0)
+    rows: list[tuple[float, str, str]] = []
+    merged: dict[tuple[str, Any], tuple[int, list[int]]] = {}
+    for event in first_steps:
+        if event["t"] < start:
+            continue
+        name = event["event"]
+        if name in _MERGED and "rank" in event:
+            key = (name, event.get("generation"))
+            if key in merged:
+                row, ranks = merged[key]
+                ranks.append(event["rank"])
+                who = f"ranks {', '.join(str(rank) for rank in sorted(set(ranks)))}"
+                rows[row] = (rows[row][0], who, f"{describe(event)} (the last at +{event['t'] - start:.3f})")
+                continue
+            merged[key] = (len(rows), [event["rank"]])
+            rows.append((event["t"] - start, f"rank {event['rank']}", describe(event)))
+            continue
+        rows.append((event["t"] - start, str(event["who"]), describe(event)))
+    return rows
+
+
+def phase_bar(phases: Mapping[str, float]) -> Text:
+    """The recovery as one line of coloured blocks, a phase as wide as it is long."""
+    total = phases["total"] or 1.0
+    bar = Text()
+    for name, colour in PHASE_COLOURS.items():
+        share = phases.get(name, 0.0) / total
+        bar.append("█" * round(share * BAR_CELLS), style=colour)
+    return bar
+
+
+def _phases(result: Mapping[str, Any]) -> list[Any]:
+    shown: list[Any] = []
+    for number, recovery in enumerate(result["recoveries"], start=1):
+        phases = recovery["recovery_seconds"]
+        if phases is None:
+            shown.append(Text(f"recovery {number}: the trace does not say how long it took", style="yellow"))
+            continue
+        names = Text()
+        for name, colour in PHASE_COLOURS.items():
+            if name in phases:
+                names.append(f"{name} {seconds(phases[name])}  ", style=colour)
+        head = f"recovery {number}: {seconds(phases['total'])} from the kill to the first step after it"
+        shown += [Text(head, style="bold"), phase_bar(phases), names, Text()]
+    return shown
+
+
+def _facts(result: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    log, rates = result["log"], result["throughput"]
+    strategies = ", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items())
+    table.add_row("faults", "\n".join(fault["spec"] for fault in result["faults"]))
+    if strategies:
+        table.add_row("recovered by", strategies)
+    table.add_row(
+        "work done again",
+        f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "
+        f"{result['microbatches_recomputed']} microbatches computed again",
+    )
+    table.add_row("survivors kept", {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]])
+    megabytes = f"{log['bytes'] / 1e6:.1f} MB" if log["bytes"] is not None else "?"
+    table.add_row("log", f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified")
+    rate = {name: "-" if value is None else f"{value:.2f}" for name, value in rates.items()}
+    table.add_row(
+        "steps per second", f"{rate['before']} before, {rate['during']} during, {rate['after']} after"
+    )
+    control = result["negative_control"]
+    caught = {True: "caught", False: "NOT CAUGHT", None: "not tried"}[control["caught"]]
+    table.add_row(
+        "a flipped bit in a log", caught + (f": {control['refused']}" if "refused" in control else "")
+    )
+    return table
+
+
+def show(result: Mapping[str, Any], console: Console | None = None) -> None:
+    """The short report, on stdout."""
+    console = console or Console()
+    timeline = Table(box=None, padding=(0, 1), show_header=False)
+    timeline.add_column(justify="right", no_wrap=True)
+    timeline.add_column(no_wrap=True, style="cyan")
+    timeline.add_column(overflow="fold")
+    for t, who, what in timeline_rows(result):
+        timeline.add_row(f"+{t:.3f}", who, Text(what))
+    verdict = result["verdict"]
+    exact = "exact" if result["exact"] else "not exact"
+    head = Text(f"{verdict} ({exact})" if verdict == "PASS" else verdict, style=f"bold {COLOURS[verdict]}")
+    console.print(
+        Group(
+            timeline,
+            Text(),
+            *_phases(result),
+            _facts(result),
+            Text(),
+            Panel(Group(head, Text(result["reason"])), border_style=COLOURS[verdict], expand=False),
+        )
+    )
+    console.print(f"again: {result['rerun']}", soft_wrap=True, markup=False, highlight=False)

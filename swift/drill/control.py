@@ -1,0 +1,98 @@
+"""Negative controls: a flipped bit in a log must be noticed, or a PASS says nothing.
+
+Every drill copies a segment file of its run, flips one bit of the copy and reads it back (`snapshot`,
+`flip_and_read`). A drill with ``corrupt=log`` flips one in the live log under a replay (`corrupt_stream`).
+"""
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swift.errors import LogError
+from swift.log import segment
+
+FILES_TRIED_MAX = 32
+
+
+BOUNDARIES = "s*.[FB]"
+
+
+def segment_files(log_directory: Path, stream: str = BOUNDARIES) -> Iterator[Path]:
+    """Of every job, those with anything behind their header, the smallest first: a copy should cost little."""
+    sized = []
+    for path in log_directory.glob(f"*/{stream}/*{segment.SUFFIX}"):
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            continue  # trimmed meanwhile
+        if size > segment.SEGMENT_HEADER_BYTES:
+            sized.append((size, path))
+    return (path for _, path in sorted(sized))
+
+
+def snapshot(log_directory: Path, into: Path) -> Path | None:
+    """A copy of a segment file with at least one record. None: there is none yet."""
+    into.mkdir(parents=True, exist_ok=True)
+    for _, path in zip(range(FILES_TRIED_MAX), segment_files(log_directory), strict=False):
+        # The file's name is part of its format: it is the first sequence.
+        copy = into / path.parent.name / path.name
+        copy.parent.mkdir(exist_ok=True)
+        try:
+            shutil.copyfile(path, copy)
+            if segment.scan(copy).records:
+                return copy
+        except (FileNotFoundError, LogError):
+            # Trimmed while it was copied; or corrupt already, which is for the run itself to notice.
+            pass
+        copy.unlink(missing_ok=True)
+    return None
+
+
+def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:
+    """`negative_control` of the report: is a flipped bit refused where the unflipped file is read?"""
+    if copy is None:
+        return {"caught": None, "reason": "the run left no segment file to try it on"}
+    whole = segment.scan(copy)
+    bit = random.Random(seed).randrange(whole.end * 8)
+    shown = {"file": f"{copy.parent.name}/{copy.name}", "bit": bit, "records": len(whole.records)}
+    flip(copy, bit)
+    try:
+        segment.scan(copy)
+    except LogError as error:
+        # Without the directory: what a report says does not depend on where the run lay.
+        return {"caught": True, **shown, "refused": str(error).replace(f"{copy.parent}/", "")}
+    finally:
+        flip(copy, bit)
+    return {"caught": False, **shown}
+
+
+def flip(path: Path, bit: int) -> None:
+    """Turns one bit of a file over, in place."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        (byte,) = os.pread(fd, 1, bit // 8)
+        os.pwrite(fd, bytes([byte ^ 1 << bit % 8]), bit // 8)
+    finally:
+        os.close(fd)
+
+
+def corrupt_stream(log_directory: Path, stream: str, step: int, seed: int) -> dict[str, Any] | None:
+    """Flips a bit in the body of a live record of the newest step below `step`: the replay needs that record.
+
+    None: the log has no record of step - 1 in that stream yet.
+    """
+    for path in segment_files(log_directory, stream):
+        records = segment.walk(path, verify_bodies=False).records
+        wanted = [r for r in records if r.header.key.step == step - 1 and r.header.stored_bytes]
+        if not wanted:
+            continue
+        generator = random.Random(seed)
+        record = generator.choice(wanted)
+        body = record.offset + record.header.header_bytes
+        bit = body * 8 + generator.randrange(record.header.stored_bytes * 8)
+        flip(path, bit)
+        return {"stream": stream, "file": path.name, "bit": bit, "record": str(record.header.key)}
+    return None

@@ -1,0 +1,225 @@
+"""Runs the job twice, with the faults and without, and collects the evidence.
+
+The run with faults: ranks carry out their own faults; this loop follows the trace, kills the log server at its
+step, flips the bit under a rank that is held, and copies a segment file for the negative control. The
+failure-free twin: the same seed and settings, digests at every version; kept in a directory, it serves many
+drills (`--twin`).
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from swift import events
+from swift.drill import control, faults, timeline
+from swift.drill.cluster import JOB, POLL_S, Cluster
+from swift.drill.config import DrillConfig, same_identity
+from swift.drill.faults import CoordinatorFault, CorruptFault, LogServerFault, fault_id
+from swift.drill.report import Digest, Evidence
+from swift.errors import UsageError
+
+STALL_S = 90.0
+"""A run in whose trace nothing happens for so long is cut off. Longer than any timeout inside of it."""
+HOLD_S = 10.0
+"""A held rank waits for its corrupt record so long; the runtime gives up on us later than that."""
+TWIN_FILE = "twin.json"
+# A run that hangs may go on saying these.
+_NO_PROGRESS = ("heartbeat_unanswered", "suspect", "trim_failed")
+
+
+class Progress(Protocol):
+    """Where the drill tells a person how far it is."""
+
+    def begin(self, title: str, steps: int) -> None: ...
+
+    def see(self, event: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Twin:
+    """What a failure-free run left."""
+
+    digests: Mapping[str, Digest]
+    exit_code: int | None
+    recoveries: int = 0
+    output: str = ""
+
+
+class _Watch:
+    """One run, followed to its end."""
+
+    def __init__(self, cluster: Cluster, progress: Progress) -> None:
+        self.cluster = cluster
+        self.step = -1
+        """The highest that any rank has begun."""
+        self.stalled = False
+        self._progress = progress
+        self._moved = time.monotonic()
+
+    def follow(self, each_turn: Callable[[], None] = lambda: None) -> int | None:
+        """The launcher's exit code; None if nothing moves any more."""
+        while True:
+            code = self.cluster.poll()
+            for event in self.cluster.tail.read():
+                self._see(event)
+            each_turn()
+            if code is not None:
+                return code
+            if time.monotonic() - self._moved > STALL_S:
+                self.stalled = True
+                return None
+            time.sleep(POLL_S)
+
+    def _see(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step_begin" and not event.get("replay"):
+            self.step = max(self.step, int(event["step"]))
+        if event["event"] not in _NO_PROGRESS:
+            self._moved = time.monotonic()
+        self._progress.see(event)
+
+
+class FaultedRun:
+    """The run that the drill is about."""
+
+    def __init__(
+        self, config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._done: set[int] = set()
+        self._held_since: dict[int, float] = {}
+        self._corruption: dict[str, Any] | None = None
+        self._copy: Path | None = None
+        self._copy_tried = 0.0
+        self.output = ""
+        """The last lines of every process, if the run failed."""
+        self.directory = directory
+        self._cluster = Cluster(
+            directory,
+            ranks=config.topology.ranks,
+            spares=config.spares,
+            trainer_arguments=[*config.trainer_arguments(), "--strategy", config.strategy],
+            faults=faults.to_environment(config.faults),
+            die_at=[
+                (fault_id(index), fault.state)
+                for index, fault in enumerate(config.faults)
+                if isinstance(fault, CoordinatorFault)
+            ],
+            check_stop=check_stop,
+        )
+        self._watch = _Watch(self._cluster, progress)
+
+    def run(self, twin: Callable[[], Twin]) -> Evidence:
+        """All of the evidence; `twin` is asked for its part once this run is over."""
+        self._progress.begin("with faults", self._config.topology.steps)
+        with self._cluster:
+            code = self._watch.follow(self._turn)
+            if code != 0:
+                self.output = self._cluster.output_tail()
+            if self._copy is None:
+                self._copy = control.snapshot(self._cluster.log_directory, self.directory / "control")
+        trace = events.read(self.directory / "events")
+        without = twin()
+        return Evidence(
+            events=trace,
+            digests=read_digests(self.directory / "digests"),
+            twin_digests=without.digests,
+            exit_code=code,
+            stalled=self._watch.stalled,
+            twin_exit_code=without.exit_code,
+            twin_recoveries=without.recoveries,
+            fired=self._fired(trace),
+            corruption=self._corruption,
+            log=_logged(trace),
+            negative_control=control.flip_and_read(self._copy, self._config.seed),
+        )
+
+    def _turn(self) -> None:
+        for index, fault in enumerate(self._config.faults):
+            if index in self._done:
+                continue
+            if isinstance(fault, LogServerFault) and self._watch.step >= fault.step:
+                self._done.add(index)
+                self._cluster.kill_log_server(fault_id(index))
+            elif isinstance(fault, CorruptFault):
+                self._corrupt(index, fault)
+        # In the third step the records of the first ones have long been acknowledged.
+        if self._copy is None and self._watch.step >= 2 and time.monotonic() - self._copy_tried > 0.2:
+            self._copy_tried = time.monotonic()
+            self._copy = control.snapshot(self._cluster.log_directory, self.directory / "control")
+
+    def _corrupt(self, index: int, fault: CorruptFault) -> None:
+        """Once its victim is held: flips the bit, then lets the victim die."""
+        victim = faults.victim_of(fault, self._config.faults)
+        assert victim is not None, "checked before"
+        held = fault_id(self._config.faults.index(victim))
+        if not (self._cluster.fault_directory / f"{held}.reached").exists():
+            return
+        since = self._held_since.setdefault(index, time.monotonic())
+        stream = faults.corrupted_stream(fault, self._config.faults, self._config.topology)
+        flipped = control.corrupt_stream(
+            self._cluster.log_directory / JOB, stream, fault.step, self._config.seed
+        )
+        if flipped is None and time.monotonic() - since < HOLD_S:
+            return
+        if flipped is not None:
+            self._corruption = {"fault": fault_id(index), **flipped}
+            self._cluster.trace("corrupted", id=fault_id(index), **flipped)
+        self._done.add(index)
+        (self._cluster.fault_directory / f"{held}.go").touch()
+
+    def _fired(self, trace: list[dict[str, Any]]) -> frozenset[str]:
+        by_ranks = {path.stem for path in self._cluster.fault_directory.glob("*.fired")}
+        by_us = {e["id"] for e in trace if e["event"] in ("service_killed", "corrupted")}
+        return frozenset(by_ranks | by_us)
+
+
+def _logged(trace: list[dict[str, Any]]) -> dict[str, int] | None:
+    """What the ranks that lived to the end have logged; a killed process took its count with it."""
+    totals = [event for event in trace if event["event"] == "finished" and "records" in event]
+    if not totals:
+        return None
+    return {name: sum(int(event[name]) for event in totals) for name in ("records", "bytes")}
+
+
+def read_digests(directory: Path) -> dict[str, Digest]:
+    return {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
+
+
+def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
+    """The finished twin in `directory`; None: there is none yet. UsageError: it is of another run."""
+    path = directory / TWIN_FILE
+    if not path.exists():
+        if directory.exists() and any(directory.iterdir()):
+            raise UsageError(f"--twin {directory}: neither a finished twin nor empty; give another directory")
+        return None
+    stored = json.loads(path.read_text())
+    if not same_identity(stored["identity"], config.identity()):
+        raise UsageError(f"--twin {directory}: made with other settings or versions; give another directory")
+    return Twin(digests=read_digests(directory / "digests"), exit_code=0)
+
+
+def run_twin(
+    config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
+) -> Twin:
+    """The failure-free run; what is needed of it stays in `directory`."""
+    progress.begin("without", config.topology.steps)
+    cluster = Cluster(
+        directory,
+        ranks=config.topology.ranks,
+        spares=0,
+        trainer_arguments=config.trainer_arguments(),
+        digests_every=True,
+        check_stop=check_stop,
+    )
+    with cluster:
+        code = _Watch(cluster, progress).follow()
+        output = cluster.output_tail() if code != 0 else ""
+    found = len(timeline.recoveries(events.read(directory / "events")))
+    digests = read_digests(directory / "digests")
+    if code == 0 and not found:
+        (directory / TWIN_FILE).write_text(json.dumps({"identity": config.identity()}))
+    return Twin(digests=digests, exit_code=code, recoveries=found, output=output)
