@@ -287,11 +287,14 @@ class Job:
                 "before the job was formed" if row.state is State.FORMING else f"no. {row.refusals} in a row"
             )
             return [refused, *self.become_failed(f"rank {rank} refused, {what}: {refuse.reason}")]
-        mine = None if row.plan is None else row.plan.of(rank)
-        row.refused = f"rank {rank} refused{'' if mine is None else f' {mine.strategy}'}: {refuse.reason}"
-        if row.state is State.RECOVERING and mine is not None and mine.strategy is Strategy.CHECKPOINT:
-            # It cannot be loaded, so it is none: the one before it, or nothing, is left.
-            row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
+        row.refused = f"rank {rank} refused: {refuse.reason}"
+        if row.state is State.RECOVERING:
+            assert row.plan is not None
+            mine = row.plan.of(rank)
+            row.refused = f"rank {rank} refused {mine.strategy}: {refuse.reason}"
+            if mine.strategy is Strategy.CHECKPOINT:
+                # It cannot be loaded, so it is none: the one before it, or nothing, is left.
+                row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
         return [*self.become_fencing({}, row.refused), refused]
 
     def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
@@ -469,7 +472,7 @@ class Job:
 
     def _trim(self) -> list[Effect]:
         """Only while RUNNING: a replay under way must not lose its records."""
-        if self.row.state is not State.RUNNING or not self.row.checkpoints:
+        if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
             return []
         return [m.TrimLogs(below_step=self.row.checkpoints[-1])]
 

@@ -5,7 +5,7 @@ What a View shows is a function of this row, so nothing can be shown that is not
 
 import enum
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -96,7 +96,7 @@ class JobRow:
     def waiting_for(self) -> str:
         """What the state waits for, for people."""
         waits = [f"log server {address}: {why}" for address, why in sorted(self.blocked.items())]
-        if self.state is State.FENCING and not waits:
+        if self.state in (State.FORMING, State.FENCING) and self.granted < self.generation and not waits:
             waits.append(f"the log servers to hold generation {self.generation}")
         if self.state in (State.FORMING, State.FENCING, State.PLANNING):
             waits += _ranks(self.dead_ranks(), "to join")
@@ -132,6 +132,6 @@ def _plan(values: dict[str, Any]) -> Plan:
     return Plan(**{**values, "ranks": ranks})
 
 
-def _ranks(ranks: Iterable[int], what: str) -> list[str]:
+def _ranks(ranks: Collection[int], what: str) -> list[str]:
     names = ", ".join(map(str, ranks))
-    return [f"rank {names} {what}"] if names else []
+    return [f"{'rank' if len(ranks) == 1 else 'ranks'} {names} {what}"] if ranks else []

@@ -40,7 +40,8 @@ RETRY_PAUSE_S = 0.05
 
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # The time one attempt to connect may take; a refused one fails at once and waits for the backoff only.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
@@ -53,6 +54,10 @@ CHANNEL_OPTIONS = (
 )
 
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class _RankTaken(JoinRefused):
+    """The rank has a live holder."""
 
 
 class _Me(TypedDict):
@@ -104,9 +109,15 @@ class CoordinatorClient:
         world_size: int,
         config: Mapping[str, str],
         fingerprint: Mapping[str, str],
+        *,
+        takeover_s: float = 10.0,
     ) -> pb.View:
         """Become the holder of `member.rank`. JoinRefused: another fingerprint or configuration, or the rank
-        has a live holder; the message is the coordinator's."""
+        still has a live holder after `takeover_s`; the message is the coordinator's.
+
+        A replacement may be there before the coordinator knows that its predecessor is dead: from the
+        launcher's notice, or from the lease.
+        """
         request = pb.JoinRequest(
             job=self.job,
             member=member,
@@ -114,7 +125,14 @@ class CoordinatorClient:
             config=dict(config),
             fingerprint=dict(fingerprint),
         )
-        view = self._call(self._stub.Join, request, refused=JoinRefused)
+        deadline = time.monotonic() + takeover_s
+        while True:
+            try:
+                view = self._call(self._stub.Join, request, refused=JoinRefused)
+                break
+            except _RankTaken as error:
+                if time.monotonic() > deadline or self._closed.wait(RETRY_PAUSE_S):
+                    raise JoinRefused(str(error)) from None
         self.member = member
         return view
 
@@ -235,7 +253,7 @@ class CoordinatorClient:
         if code == grpc.StatusCode.FAILED_PRECONDITION:
             return refused(details)
         if code == grpc.StatusCode.ALREADY_EXISTS:
-            return JoinRefused(details)
+            return _RankTaken(details)
         if code == grpc.StatusCode.INVALID_ARGUMENT:
             return UsageError(details)
         if code == grpc.StatusCode.CANCELLED:

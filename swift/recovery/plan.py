@@ -58,7 +58,9 @@ def plan(
     target = max(held)
     base = checkpoints.newest_at_most(target)
     if base is None and len(held) < len(reports):
-        return _restore(reports, checkpoints, f"no complete checkpoint at version {target} or before")
+        lacking = ", ".join(str(r.rank) for r in reports if r.version is None)
+        why = f"no complete checkpoint at version {target} or before for rank {lacking}, which holds no state"
+        return _restore(reports, checkpoints, why)
     ranks = tuple(_rank_plan(report, target, base) for report in reports)
     problem = _uncovered(ranks, target, layout, log_inventory)
     if problem:
@@ -73,7 +75,7 @@ def plan(
 def _restore(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> tuple[Plan | None, str]:
     version = checkpoints.newest
     if version is None:
-        return None, f"{why}, and there is no complete checkpoint to go back to"
+        return None, f"{why}; there is no complete checkpoint to go back to"
     ranks = tuple(
         RankPlan(rank=r.rank, strategy=Strategy.CHECKPOINT, from_version=version, reason=why) for r in reports
     )

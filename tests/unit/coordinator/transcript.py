@@ -1,0 +1,247 @@
+"""Runs a transcript against the core: commands in, effects and views out.
+
+A transcript is a text file of blocks: commands, `----`, what they gave, an empty line. Lines that begin with
+`#` are comments. Commands, with fields as `name=value`:
+
+    join rank= [inc=] [pid=] [world=] [seed=] [torch=]   ready rank= generation= version= [stages=] [of=]
+    report rank= generation= [version=]                  refuse rank= generation= reason=
+    durable rank= version= [generation=]                 finish rank= version=
+    exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
+    beat rank= version=                                  suspect rank= reason=
+    fenced generation=   reset generation=   blocked generation= server= reason=   outdated generation= reason=
+    inventory generation= [STREAM=first-last | STREAM=corrupt ...]
+    wait seconds=        (time passes in heartbeats; all who `beats` names are heard)
+    beats ranks=0,1      stall seconds=   (time passes, nobody looks)
+    crash                (what is durable is all that is left)
+    status
+
+`inc` is by default what joined the rank last.
+"""
+
+import shlex
+
+from services.coordinator import messages as m
+from services.coordinator.core import Job
+from services.coordinator.messages import Refusal
+from services.coordinator.row import JobRow
+from services.coordinator.timing import Timing
+from services.coordinator.views import view_of
+from swift._pb import coordinator_pb2 as pb
+from swift.recovery import StreamSummary
+
+TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0)
+
+
+class World:
+    """One job, its durable row, a clock."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.durable = ""
+        self.now = 100.0
+        self.incarnations: dict[int, str] = {}
+        self.beats: list[int] = []
+        self.versions: dict[int, int] = {}
+
+    def run(self, line: str) -> list[str]:
+        name, *fields = shlex.split(line)
+        arguments = dict(field.split("=", 1) for field in fields)
+        method = getattr(self, f"do_{name}")
+        try:
+            return list(method(**arguments))
+        except Refusal as refusal:
+            return [f"{refusal.kind.name}: {refusal}"]
+
+    # --- members ---
+
+    def sender(self, rank: str, inc: str = "") -> m.Sender:
+        return m.Sender(rank=int(rank), incarnation=inc or self.incarnations.get(int(rank), "?"))
+
+    def do_join(self, rank: str, inc: str = "", pid: str = "", world: str = "3", **config: str) -> list[str]:
+        inc = inc or f"a{rank}"
+        join = m.Join(
+            rank=int(rank),
+            incarnation=inc,
+            pid=int(pid or 1000 + int(rank)),
+            host="h",
+            world_size=int(world),
+            config={"seed": config.get("seed", "7")}
+            | ({"strategy": config["strategy"]} if "strategy" in config else {}),
+            fingerprint={"torch": config.get("torch", "2.13.0")},
+        )
+        if self.job is None:
+            self.job = Job.create("j", ["l0", "l1"], join, TIMING, self.now)
+        out = self.step(join)
+        self.incarnations[int(rank)] = inc
+        return out
+
+    def do_ready(
+        self, rank: str, generation: str, version: str, inc: str = "", stages: str = "", of: str = "3"
+    ) -> list[str]:
+        return self.step(
+            m.Ready(
+                sender=self.sender(rank, inc),
+                generation=int(generation),
+                version=int(version),
+                stages=tuple(map(int, (stages or rank).split(","))),
+                num_stages=int(of),
+            )
+        )
+
+    def do_report(self, rank: str, generation: str, version: str = "", inc: str = "") -> list[str]:
+        held = int(version) if version else None
+        return self.step(
+            m.MemberReport(sender=self.sender(rank, inc), generation=int(generation), version=held)
+        )
+
+    def do_refuse(self, rank: str, generation: str, reason: str) -> list[str]:
+        return self.step(m.Refuse(sender=self.sender(rank), generation=int(generation), reason=reason))
+
+    def do_durable(self, rank: str, version: str, generation: str = "0", inc: str = "") -> list[str]:
+        return self.step(
+            m.CheckpointDurable(
+                sender=self.sender(rank, inc), version=int(version), generation=int(generation)
+            )
+        )
+
+    def do_finish(self, rank: str, version: str) -> list[str]:
+        return self.step(m.Finish(sender=self.sender(rank), version=int(version)))
+
+    def do_fail(self, reason: str, rank: str = "", inc: str = "") -> list[str]:
+        return self.step(m.Fail(sender=self.sender(rank, inc) if rank else None, reason=reason))
+
+    def do_suspect(self, rank: str, reason: str) -> list[str]:
+        return self.step(m.Suspect(sender=self.sender(rank), reason=reason))
+
+    def do_beat(self, rank: str, version: str, inc: str = "") -> list[str]:
+        self.versions[int(rank)] = int(version)
+        return self.step(m.Heartbeat(sender=self.sender(rank, inc), version=int(version)))
+
+    def do_exited(self, rank: str, code: str, inc: str | None = None, pid: str = "0") -> list[str]:
+        incarnation = self.incarnations.get(int(rank), "") if inc is None else inc
+        return self.step(
+            m.MemberExited(rank=int(rank), incarnation=incarnation, pid=int(pid), exit_code=int(code))
+        )
+
+    # --- log servers ---
+
+    def do_fenced(self, generation: str) -> list[str]:
+        return self.step(m.LogsFenced(generation=int(generation)))
+
+    def do_reset(self, generation: str) -> list[str]:
+        return self.step(m.LogsReset(generation=int(generation)))
+
+    def do_blocked(self, generation: str, server: str, reason: str) -> list[str]:
+        return self.step(m.LogsBlocked(generation=int(generation), address=server, reason=reason))
+
+    def do_outdated(self, generation: str, reason: str) -> list[str]:
+        return self.step(m.LogsRefused(generation=int(generation), reason=reason))
+
+    def do_inventory(self, generation: str, **streams: str) -> list[str]:
+        summaries = {}
+        for stream, steps in streams.items():
+            if steps == "corrupt":
+                summary = StreamSummary(stream=stream, records=9, corrupt=True, reason="a checksum differs")
+            else:
+                first, last = map(int, steps.split("-"))
+                summary = StreamSummary(stream=stream, records=9, first_step=first, last_step=last)
+            summaries[stream] = summary
+        return self.step(m.InventoryTaken(generation=int(generation), streams=summaries))
+
+    # --- time, crashes ---
+
+    def do_beats(self, ranks: str) -> list[str]:
+        self.beats = [int(rank) for rank in ranks.split(",") if rank]
+        return []
+
+    def do_wait(self, seconds: str) -> list[str]:
+        out = []
+        until = self.now + float(seconds)
+        while self.now < until:
+            self.now += 0.5
+            out += self.step(m.Tick())
+            for rank in self.beats:
+                out += self.step(
+                    m.Heartbeat(sender=self.sender(str(rank)), version=self.versions.get(rank, 0))
+                )
+        return out
+
+    def do_stall(self, seconds: str) -> list[str]:
+        self.now += float(seconds)
+        return self.step(m.Tick())
+
+    def do_crash(self) -> list[str]:
+        self.job = Job(JobRow.from_json(self.durable), TIMING, self.now)
+        assert self.job.row.to_json() == self.durable
+        return [_view(self.job.row), *self.carry_out(self.job.resume())]
+
+    def do_status(self) -> list[str]:
+        assert self.job is not None
+        ages = [f"rank {rank} {self.job.lease_age_s(rank, self.now):.1f} s" for rank in self.job.row.holders]
+        out = [f"heard: {', '.join(ages)}"]
+        for rank, reason, age_s in self.job.suspicions(self.now):
+            out.append(f"suspicion of rank {rank}, {age_s:.1f} s: {reason}")
+        return out
+
+    # --- ---
+
+    def step(self, command: m.Command) -> list[str]:
+        assert self.job is not None
+        before = self.job.row.to_json()
+        try:
+            effects = self.job.step(command, self.now)
+        except Refusal:
+            assert self.job.row.to_json() == before, "a refused command has changed the row"
+            raise
+        return self.carry_out(effects)
+
+    def carry_out(self, effects: list[m.Effect]) -> list[str]:
+        assert self.job is not None
+        out = []
+        for effect in effects:
+            match effect:
+                case m.Persist():
+                    self.durable = self.job.row.to_json()
+                    entered = f" {effect.entered}" if effect.entered else ""
+                    out.append(f"persist{entered} revision {self.job.row.revision}")
+                case m.PublishView():
+                    assert self.durable == self.job.row.to_json(), "published before it was durable"
+                    out.append(_view(self.job.row))
+                case m.Emit():
+                    fields = {k: v for k, v in effect.fields.items() if k not in ("job", "generation")}
+                    words = " ".join(f"{key}={value}" for key, value in fields.items())
+                    out.append(f"event {effect.event} {words}".rstrip())
+                case m.TrimLogs():
+                    out.append(f"trim below step {effect.below_step}")
+                case m.FenceLogs() | m.FetchInventory() | m.ResetLogs():
+                    assert self.durable == self.job.row.to_json(), "an effect before it was durable"
+                    out.append(f"{type(effect).__name__} generation {effect.generation}")
+        return out
+
+
+def _view(row: JobRow) -> str:
+    view = view_of(row)
+    parts = [f"view {pb.State.Name(view.state)} generation {view.generation}"]
+    parts.append(f"members {','.join(member.incarnation for member in view.members)}")
+    if view.fenced:
+        parts.append(f"fenced {','.join(member.incarnation for member in view.fenced)}")
+    if view.checkpoints:
+        parts.append(f"checkpoints {','.join(map(str, view.checkpoints))}")
+    if view.reason:
+        parts.append(f"because {view.reason}")
+    if view.waiting_for:
+        parts.append(f"waits for {view.waiting_for}")
+    if view.HasField("plan"):
+        parts.append(f"plan {view.plan.reason} (collectives from {view.plan.collective_source})")
+    return "; ".join(parts)
+
+
+def rerun(text: str) -> str:
+    """The transcript with what its commands give now."""
+    world = World()
+    out: list[str] = []
+    for block in text.strip("\n").split("\n\n"):
+        commands = block.split("\n----", 1)[0].split("\n")
+        given = [line for command in commands if not command.startswith("#") for line in world.run(command)]
+        out += [*commands, "----", *given, ""]
+    return "\n".join(out)
