@@ -49,6 +49,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="default", choices=list(MODELS))
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--codec", default="none", choices=["none", "lz4"])
+    parser.add_argument("--strategy", default="auto")
     return parser.parse_args(argv)
 
 
@@ -56,7 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     config = MODELS[args.model]
     with swift.Session.from_env(
-        seed=args.seed, checkpoint_every=args.checkpoint_every, codec=args.codec
+        seed=args.seed,
+        checkpoint_every=args.checkpoint_every,
+        codec=args.codec,
+        strategy=args.strategy,
     ) as session:
         indices, num_stages = stages_of(args.schedule, session.rank, args.stages)
         modules = [make_stage(config, index, num_stages, args.seed) for index in indices]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from swift.errors import UsageError
+from swift.recovery.types import STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +14,8 @@ class SessionConfig:
     """Root of all randomness inside the stages."""
     checkpoint_every: int = 100
     """Optimizer steps between two checkpoints; the log holds what came after the newest complete one."""
+    strategy: str = "auto"
+    """How ranks get back after a failure: "auto" or "replay" (from the log, where it allows it), "checkpoint"."""
     codec: str = "none"
     """Codec of this rank's log streams: "none" or "lz4" (raw floats hardly compress)."""
     log_queue_bytes: int = 256 << 20
@@ -23,6 +26,8 @@ class SessionConfig:
     def __post_init__(self) -> None:
         if self.checkpoint_every < 1:
             raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
+        if self.strategy not in STRATEGIES:
+            raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
         if self.codec not in ("none", "lz4"):
             raise UsageError(f"codec={self.codec!r}; give 'none' or 'lz4'")
         if self.log_queue_bytes < 1 << 20:
@@ -31,4 +36,8 @@ class SessionConfig:
             raise UsageError(f"suspicion_timeout_s={self.suspicion_timeout_s}; give more than 0")
 
     def agreed(self) -> dict[str, str]:
-        return {"seed": str(self.seed), "checkpoint_every": str(self.checkpoint_every)}
+        return {
+            "seed": str(self.seed),
+            "checkpoint_every": str(self.checkpoint_every),
+            "strategy": self.strategy,
+        }
