@@ -119,11 +119,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     args = make_parser().parse_args(argv)
     _check(args)
     loopback = _choose_rendezvous(args)
-    run_dir = None
-    if args.log_dir or args.redirects != "0":
-        run_dir = make_run_dir(args.log_dir, args.rdzv_id)
     # torch's own log handling would make a directory that nobody uses.
-    args.log_dir = os.devnull
+    log_dir, args.log_dir = args.log_dir, os.devnull
     if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -134,9 +131,12 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         raise UsageError(f"run: {error}") from error
     except KeyError as error:
         raise UsageError(f"run: --signals-to-handle: no signal {error}") from error
+    if config.nproc_per_node < 1:
+        raise UsageError(f"run: --nproc-per-node {args.nproc_per_node}: 1 or more")
     shown = None
     if args.local_ranks_filter:
         shown = frozenset(int(rank) for rank in args.local_ranks_filter.split(","))
+    run_dir = make_run_dir(log_dir, config.run_id) if log_dir or any(redirects.values()) else None
     return LaunchPlan(
         config=config,
         loopback=loopback,
@@ -171,6 +171,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --coordinator {args.coordinator}: write HOST:PORT")
     if args.spares < 0:
         raise UsageError(f"run: --spares {args.spares}: 0 or more")
+    if args.monitor_interval <= 0:
+        raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
     if args.job is not None and not JOB_GRAMMAR.fullmatch(args.job):
         raise UsageError(f"run: --job {args.job}: up to 64 of a-z 0-9 . _ -, the first a letter or digit")
     if args.module:

@@ -58,11 +58,11 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
     try:
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
-        base = log_dir or tempfile.mkdtemp(prefix="torchelastic_")
+        base = os.path.abspath(log_dir or tempfile.mkdtemp(prefix="torchelastic_"))
         return Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=base))
     except OSError as error:
         raise UsageError(
-            f"--log-dir {log_dir}: {error.strerror}: name a directory that can be written"
+            f"run: --log-dir {log_dir}: {error.strerror}: name a directory that can be written"
         ) from error
 
 

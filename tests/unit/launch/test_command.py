@@ -1,0 +1,153 @@
+"""Flags -> LaunchPlan: what is taken, what is refused, and with which words."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from swift.errors import UsageError
+from swift.launch import command, torch_names
+from swift.launch.command import JOB_GRAMMAR, job_name, make_plan
+from swift.launch.torch_names import Std
+
+COORDINATOR = "--coordinator=127.0.0.1:5000"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with a script; the environment comes back as it was."""
+    for name in ("SWIFT_COORDINATOR", "PET_MAX_RESTARTS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+
+
+def test_defaults() -> None:
+    plan = make_plan([COORDINATOR, "train.py", "--lr", "1"])
+    assert plan.loopback
+    assert (plan.spare_count, plan.config.max_restarts, plan.grace_s) == (1, 100, 5.0)
+    assert (plan.job.script, plan.job.args, plan.job.module) == ("train.py", ["--lr", "1"], False)
+    assert JOB_GRAMMAR.fullmatch(plan.job.name)
+    assert plan.output.file(0, Std.OUT, "stdout.log") is None
+    assert {signal.SIGINT, signal.SIGTERM} <= set(plan.signals)
+
+
+def test_torchruns_flags_pass_through() -> None:
+    flags = ["--nnodes=2:4", "--nproc_per_node=3", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29400"]
+    flags += ["--rdzv-id=Big Run!", "--rdzv-conf=timeout=60", "--role=trainer", "--monitor-interval=0.5"]
+    plan = make_plan([COORDINATOR, *flags, "--max-restarts=7", "-m", "json.tool", "x"])
+    config = plan.config
+    assert not plan.loopback
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 4, 3)
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("c10d", "host:29400", "Big Run!")
+    assert config.rdzv_configs["timeout"] == "60"
+    assert (config.role, config.monitor_interval, config.max_restarts) == ("trainer", 0.5, 7)
+    assert (plan.job.name, plan.job.module, plan.job.script) == ("big-run-", True, "json.tool")
+    assert plan.job.sys_path0() == os.getcwd()
+
+
+def test_static_rendezvous_keeps_rank_and_address() -> None:
+    flags = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=1234", "--job=j"]
+    config = make_plan([COORDINATOR, *flags, "train.py"]).config
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", "10.0.0.1:1234")
+    assert config.rdzv_configs["rank"] == 1
+
+
+def test_threads_are_one_each_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for nproc, given, found in (("2", None, "1"), ("1", None, None), ("2", "6", "6")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        make_plan([COORDINATOR, f"--nproc-per-node={nproc}", "train.py"])
+        assert os.environ.get("OMP_NUM_THREADS") == found
+
+
+def test_coordinator_and_restarts_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_COORDINATOR", "10.0.0.9:7")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "4")
+    plan = make_plan(["train.py"])
+    assert (plan.job.coordinator, plan.config.max_restarts) == ("10.0.0.9:7", 4)
+
+
+def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
+    flags = ["--nproc-per-node=3", "--log-dir=logs", "--redirects=0:3,1:2", "--local-ranks-filter=0,1"]
+    plan = make_plan([COORDINATOR, *flags, "train.py"])
+    found = {
+        (rank, stream.name): plan.output.file(rank, stream, "f")
+        for rank in range(3)
+        for stream in (Std.OUT, Std.ERR)
+    }
+    run_dir = plan.output.run_dir
+    assert run_dir is not None
+    assert run_dir.parent.resolve() == tmp_path / "logs"
+    assert found == {
+        (0, "OUT"): str(run_dir / "attempt_0" / "0" / "f"),
+        (0, "ERR"): str(run_dir / "attempt_0" / "0" / "f"),
+        (1, "OUT"): None,
+        (1, "ERR"): str(run_dir / "attempt_0" / "1" / "f"),
+        (2, "OUT"): os.devnull,
+        (2, "ERR"): os.devnull,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["train.py"], "--coordinator HOST:PORT is needed"),
+        (["--coordinator=here", "train.py"], "write HOST:PORT"),
+        ([COORDINATOR], "training_script"),
+        ([COORDINATOR, "missing.py"], "there is no such script"),
+        ([COORDINATOR, "-m", "no_such_module.main"], "no module named no_such_module"),
+        ([COORDINATOR, "--nproc-per-node=many", "train.py"], "Unsupported nproc_per_node"),
+        ([COORDINATOR, "--nproc-per-node=0", "train.py"], "--nproc-per-node 0"),
+        ([COORDINATOR, "--nnodes=a:b", "train.py"], "--nnodes a:b"),
+        ([COORDINATOR, "--nnodes=3:2", "--job=j", "train.py"], "min_nodes"),
+        ([COORDINATOR, "--nnodes=2", "train.py"], "--job NAME or --rdzv-id ID"),
+        ([COORDINATOR, "--spares=-1", "train.py"], "--spares -1"),
+        ([COORDINATOR, "--max-restarts=-1", "train.py"], "max_restarts"),
+        ([COORDINATOR, "--monitor-interval=0", "train.py"], "--monitor-interval 0"),
+        ([COORDINATOR, "--job=Über", "train.py"], "--job Über"),
+        ([COORDINATOR, "--redirects=9", "train.py"], "9 does not match"),
+        ([COORDINATOR, "--local-ranks-filter=x", "train.py"], "local_ranks_filter"),
+        ([COORDINATOR, "--log-dir=train.py/logs", "train.py"], "name a directory that can be written"),
+        ([COORDINATOR, "--signals-to-handle=SIGWHAT", "train.py"], "SIGWHAT"),
+        ([COORDINATOR, "--rdzv-conf=nonsense", "train.py"], "nonsense"),
+        ([COORDINATOR, "--no-python", "train.py"], "not supported: --no-python"),
+        ([COORDINATOR, "--start-method=fork", "train.py"], "not supported: --start-method"),
+        ([COORDINATOR, "--tee=3", "train.py"], "not supported: --tee"),
+        ([COORDINATOR, "--numa-binding=node", "train.py"], "not supported: --numa-binding"),
+        ([COORDINATOR, "--no-such-flag", "train.py"], "--no-such-flag"),
+    ],
+)
+def test_bad_flags_get_one_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_plan(flags)
+    assert words in str(refused.value)
+    assert command.main(flags) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("swift: run: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("run_id", "name"),
+    [("abc", "abc"), ("Job 1/2", "job-1-2"), ("-x", "x"), ("___", "job"), ("é", "job"), ("a" * 99, "a" * 64)],
+)
+def test_job_names_follow_the_grammar(run_id: str, name: str) -> None:
+    assert job_name(run_id) == name
+    assert JOB_GRAMMAR.fullmatch(name)
+
+
+def test_missing_torch_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_names.missing_names() == []
+    needed = {"torch.distributed.run": ["no_such_name"], "torch.no_such_module": ["x"]}
+    needed |= {f"{torch_names.AGENT_LOGGER}:SimpleElasticAgent": ["_rendezvous", "_gone"]}
+    monkeypatch.setattr(torch_names, "_NEEDED", needed)
+    assert torch_names.missing_names() == [
+        "torch.distributed.run.no_such_name",
+        "torch.no_such_module",
+        "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._gone",
+    ]
