@@ -99,6 +99,13 @@ def seconds(value: float | None) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
+def headline(result: Mapping[str, Any]) -> str:
+    """The verdict, and how it was come by."""
+    if result["verdict"] != "PASS":
+        return str(result["verdict"])
+    return "PASS (exact)" if result["exact"] else "PASS (by the checkpoint, not by exact replay)"
+
+
 def describe(event: Mapping[str, Any]) -> str:
     """One event in words."""
     name, rank = event["event"], event.get("rank")
@@ -229,8 +236,7 @@ def show(result: Mapping[str, Any], console: Console | None = None) -> None:
     for t, who, what in timeline_rows(result):
         timeline.add_row(f"+{t:.3f}", who, Text(what))
     verdict = result["verdict"]
-    exact = "exact" if result["exact"] else "not exact"
-    head = Text(f"{verdict} ({exact})" if verdict == "PASS" else verdict, style=f"bold {COLOURS[verdict]}")
+    head = Text(headline(result), style=f"bold {COLOURS[verdict]}")
     console.print(
         Group(
             timeline,

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from swift.drill.console import describe, seconds, timeline_rows
+from swift.drill.console import describe, headline, seconds, timeline_rows
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#9a6700"}
 PHASE_COLOURS = {
@@ -51,11 +51,10 @@ def page(result: Mapping[str, Any]) -> str:
     """The whole page of one report."""
     shape = result["topology"]
     verdict = result["verdict"]
-    exact = " (exact)" if result["exact"] else ""
     head = f"swift drill: {shape['pipeline_ranks']} ranks, {shape['schedule']}, {shape['steps']} steps"
     parts = [
         f"<h1>{text(head)}</h1>",
-        f'<div class="verdict" style="--verdict: {COLOURS[verdict]}"><b>{verdict}</b>{exact}'
+        f'<div class="verdict" style="--verdict: {COLOURS[verdict]}"><b>{headline(result)}</b>'
         f"<br>{text(result['reason'])}</div>",
         *(_recovery(number, recovery) for number, recovery in enumerate(result["recoveries"], start=1)),
         _drawing(result),
