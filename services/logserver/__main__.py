@@ -1,0 +1,153 @@
+"""python -m services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
+
+import argparse
+import ipaddress
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# gRPC's own lines about a port in use would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from services.logserver.engine import EngineConfig, Fsync, LogEngine
+from services.logserver.servicer import make_server
+from services.logserver.storage import DirectoryStorage
+from swift import events
+from swift.errors import ServiceError, SwiftError, UsageError
+
+_STOP_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """What the command line says, checked."""
+
+    directory: Path
+    listen: str
+    address_file: Path | None
+    segment_bytes: int
+    engine: EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes < 4096:
+            raise UsageError(f"--segment-bytes {self.segment_bytes} is too small; give at least 4096")
+        if self.engine.credit_bytes < 1 or self.engine.body_bytes_max < 1:
+            raise UsageError("--credit-bytes and --body-bytes-max must be positive")
+        if self.engine.fsync_interval_s <= 0:
+            raise UsageError("--fsync-interval must be positive")
+        if self.address_file is not None and not self.address_file.parent.is_dir():
+            raise UsageError(f"--address-file: there is no directory {self.address_file.parent}")
+
+
+def _listen_address(text: str, insecure: bool) -> str:
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"--listen {text!r} is not host:port, such as 127.0.0.1:0")
+    if not insecure and host != "localhost":
+        try:
+            loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+        except ValueError:
+            loopback = False
+        if not loopback:
+            raise UsageError(
+                f"--listen {text}: not a loopback address, and connections are neither encrypted nor "
+                "authenticated; give 127.0.0.1:PORT, or --insecure if the network is trusted"
+            )
+    return text
+
+
+def parse(argv: Sequence[str]) -> ServerConfig:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.logserver",
+        description="Keeps the log of training jobs in a directory and serves it over gRPC.",
+    )
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="where segments are kept; made if missing"
+    )
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free one")
+    parser.add_argument("--address-file", type=Path, help="gets host:port once the server serves")
+    parser.add_argument(
+        "--fsync",
+        choices=[policy.value for policy in Fsync],
+        default=Fsync.ALWAYS.value,
+        help="acknowledge after a shared fdatasync (always), or after the write",
+    )
+    parser.add_argument(
+        "--fsync-interval", type=float, default=0.1, metavar="SECONDS", help="for --fsync interval"
+    )
+    parser.add_argument(
+        "--segment-bytes", type=int, default=128 << 20, help="a segment is sealed at this size"
+    )
+    parser.add_argument("--credit-bytes", type=int, default=64 << 20, help="bytes under way per writer")
+    parser.add_argument("--body-bytes-max", type=int, default=256 << 20, help="largest tensor accepted")
+    parser.add_argument("--insecure", action="store_true", help="allow --listen off loopback, without TLS")
+    options = parser.parse_args(argv)
+    return ServerConfig(
+        directory=options.directory,
+        listen=_listen_address(options.listen, options.insecure),
+        address_file=options.address_file,
+        segment_bytes=options.segment_bytes,
+        engine=EngineConfig(
+            fsync=Fsync(options.fsync),
+            fsync_interval_s=options.fsync_interval,
+            credit_bytes=options.credit_bytes,
+            body_bytes_max=options.body_bytes_max,
+        ),
+    )
+
+
+def run(config: ServerConfig) -> int:
+    """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    storage = DirectoryStorage(config.directory, config.segment_bytes)
+    engine = LogEngine(storage, config.engine)
+    server, _ = make_server(engine)
+    host = config.listen.rpartition(":")[0]
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise UsageError(f"cannot listen on {config.listen}: the port is in use or not allowed; give another")
+    engine.start(storage.recover())
+    server.start()
+    engine.on_health(True)
+    address = f"{host}:{port}"
+    events.emit("serving", address=address, directory=str(config.directory))
+    if config.address_file is not None:
+        aside = config.address_file.with_name(f"{config.address_file.name}.{os.getpid()}")
+        aside.write_text(f"{address}\n")
+        aside.rename(config.address_file)
+    print(f"log server on {address}, directory {config.directory}", flush=True)
+    stop.wait()
+    events.emit("draining")
+    engine.on_health(False)
+    engine.drain()
+    server.stop(_STOP_GRACE_S).wait()
+    engine.close()
+    events.emit("stopped")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    events.configure("logserver")
+    try:
+        return run(parse(sys.argv[1:] if argv is None else argv))
+    except SwiftError as error:
+        print(f"logserver: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"logserver: {ServiceError(str(error))}", file=sys.stderr)
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

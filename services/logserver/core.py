@@ -1,0 +1,318 @@
+"""The log's state machine, without I/O: what is accepted, known, refused; what is durable; what is gone.
+
+Per stream three watermarks stand together::
+
+    first <= durable <= appended        (sequences; each is exclusive, the first one *not* there)
+
+``first`` rises with a trim or a reset, ``durable`` when the storage says so, ``appended`` with each accepted
+frame. What was appended and is not durable can be taken back (`abandon`), nothing else can. Records are found
+by sequence, to recognise one that is sent again, and by key, to refuse a second one of the same name.
+
+Per job there is one granted generation, which only rises (`fence`), and one step below which everything is
+trimmed, which only rises too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from swift.log.frame import FrameHeader
+from swift.log.record import RecordKey, stream_tag
+from swift.log.wire import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something is not done. ``message`` is for people, ``reason`` for programs."""
+
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record in the index."""
+
+    sequence: int
+    key: RecordKey
+    digest: bytes
+    generation: int
+    frame_bytes: int
+
+
+STEP_UNKNOWN = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Records that were there once and are not to be had. A trim at or above ``below_step`` covers it."""
+
+    sequence: int
+    end_sequence: int
+    below_step: int
+    """All of them are of steps below; STEP_UNKNOWN until the first record behind them tells."""
+    reason: str
+
+
+@dataclass(slots=True)
+class StreamState:
+    """One stream: a contiguous run of sequences, written by one writer per generation."""
+
+    job: str
+    name: str
+    first: int = 0
+    durable: int = 0
+    appended: int = 0
+    by_sequence: dict[int, Entry] = field(default_factory=dict)
+    by_key: dict[RecordKey, Entry] = field(default_factory=dict)
+    holes: list[Hole] = field(default_factory=list)
+    quarantined: str = ""
+    """Why nothing is accepted any more: the writer sent other bytes for a record that is there."""
+    bytes: int = 0
+    tag: int = 0
+
+    def __post_init__(self) -> None:
+        self.tag = stream_tag(self.job, self.name)
+
+    def check(self) -> None:
+        assert self.first <= self.durable <= self.appended, (self.first, self.durable, self.appended)
+
+    @property
+    def corrupt_reason(self) -> str:
+        return self.quarantined or (self.holes[0].reason if self.holes else "")
+
+    def add(self, entry: Entry) -> None:
+        self.by_sequence[entry.sequence] = entry
+        self.by_key[entry.key] = entry
+        self.bytes += entry.frame_bytes
+
+    def remove(self, entry: Entry) -> None:
+        del self.by_sequence[entry.sequence]
+        if self.by_key.get(entry.key) is entry:
+            del self.by_key[entry.key]
+        self.bytes -= entry.frame_bytes
+
+    def hole_at(self, sequence: int) -> Hole | None:
+        for hole in self.holes:
+            if hole.sequence <= sequence < hole.end_sequence:
+                return hole
+        return None
+
+    def add_hole(self, hole: Hole) -> None:
+        """Its records end where the stream ends, or before."""
+        self.holes.append(hole)
+        self.appended = max(self.appended, hole.end_sequence)
+        self.durable = max(self.durable, hole.end_sequence)
+        self.check()
+
+    def bound_holes(self, step: int) -> None:
+        """A record of this step stands behind all holes."""
+        if self.holes and self.holes[-1].below_step == STEP_UNKNOWN:
+            self.holes = [
+                replace(hole, below_step=step + 1) if hole.below_step == STEP_UNKNOWN else hole
+                for hole in self.holes
+            ]
+
+
+@dataclass(slots=True)
+class JobState:
+    """A job: its granted generation and its streams."""
+
+    name: str
+    generation: int = 0
+    trimmed_below_step: int = 0
+    trim_wanted: int = 0
+    """A trim that waits for readers of older steps."""
+    streams: dict[str, StreamState] = field(default_factory=dict)
+    readers: dict[int, int] = field(default_factory=dict)
+    """Reader -> the oldest step it may still want."""
+
+    def stream(self, name: str) -> StreamState:
+        state = self.streams.get(name)
+        if state is None:
+            state = self.streams[name] = StreamState(self.name, name)
+        return state
+
+
+class LogCore:
+    """All jobs of one server. Every method is a decision; the caller does what it says."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, JobState] = {}
+
+    def job(self, name: str) -> JobState:
+        state = self.jobs.get(name)
+        if state is None:
+            state = self.jobs[name] = JobState(name)
+        return state
+
+    # -- appending ------------------------------------------------------------------------------------
+
+    def check_generation(self, job: JobState, generation: int) -> Refusal | None:
+        if generation < job.generation:
+            return Refusal(
+                Reason.STALE_GENERATION,
+                f"generation {generation} of job {job.name} was fenced; {job.generation} is granted",
+            )
+        if generation > job.generation or generation == 0:
+            return Refusal(
+                Reason.NOT_GRANTED,
+                f"generation {generation} of job {job.name} is not granted; {job.generation} is",
+            )
+        return None
+
+    def open(self, job_name: str, stream_name: str, generation: int, acked: int) -> StreamState | Refusal:
+        """A writer takes a stream. ``acked``: it was told that everything below is durable."""
+        job = self.job(job_name)
+        refusal = self.check_generation(job, generation)
+        if refusal is not None:
+            return refusal
+        stream = job.stream(stream_name)
+        if stream.quarantined:
+            return Refusal(Reason.CONFLICT, f"stream {stream_name} is quarantined: {stream.quarantined}")
+        if acked > stream.appended:
+            if stream.durable < stream.appended:
+                return Refusal(Reason.INVALID, f"nobody acknowledged record {acked - 1} of {stream_name}")
+            # Acknowledged records are gone. The hole stays known, and the stream goes on behind it.
+            reason = f"records {stream.appended} to {acked - 1} were acknowledged and are gone"
+            stream.add_hole(Hole(stream.appended, acked, STEP_UNKNOWN, reason))
+        return stream
+
+    def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> Entry | Refusal | None:
+        """An entry: write it. None: it is there already, write nothing and acknowledge it again."""
+        job = self.job(stream.job)
+        refusal = self.check_generation(job, generation)
+        if refusal is not None:
+            return refusal
+        where = f"{stream.name} {frame.key}"
+        if frame.generation != generation:
+            return Refusal(Reason.INVALID, f"{where}: generation {frame.generation} in one of {generation}")
+        if stream.quarantined:
+            return Refusal(Reason.CONFLICT, f"stream {stream.name} is quarantined: {stream.quarantined}")
+        if frame.sequence > stream.appended:
+            return Refusal(
+                Reason.GAP, f"{where}: sequence {frame.sequence} leaves a gap; {stream.appended} is expected"
+            )
+        if frame.sequence < stream.appended:
+            return self._again(stream, frame)
+        known = stream.by_key.get(frame.key)
+        if known is not None:
+            return Refusal(
+                Reason.CONFLICT, f"{where}: is record {known.sequence} already, was sent as {frame.sequence}"
+            )
+        entry = Entry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
+        stream.bound_holes(frame.key.step)
+        stream.add(entry)
+        stream.appended += 1
+        return entry
+
+    def _again(self, stream: StreamState, frame: FrameHeader) -> Refusal | None:
+        """A record that was sent before. The index answers, however long ago it was."""
+        known = stream.by_sequence.get(frame.sequence)
+        if known is None:  # trimmed, or in a hole: there is nothing to compare it with, nor to write
+            return None
+        if known.key == frame.key and known.digest == frame.digest:
+            return None
+        stream.quarantined = (
+            f"record {frame.sequence} is {known.key} with digest {known.digest.hex()}, "
+            f"and was sent again as {frame.key} with digest {frame.digest.hex()}"
+        )
+        return Refusal(Reason.CONFLICT, f"{stream.name}: {stream.quarantined}")
+
+    def made_durable(self, stream: StreamState, sequence: int) -> None:
+        """The storage has everything below ``sequence`` for good."""
+        stream.durable = max(stream.durable, min(sequence, stream.appended))
+        stream.check()
+
+    def abandon(self) -> None:
+        """The storage could not write: takes back all that is appended and not durable."""
+        for job in self.jobs.values():
+            for stream in job.streams.values():
+                for sequence in range(stream.durable, stream.appended):
+                    entry = stream.by_sequence.get(sequence)
+                    if entry is not None:
+                        stream.remove(entry)
+                stream.appended = stream.durable
+
+    # -- generations ----------------------------------------------------------------------------------
+
+    def fence(self, job_name: str, generation: int) -> Refusal | None:
+        job = self.job(job_name)
+        if generation < job.generation:
+            return Refusal(
+                Reason.STALE_GENERATION,
+                f"generation {generation} of job {job_name} is older than the granted {job.generation}",
+            )
+        job.generation = generation
+        return None
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def check_readable(self, job: JobState, from_step: int) -> Refusal | None:
+        if from_step < job.trimmed_below_step:
+            return Refusal(
+                Reason.TRIMMED,
+                f"step {from_step} of job {job.name} is trimmed; "
+                f"the oldest step there is {job.trimmed_below_step}",
+            )
+        return None
+
+    def next_to_read(self, stream: StreamState, sequence: int, from_step: int) -> Entry | Refusal | None:
+        """The first durable record at or behind ``sequence`` of a step >= ``from_step``, if there is one."""
+        sequence = max(sequence, stream.first)
+        while sequence < stream.durable:
+            entry = stream.by_sequence.get(sequence)
+            if entry is not None and entry.key.step < from_step:
+                sequence += 1
+                continue
+            hole = stream.hole_at(sequence) if stream.holes else None
+            if hole is not None and hole.below_step > from_step:
+                return Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
+            if entry is not None:
+                return entry
+            sequence = hole.end_sequence if hole is not None else sequence + 1
+        return None
+
+    def digests(self, stream: StreamState, from_step: int) -> Iterator[Entry]:
+        for entry in list(stream.by_sequence.values()):
+            if entry.sequence < stream.durable and entry.key.step >= from_step:
+                yield entry
+
+    # -- dropping -------------------------------------------------------------------------------------
+
+    def trim(self, job: JobState, below_step: int) -> list[StreamState]:
+        """Drops the steps below, as far as readers allow. Gives the streams that changed."""
+        job.trim_wanted = max(job.trim_wanted, below_step)
+        allowed = min([job.trim_wanted, *job.readers.values()])
+        if allowed <= job.trimmed_below_step:
+            return []
+        job.trimmed_below_step = allowed
+        changed = []
+        for stream in job.streams.values():
+            dead = [entry for entry in stream.by_sequence.values() if entry.key.step < allowed]
+            for entry in dead:
+                if entry.sequence < stream.durable:
+                    stream.remove(entry)
+            stream.holes = [hole for hole in stream.holes if hole.below_step > allowed]
+            first = min(stream.by_sequence, default=stream.durable)
+            if stream.holes:
+                first = min(first, stream.holes[0].sequence)
+            if first > stream.first:
+                stream.first = first
+                changed.append(stream)
+            stream.check()
+        return changed
+
+    def reset(self, job: JobState, generation: int) -> list[StreamState] | Refusal:
+        """Drops every record of the job; sequences go on. Only under the granted generation, all durable."""
+        refusal = self.check_generation(job, generation)
+        if refusal is not None:
+            return refusal
+        for stream in job.streams.values():
+            assert stream.durable == stream.appended, "a reset waits until everything is durable"
+            stream.by_sequence.clear()
+            stream.by_key.clear()
+            stream.holes.clear()
+            stream.quarantined = ""
+            stream.bytes = 0
+            stream.first = stream.durable
+        return list(job.streams.values())

@@ -1,0 +1,175 @@
+"""gRPC over the engine: messages in and out, refusals into status codes. No decision is taken here."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.logserver.core import Refusal
+from services.logserver.engine import LogEngine, Refused, Session
+from swift._pb import log_pb2
+from swift.log.wire import REASON_KEY, SERVICE, Reason, server_options, split_frames
+
+CALLS_MAX = 512
+"""Calls that run at once; each of them has a thread. More are refused."""
+
+_STATUS = {
+    Reason.STALE_GENERATION: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.NOT_GRANTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.NOT_OPEN: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.GAP: grpc.StatusCode.OUT_OF_RANGE,
+    Reason.CONFLICT: grpc.StatusCode.ALREADY_EXISTS,
+    Reason.CORRUPT: grpc.StatusCode.DATA_LOSS,
+    Reason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Reason.OVERSIZE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.TRIMMED: grpc.StatusCode.NOT_FOUND,
+    Reason.CLOSED: grpc.StatusCode.UNAVAILABLE,
+    Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
+}
+_DIGESTS_A_MESSAGE = 4096
+
+Context = grpc.ServicerContext
+Reply = TypeVar("Reply", bound=Message)
+
+
+def _abort(context: Context, refusal: Refusal) -> None:
+    context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
+    context.abort(_STATUS[refusal.reason], refusal.message)
+
+
+class LogServicer:
+    def __init__(self, engine: LogEngine) -> None:
+        self.engine = engine
+
+    def append(self, requests: Iterator[bytes], context: Context) -> Iterator[log_pb2.AppendReply]:
+        try:
+            session = self.engine.attach()
+        except Refused as refused:
+            _abort(context, refused.refusal)
+            return
+        context.add_callback(lambda: self.engine.detach(session))
+        pump = threading.Thread(target=self._pump, args=(session, requests), name="pump", daemon=True)
+        pump.start()
+        yield from session.replies()
+        if session.refusal is not None:
+            _abort(context, session.refusal)
+
+    def _pump(self, session: Session, requests: Iterator[bytes]) -> None:
+        """Takes the writer's messages until it ends or is refused."""
+        try:
+            for message in requests:
+                frames = split_frames(message)
+                if frames is None:
+                    request = log_pb2.AppendRequest.FromString(message)
+                    for opening in request.opens:
+                        self.engine.open(session, opening)
+                    frames = memoryview(request.frames)
+                if frames:
+                    self.engine.handle(session, frames)
+            session.end()
+        except Refused as refused:
+            session.end(refused.refusal)
+        except DecodeError:
+            session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
+        except grpc.RpcError:  # the call is gone; its handler ends by the callback
+            session.end()
+        except Exception as error:  # a bug: the writer must not wait for it in silence
+            logging.getLogger(__name__).exception("append failed")
+            session.end(Refusal(Reason.CLOSED, f"internal error: {error!r}"))
+
+    def read(self, request: log_pb2.ReadRequest, context: Context) -> Iterator[bytes]:
+        try:
+            yield from self.engine.read(request, context.is_active)
+        except Refused as refused:
+            _abort(context, refused.refusal)
+
+    def digests(self, request: log_pb2.DigestsRequest, context: Context) -> Iterator[log_pb2.DigestsReply]:
+        try:
+            records = self.engine.digests(request)
+        except Refused as refused:
+            _abort(context, refused.refusal)
+            return
+        for at in range(0, len(records), _DIGESTS_A_MESSAGE):
+            yield log_pb2.DigestsReply(records=records[at : at + _DIGESTS_A_MESSAGE])
+
+    def inventory(self, request: log_pb2.InventoryRequest, context: Context) -> log_pb2.InventoryReply:
+        return self._unary(context, lambda: self.engine.inventory(request.job))
+
+    def fence(self, request: log_pb2.FenceRequest, context: Context) -> log_pb2.FenceReply:
+        return self._unary(
+            context,
+            lambda: log_pb2.FenceReply(generation=self.engine.fence(request.job, request.generation)),
+        )
+
+    def trim(self, request: log_pb2.TrimRequest, context: Context) -> log_pb2.TrimReply:
+        return self._unary(
+            context,
+            lambda: log_pb2.TrimReply(trimmed_below_step=self.engine.trim(request.job, request.below_step)),
+        )
+
+    def reset(self, request: log_pb2.ResetRequest, context: Context) -> log_pb2.ResetReply:
+        def work() -> log_pb2.ResetReply:
+            self.engine.reset(request.job, request.generation)
+            return log_pb2.ResetReply()
+
+        return self._unary(context, work)
+
+    @staticmethod
+    def _unary(context: Context, work: Callable[[], Reply]) -> Reply:
+        try:
+            return work()
+        except Refused as refused:
+            _abort(context, refused.refusal)
+            raise AssertionError("abort returned") from None
+
+
+def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
+    """As the generated code would make them, but frames pass as bytes: see `swift.log.wire`."""
+
+    def serialize(message: Message) -> bytes:
+        return message.SerializeToString()
+
+    def unary(method: Any, request: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
+        return grpc.unary_unary_rpc_method_handler(method, request.FromString, serialize)
+
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Append": grpc.stream_stream_rpc_method_handler(servicer.append, None, serialize),
+            "Read": grpc.unary_stream_rpc_method_handler(servicer.read, log_pb2.ReadRequest.FromString, None),
+            "Digests": grpc.unary_stream_rpc_method_handler(
+                servicer.digests, log_pb2.DigestsRequest.FromString, serialize
+            ),
+            "Inventory": unary(servicer.inventory, log_pb2.InventoryRequest),
+            "Fence": unary(servicer.fence, log_pb2.FenceRequest),
+            "Trim": unary(servicer.trim, log_pb2.TrimRequest),
+            "Reset": unary(servicer.reset, log_pb2.ResetRequest),
+        },
+    )
+
+
+def make_server(engine: LogEngine) -> tuple[grpc.Server, health.HealthServicer]:
+    """A server that is not bound and not started yet, and its health service, NOT_SERVING."""
+    server = grpc.server(
+        futures.ThreadPoolExecutor(max_workers=CALLS_MAX, thread_name_prefix="call"),
+        options=server_options(engine.config.body_bytes_max),
+        maximum_concurrent_rpcs=CALLS_MAX,
+    )
+    checks = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    server.add_generic_rpc_handlers((_handlers(LogServicer(engine)),))
+
+    def on_health(serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            checks.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    engine.on_health = on_health
+    on_health(False)
+    return server, checks

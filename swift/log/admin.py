@@ -1,0 +1,85 @@
+"""What the coordinator (and an operator) does with a log server. Each call is idempotent."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from swift._pb import log_pb2, log_pb2_grpc
+from swift.log.rpc import as_error, open_channel
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInventory:
+    """What one server holds of one stream. The sequences are exclusive bounds."""
+
+    stream: str
+    records: int
+    bytes: int
+    trimmed_below_step: int
+    first_step: int | None
+    last_step: int | None
+    """None: no record is there."""
+    next_sequence: int
+    durable_sequence: int
+    corrupt: bool
+    reason: str
+
+
+@contextmanager
+def _stub(address: str) -> Iterator["log_pb2_grpc.LogStub"]:
+    channel = open_channel(address)
+    try:
+        yield log_pb2_grpc.LogStub(channel)
+    except grpc.RpcError as error:
+        raise as_error(address, error) from None
+    finally:
+        channel.close()
+
+
+def fence(address: str, job: str, generation: int, timeout_s: float) -> None:
+    """Grants ``generation``: from now on the server takes appends of no other one. Durable when it returns,
+    and so is everything that older generations appended. StaleGeneration: a newer one is granted already."""
+    with _stub(address) as stub:
+        request = log_pb2.FenceRequest(job=job, generation=generation)
+        stub.Fence(request, timeout=timeout_s, wait_for_ready=True)
+
+
+def trim(address: str, job: str, below_step: int, timeout_s: float) -> int:
+    """Drops the steps below. Gives the step below which everything is dropped now: lower than asked for
+    while somebody reads older steps; the server goes on with it once they are done."""
+    with _stub(address) as stub:
+        request = log_pb2.TrimRequest(job=job, below_step=below_step)
+        reply = stub.Trim(request, timeout=timeout_s, wait_for_ready=True)
+        return int(reply.trimmed_below_step)
+
+
+def reset(address: str, job: str, generation: int, timeout_s: float) -> None:
+    """(everybody restores a checkpoint, because the log cannot be trusted) Drops every record of the job, and
+    what is known of damage. ``generation`` must be the granted one."""
+    with _stub(address) as stub:
+        request = log_pb2.ResetRequest(job=job, generation=generation)
+        stub.Reset(request, timeout=timeout_s, wait_for_ready=True)
+
+
+def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]:
+    """What the server holds of a job; empty for a job that it does not know."""
+    with _stub(address) as stub:
+        request = log_pb2.InventoryRequest(job=job)
+        reply = stub.Inventory(request, timeout=timeout_s, wait_for_ready=True)
+    return [
+        StreamInventory(
+            stream=stream.stream,
+            records=stream.records,
+            bytes=stream.bytes,
+            trimmed_below_step=reply.trimmed_below_step,
+            first_step=stream.first_step if stream.has_records else None,
+            last_step=stream.last_step if stream.has_records else None,
+            next_sequence=stream.next_sequence,
+            durable_sequence=stream.durable_sequence,
+            corrupt=stream.corrupt,
+            reason=stream.reason,
+        )
+        for stream in reply.streams
+    ]

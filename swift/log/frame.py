@@ -1,0 +1,263 @@
+"""A frame: one record as it is on the wire and on disk. Little-endian.
+
+::
+
+     0       4     6     8          12         16                     24
+    +-------+-----+-----+----------+----------+----------------------+
+    | SWFR  | ver | len | head crc | body crc |      stream tag      |
+    +-------+-----+-----+----------+----------+----------------------+ 24
+    |      sequence     |     generation      |         step         |
+    +---------+---------+---------------------+----------------------+ 48
+    |microbat.|  slot   |      raw bytes      |     stored bytes     |
+    +-----+-----+----+--+---------------------+----------------------+ 72
+    |codec|dtype|ndim|flags| zero (4) |      digest of the raw tensor
+    +-----+-----+----+-----+----------+------------------------------+ 96
+      ... digest ends at 96 |            zero (32)                   | 128
+    +--------------------------------------------------------------- +
+    | ndim dimensions of 8 bytes                                     | 128 + 8 ndim
+    +----------------------------------------------------------------+
+    | stored bytes of the body                                       |
+    +----------------------------------------------------------------+
+
+``ver`` is 1. ``len`` is the length of the header: 128 + 8 ndim. ``head crc`` is crc32c of the header's bytes
+from offset 12 on, dimensions included; so it covers all but the magic, version, length and itself, and
+these three are checked against what they must be. ``body crc`` is crc32c of the stored body. The digest is
+`swift.log.record.digest_of` the raw tensor, so a regenerated tensor is compared without reading a body.
+
+Reading is in this order, and nothing is allocated before it is through: magic, version, number of dimensions
+and header length; header checksum; codec, element type, reserved bytes; sizes against their bounds and
+against dtype x shape; then the body's checksum. A field never changes its meaning; a reserved byte that is
+not zero is refused, so that it can get one.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import crc32c
+import lz4.block
+
+from swift.errors import LogError, RecordCorrupt, RecordInvalid
+from swift.log.record import (
+    DIMS_MAX,
+    DTYPE_BY_CODE,
+    DTYPE_BY_NAME,
+    Record,
+    RecordKey,
+    digest_of,
+)
+
+Bytes = bytes | bytearray | memoryview
+
+MAGIC = b"SWFR"
+VERSION = 1
+FIXED_BYTES = 128
+HEADER_BYTES_MAX = FIXED_BYTES + 8 * DIMS_MAX
+BODY_BYTES_MAX = 256 << 20
+"""Largest stored or raw body that is accepted unless a server or a reader is told otherwise."""
+
+CODEC_NONE = 0
+CODEC_LZ4 = 1
+CODECS = {"none": CODEC_NONE, "lz4": CODEC_LZ4}
+# An lz4 block cannot expand by more than this. A header that claims more is lying.
+_LZ4_RATIO_MAX = 255
+
+_FIXED = struct.Struct("<4sHHIIQQQQIIQQBBBBI16s32s")
+_AFTER_CRC = struct.Struct("<IQQQQIIQQBBBBI16s32s")
+_CRC_FROM = 12
+_ZERO_32 = bytes(32)
+_SIGNED_64_MAX = (1 << 63) - 1
+
+assert _FIXED.size == FIXED_BYTES
+assert _AFTER_CRC.size == FIXED_BYTES - _CRC_FROM
+
+
+class FrameIncomplete(LogError):
+    """The bytes end before the frame does. On a file's end this is a torn tail, not corruption."""
+
+
+class FrameOversize(RecordInvalid):
+    """A body over the limit that was set."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Everything about a record but its body."""
+
+    stream_tag: int
+    sequence: int
+    generation: int
+    key: RecordKey
+    dtype: str
+    shape: tuple[int, ...]
+    codec: int
+    raw_bytes: int
+    stored_bytes: int
+    body_crc: int
+    digest: bytes
+
+    @property
+    def header_bytes(self) -> int:
+        return FIXED_BYTES + 8 * len(self.shape)
+
+    @property
+    def frame_bytes(self) -> int:
+        return FIXED_BYTES + 8 * len(self.shape) + self.stored_bytes
+
+
+def raw_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes that a tensor takes. Python's integers do not overflow, so neither does the product."""
+    size = DTYPE_BY_NAME[dtype].bytes
+    for dimension in shape:
+        size *= dimension
+    return size
+
+
+def compress(codec: int, body: memoryview) -> tuple[int, Bytes]:
+    """(codec really used, stored body). What does not shrink is stored as it is."""
+    if codec == CODEC_LZ4 and body.nbytes:
+        packed: bytes = lz4.block.compress(body, store_size=False)
+        if len(packed) < body.nbytes:
+            return CODEC_LZ4, packed
+    return CODEC_NONE, body
+
+
+def decompress(header: FrameHeader, stored: memoryview) -> memoryview:
+    """The raw body. The output is bounded by the header's raw length, which was checked against the shape."""
+    if header.codec == CODEC_NONE:
+        return stored
+    try:
+        raw = lz4.block.decompress(stored, uncompressed_size=header.raw_bytes)
+    except lz4.block.LZ4BlockError as error:
+        raise RecordCorrupt(f"{header.key}: its lz4 block does not decompress: {error}") from None
+    if len(raw) != header.raw_bytes:
+        raise RecordCorrupt(f"{header.key}: its lz4 block gives {len(raw)} bytes, not {header.raw_bytes}")
+    return memoryview(raw)
+
+
+def checksum(body: Bytes) -> int:
+    return crc32c.crc32c(body)
+
+
+def encode_header(header: FrameHeader) -> bytes:
+    dims = struct.pack(f"<{len(header.shape)}Q", *header.shape)
+    key = header.key
+    tail = (
+        _AFTER_CRC.pack(
+            header.body_crc,
+            header.stream_tag,
+            header.sequence,
+            header.generation,
+            key.step,
+            key.microbatch,
+            key.slot,
+            header.raw_bytes,
+            header.stored_bytes,
+            header.codec,
+            DTYPE_BY_NAME[header.dtype].code,
+            len(header.shape),
+            0,
+            0,
+            header.digest,
+            _ZERO_32,
+        )
+        + dims
+    )
+    front = struct.pack("<4sHHI", MAGIC, VERSION, FIXED_BYTES + len(dims), crc32c.crc32c(tail))
+    return front + tail
+
+
+def decode_header(buffer: Bytes, offset: int = 0, body_bytes_max: int = BODY_BYTES_MAX) -> FrameHeader:
+    """The header that starts at ``offset``. Raises FrameIncomplete, RecordCorrupt or RecordInvalid."""
+    available = len(buffer) - offset
+    if available < FIXED_BYTES:
+        raise FrameIncomplete(f"a frame's header needs {FIXED_BYTES} bytes, there are {available}")
+    (
+        magic,
+        version,
+        header_bytes,
+        header_crc,
+        body_crc,
+        tag,
+        sequence,
+        generation,
+        step,
+        microbatch,
+        slot,
+        raw_bytes,
+        stored_bytes,
+        codec,
+        dtype_code,
+        ndim,
+        flags,
+        zero,
+        digest,
+        zeros,
+    ) = _FIXED.unpack_from(buffer, offset)
+    if magic != MAGIC:
+        raise RecordCorrupt("no frame starts here: the magic is wrong")
+    if version != VERSION:
+        raise RecordInvalid(f"frame version {version} is not known; this program reads version {VERSION}")
+    if ndim > DIMS_MAX or header_bytes != FIXED_BYTES + 8 * ndim:
+        raise RecordCorrupt(f"a frame with {ndim} dimensions cannot have a header of {header_bytes} bytes")
+    if available < header_bytes:
+        raise FrameIncomplete(f"a frame's header needs {header_bytes} bytes, there are {available}")
+    view = memoryview(buffer)
+    if crc32c.crc32c(view[offset + _CRC_FROM : offset + header_bytes]) != header_crc:
+        raise RecordCorrupt("a frame's header checksum does not match")
+    dtype = DTYPE_BY_CODE.get(dtype_code)
+    if dtype is None:
+        raise RecordInvalid(f"element type {dtype_code} is not known")
+    if codec not in (CODEC_NONE, CODEC_LZ4):
+        raise RecordInvalid(f"codec {codec} is not known")
+    if flags or zero or zeros != _ZERO_32:
+        raise RecordInvalid("reserved bytes of the frame are set: a newer program wrote it")
+    header = FrameHeader(
+        stream_tag=tag,
+        sequence=sequence,
+        generation=generation,
+        key=RecordKey(step, microbatch, slot),
+        dtype=dtype.name,
+        shape=struct.unpack_from(f"<{ndim}Q", buffer, offset + FIXED_BYTES),
+        codec=codec,
+        raw_bytes=raw_bytes,
+        stored_bytes=stored_bytes,
+        body_crc=body_crc,
+        digest=digest,
+    )
+    check_sizes(header, body_bytes_max)
+    return header
+
+
+def check_sizes(header: FrameHeader, body_bytes_max: int) -> None:
+    """Raises RecordInvalid if the sizes contradict each other, FrameOversize if they are over the bound."""
+    if len(header.shape) > DIMS_MAX or any(dim < 0 or dim > _SIGNED_64_MAX for dim in header.shape):
+        raise RecordInvalid(f"{header.key}: shape {header.shape} is not allowed")
+    raw_bytes = raw_bytes_of(header.dtype, header.shape)
+    if raw_bytes != header.raw_bytes:
+        raise RecordInvalid(
+            f"{header.key}: {header.dtype} {list(header.shape)} takes {raw_bytes} bytes, "
+            f"not {header.raw_bytes}"
+        )
+    if max(header.raw_bytes, header.stored_bytes) > body_bytes_max:
+        raise FrameOversize(f"{header.key}: {header.raw_bytes} bytes are over the limit of {body_bytes_max}")
+    if header.codec == CODEC_NONE and header.stored_bytes != header.raw_bytes:
+        raise RecordInvalid(f"{header.key}: stored as it is, but {header.stored_bytes} bytes")
+    if header.codec == CODEC_LZ4 and header.raw_bytes > _LZ4_RATIO_MAX * header.stored_bytes:
+        raise RecordInvalid(f"{header.key}: {header.stored_bytes} bytes cannot hold {header.raw_bytes}")
+
+
+def check_body(header: FrameHeader, stored: memoryview) -> None:
+    """Raises RecordCorrupt if the stored body is not the one the header was made for."""
+    if crc32c.crc32c(stored) != header.body_crc:
+        raise RecordCorrupt(f"{header.key}: its body's checksum does not match")
+
+
+def decode_record(header: FrameHeader, stored: memoryview) -> Record:
+    """The record, checked down to the digest of the raw tensor."""
+    check_body(header, stored)
+    body = decompress(header, stored)
+    if digest_of(header.dtype, header.shape, body) != header.digest:
+        raise RecordCorrupt(f"{header.key}: the digest of its tensor does not match")
+    return Record(
+        header.key, header.dtype, header.shape, body, header.digest, header.generation, header.sequence
+    )

@@ -1,0 +1,232 @@
+"""The reading end of the log, in a rank that replays."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from swift._pb import log_pb2, log_pb2_grpc
+from swift.errors import LogInterrupted, LogUnavailable, RecordCorrupt, RecordMissing, SwiftError, UsageError
+from swift.log.frame import FrameIncomplete, decode_header, decode_record
+from swift.log.placement import server_of
+from swift.log.record import Record, RecordKey, check_name
+from swift.log.rpc import as_error, code_of, message_of, method, open_channel, reason_of
+from swift.log.wire import Reason, split_frames
+
+_CALL_TIMEOUT_S = 30.0
+_POLL_S = 0.02
+_RETRY_S = 0.05
+
+
+class LogReader:
+    """Reads the streams of a job from the servers that hold them. Thread-safe; one for all streams."""
+
+    def __init__(self, servers: Sequence[str], job: str, *, prefetch_bytes: int = 64 << 20) -> None:
+        if not servers:
+            raise UsageError("a log reader needs at least one log server")
+        check_name("job", job)
+        self.job = job
+        self._servers = tuple(servers)
+        self._prefetch_bytes = prefetch_bytes
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
+
+    def _channel(self, stream: str) -> tuple[str, grpc.Channel]:
+        address = server_of(check_name("stream", stream), self._servers)
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = open_channel(address)
+            return address, channel
+
+    def digests(
+        self, stream: str, from_step: int, *, timeout_s: float = _CALL_TIMEOUT_S
+    ) -> dict[RecordKey, bytes]:
+        """What the stream holds of steps >= ``from_step``, from the server's index. Raises RecordTrimmed,
+        RecordCorrupt, LogUnavailable."""
+        address, channel = self._channel(stream)
+        request = log_pb2.DigestsRequest(job=self.job, stream=stream, from_step=from_step)
+        found: dict[RecordKey, bytes] = {}
+        try:
+            stub = log_pb2_grpc.LogStub(channel)
+            for reply in stub.Digests(request, timeout=timeout_s, wait_for_ready=True):
+                for record in reply.records:
+                    found[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
+        except grpc.RpcError as error:
+            raise as_error(address, error) from None
+        return found
+
+    def follow(self, stream: str, from_step: int) -> "StreamCursor":
+        """The stream's records of steps >= ``from_step``, prefetched in log order, and those that are yet to be
+        written. While the cursor is open the server does not trim these steps."""
+        address, channel = self._channel(stream)
+        return StreamCursor(address, channel, self.job, stream, from_step, self._prefetch_bytes)
+
+    def close(self) -> None:
+        """After the cursors."""
+        with self._lock:
+            for channel in self._channels.values():
+                channel.close()
+            self._channels.clear()
+
+
+class StreamCursor:
+    """Records of one stream, taken by key in any order. Made by `LogReader.follow`.
+
+    A thread prefetches in log order. Above ``prefetch_bytes`` it pauses, unless a consumer waits for a record
+    that has not come yet. A record that was taken is dropped.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.Channel,
+        job: str,
+        stream: str,
+        from_step: int,
+        prefetch_bytes: int,
+    ) -> None:
+        self.stream = stream
+        self._address = address
+        self._job = job
+        self._from_step = from_step
+        self._prefetch_bytes = prefetch_bytes
+        self._cond = threading.Condition()
+        self._records: dict[RecordKey, Record] = {}
+        self._held_bytes = 0
+        self._waiting = 0
+        self._next_sequence = 0
+        self._error: SwiftError | None = None
+        self._trouble = ""
+        self._call: grpc.Call | None = None
+        self._closed = False
+        self._read: grpc.UnaryStreamMultiCallable[log_pb2.ReadRequest, bytes] = channel.unary_stream(
+            method("Read"),
+            request_serializer=log_pb2.ReadRequest.SerializeToString,
+            response_deserializer=None,
+        )
+        self._thread = threading.Thread(target=self._run, name=f"log-cursor-{stream}", daemon=True)
+        self._thread.start()
+
+    def get(self, key: RecordKey, timeout_s: float, cancelled: Callable[[], bool]) -> Record:
+        """The record, once it is there. Raises LogInterrupted as soon as ``cancelled()`` is true, RecordMissing
+        after ``timeout_s``, RecordCorrupt or RecordTrimmed if the stream cannot be read as far as the key."""
+        deadline = time.monotonic() + timeout_s
+        with self._cond:
+            record = self._records.pop(key, None)
+            self._waiting += 1
+            self._cond.notify_all()
+            try:
+                while record is None:
+                    if cancelled():
+                        raise LogInterrupted(f"waiting for {self.stream} {key} was called off")
+                    if self._error is not None:
+                        raise self._error
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise RecordMissing(
+                            f"{self.stream} {key} did not come within {timeout_s:g} s"
+                            + (f": {self._trouble}" if self._trouble else "")
+                        )
+                    self._cond.wait(min(left, _POLL_S))
+                    record = self._records.pop(key, None)
+            finally:
+                self._waiting -= 1
+            self._held_bytes -= record.body.nbytes
+            self._cond.notify_all()
+            return record
+
+    def drop_below(self, step: int) -> None:
+        """Records of older steps will not be asked for."""
+        with self._cond:
+            self._from_step = max(self._from_step, step)
+            for key in [key for key in self._records if key.step < step]:
+                self._held_bytes -= self._records.pop(key).body.nbytes
+            self._cond.notify_all()
+
+    def close(self) -> None:
+        with self._cond:
+            self._closed = True
+            if self._call is not None:
+                self._call.cancel()
+            self._error = self._error or LogUnavailable(f"the cursor of {self.stream} is closed")
+            self._cond.notify_all()
+        self._thread.join(5.0)
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._cond:
+                if self._closed:
+                    return
+                request = log_pb2.ReadRequest(
+                    job=self._job,
+                    stream=self.stream,
+                    from_step=self._from_step,
+                    from_sequence=self._next_sequence,
+                    follow=True,
+                )
+                call = self._call = self._read(request, wait_for_ready=True)
+            try:
+                for message in call:
+                    self._take(message)
+            except grpc.RpcError as error:
+                if not self._retry(error):
+                    return
+            except SwiftError as error:
+                self._fail(error)
+                call.cancel()
+                return
+            with self._cond:
+                self._cond.wait_for(lambda: self._closed, _RETRY_S)
+
+    def _take(self, message: bytes) -> None:
+        frames = split_frames(message)
+        if frames is None:
+            frames = memoryview(log_pb2.ReadReply.FromString(message).frames)
+        offset = 0
+        while offset < len(frames):
+            try:
+                header = decode_header(frames, offset)
+                end = offset + header.frame_bytes
+                if end > len(frames):
+                    raise FrameIncomplete("the message ends before the frame does")
+                record = decode_record(header, frames[offset + header.header_bytes : end])
+            except FrameIncomplete as error:
+                raise RecordCorrupt(f"{self.stream}: {error}") from None
+            offset = end
+            with self._cond:
+                self._next_sequence = record.sequence + 1
+                if record.key.step >= self._from_step:
+                    self._records[record.key] = record
+                    self._held_bytes += record.body.nbytes
+                self._cond.notify_all()
+        with self._cond:
+            self._cond.wait_for(
+                lambda: self._closed or self._waiting > 0 or self._held_bytes < self._prefetch_bytes
+            )
+
+    def _retry(self, error: grpc.RpcError) -> bool:
+        """Whether to connect again: the server is gone or leaving, it did not refuse."""
+        reason = reason_of(error)
+        with self._cond:
+            if self._closed:
+                return False
+            self._trouble = f"log server {self._address}: {message_of(error)}"
+        if reason in ("", Reason.DRAINING) and code_of(error) in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.CANCELLED,
+            grpc.StatusCode.UNKNOWN,
+            grpc.StatusCode.INTERNAL,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        ):
+            return True
+        self._fail(as_error(self._address, error))
+        return False
+
+    def _fail(self, error: SwiftError) -> None:
+        with self._cond:
+            self._error = error
+            self._cond.notify_all()

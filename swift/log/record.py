@@ -1,0 +1,113 @@
+"""A record: one tensor of one stream, as bytes. No torch, no numpy: the runtime turns them into tensors."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import xxhash
+
+from swift.errors import UsageError
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Grammar of job and stream names. It cannot leave a directory: no slash, no NUL, no leading dot."""
+
+DIGEST_BYTES = 16
+DIMS_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """How an element type is called, numbered in a frame, and how many bytes an element takes."""
+
+    name: str
+    code: int
+    bytes: int
+
+
+# A code is never used twice and never changes its meaning.
+_DTYPES = (
+    DType("bool", 1, 1),
+    DType("uint8", 2, 1),
+    DType("int8", 3, 1),
+    DType("int16", 4, 2),
+    DType("int32", 5, 4),
+    DType("int64", 6, 8),
+    DType("float16", 7, 2),
+    DType("bfloat16", 8, 2),
+    DType("float32", 9, 4),
+    DType("float64", 10, 8),
+    DType("complex64", 11, 8),
+    DType("complex128", 12, 16),
+    DType("float8_e4m3fn", 13, 1),
+    DType("float8_e5m2", 14, 1),
+    DType("float8_e4m3fnuz", 15, 1),
+    DType("float8_e5m2fnuz", 16, 1),
+    DType("float8_e8m0fnu", 17, 1),
+    DType("uint16", 18, 2),
+    DType("uint32", 19, 4),
+    DType("uint64", 20, 8),
+    DType("complex32", 21, 4),
+)
+DTYPE_BY_NAME: Mapping[str, DType] = MappingProxyType({dtype.name: dtype for dtype in _DTYPES})
+DTYPE_BY_CODE: Mapping[int, DType] = MappingProxyType({dtype.code: dtype for dtype in _DTYPES})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RecordKey:
+    """Where a tensor belongs within its stream."""
+
+    step: int
+    microbatch: int
+    slot: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} microbatch {self.microbatch} slot {self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One tensor read back from the log, its checksums verified."""
+
+    key: RecordKey
+    dtype: str
+    shape: tuple[int, ...]
+    body: memoryview
+    digest: bytes
+    generation: int
+    sequence: int
+
+
+def check_name(kind: str, name: str) -> str:
+    """The name, if the grammar allows it. Raises UsageError."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise UsageError(
+            f"{kind} name {name!r} is not allowed: 1 to 64 letters, digits, '.', '_' or '-', "
+            "the first a letter or a digit"
+        )
+    return name
+
+
+def stream_tag(job: str, stream: str) -> int:
+    """The 64-bit identity of a stream that each of its frames carries."""
+    return xxhash.xxh3_64_intdigest(f"{job}/{stream}".encode())
+
+
+def as_bytes(body: "memoryview | bytes | bytearray") -> memoryview:
+    """The same memory as a flat view of bytes. Raises UsageError if it is not contiguous."""
+    view = memoryview(body)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if view.ndim == 1 and view.format == "B" and view.contiguous:
+        return view
+    try:
+        return view.cast("B")
+    except TypeError as error:
+        raise UsageError("the body of a record must be contiguous memory") from error
+
+
+def digest_of(dtype: str, shape: tuple[int, ...], body: "memoryview | bytes | bytearray") -> bytes:
+    """16 bytes that tell a tensor from any other one: element type, shape and raw bytes."""
+    state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
+    state.update(as_bytes(body))
+    return state.digest()

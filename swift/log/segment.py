@@ -1,0 +1,342 @@
+"""Segment files: ``<job>/<stream>/<first sequence, 20 digits>.seg``. Written by the log server, read by all.
+
+::
+
+    0                                                     256
+    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +--------+
+    | SWSG | ver | len | crc | zero | tag | first # | job | stream | frame | ... | footer |
+    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +--------+
+
+    header, 256 bytes          footer, 64 bytes, once the segment is sealed
+      0  4  magic SWSG           0  4  magic SWFT
+      4  2  version 1            4  2  version 1
+      6  2  length 256           6  2  length 64
+      8  4  crc32c of 12..256    8  4  crc32c of 12..64
+     12  4  zero                12  4  zero
+     16  8  stream tag          16  8  stream tag
+     24  8  first sequence      24  8  first sequence
+     32 32  zero                32  8  number of records
+     64 64  job, zero-padded    40  8  offset of the footer
+    128 64  stream              48 16  zero
+    192 64  zero
+
+Sequences are contiguous: within a segment, and from one segment to the next. A segment is sealed before its
+successor is made, so only the last one can have a torn tail. How a file ends:
+
+=================================================== ============== =============================
+what is there                                       last, unsealed sealed, or not the last
+=================================================== ============== =============================
+nothing, on a record boundary                       clean          sealed: the footer says where
+fewer bytes than a header, or than the frame says   torn tail      damage
+nothing but zeros                                   torn tail      damage
+a whole header that is wrong, with bytes behind it  damage         damage
+a whole frame with a wrong body                     damage         damage
+another stream's frame, or an unexpected sequence   damage         damage
+=================================================== ============== =============================
+
+A torn tail was never acknowledged and is cut off. Damage is never repaired: what is behind it is still found
+(by its magic and checksums), but the damaged records are refused.
+"""
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import crc32c
+
+from swift.errors import RecordCorrupt, RecordInvalid
+from swift.log.frame import (
+    HEADER_BYTES_MAX,
+    MAGIC,
+    FrameHeader,
+    FrameIncomplete,
+    check_body,
+    decode_header,
+)
+from swift.log.record import stream_tag
+
+SEGMENT_MAGIC = b"SWSG"
+FOOTER_MAGIC = b"SWFT"
+VERSION = 1
+SEGMENT_HEADER_BYTES = 256
+FOOTER_BYTES = 64
+SUFFIX = ".seg"
+
+_HEADER = struct.Struct("<4sHHIIQQ32s64s64s64s")
+_FOOTER = struct.Struct("<4sHHIIQQQQ16s")
+_CRC_FROM = 12
+_ANY_BODY_BYTES = 1 << 62  # while scanning, a body is bounded by the file it is in
+
+assert _HEADER.size == SEGMENT_HEADER_BYTES
+assert _FOOTER.size == FOOTER_BYTES
+
+
+class Ending(StrEnum):
+    """How a segment file ends."""
+
+    CLEAN = "clean"
+    SEALED = "sealed"
+    TORN = "torn"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    job: str
+    stream: str
+    first_sequence: int
+
+    @property
+    def tag(self) -> int:
+        return stream_tag(self.job, self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedRecord:
+    offset: int
+    header: FrameHeader
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Records that are not to be had any more."""
+
+    sequence: int
+    end_sequence: int | None
+    """Exclusive; None: everything from ``sequence`` to the end of the file, if anything."""
+    reason: str
+
+
+@dataclass(slots=True)
+class SegmentScan:
+    """What a segment file holds. ``end`` is the offset behind the last record: an append goes there."""
+
+    path: Path
+    size: int
+    header: SegmentHeader | None = None
+    records: list[ScannedRecord] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    ending: Ending = Ending.CLEAN
+    end: int = 0
+    torn_reason: str = ""
+
+    @property
+    def torn_bytes(self) -> int:
+        return self.size - self.end if self.ending is Ending.TORN else 0
+
+
+def segment_name(first_sequence: int) -> str:
+    return f"{first_sequence:020d}{SUFFIX}"
+
+
+def _seal(packed: bytes) -> bytes:
+    """Puts the checksum of everything behind it at offset 8."""
+    return packed[:8] + struct.pack("<I", crc32c.crc32c(packed[_CRC_FROM:])) + packed[_CRC_FROM:]
+
+
+def encode_segment_header(header: SegmentHeader) -> bytes:
+    packed = _HEADER.pack(
+        SEGMENT_MAGIC,
+        VERSION,
+        SEGMENT_HEADER_BYTES,
+        0,
+        0,
+        header.tag,
+        header.first_sequence,
+        b"",
+        header.job.encode(),
+        header.stream.encode(),
+        b"",
+    )
+    return _seal(packed)
+
+
+def decode_segment_header(data: bytes) -> SegmentHeader:
+    """Raises RecordCorrupt or RecordInvalid."""
+    magic, version, length, crc, _, tag, first, _, job, stream, _ = _HEADER.unpack(data)
+    if magic != SEGMENT_MAGIC:
+        raise RecordCorrupt("the segment header's magic is wrong")
+    if version != VERSION or length != SEGMENT_HEADER_BYTES:
+        raise RecordInvalid(f"segment version {version} is not known; this program reads version {VERSION}")
+    if crc32c.crc32c(data[_CRC_FROM:]) != crc:
+        raise RecordCorrupt("the segment header's checksum does not match")
+    header = SegmentHeader(job.rstrip(b"\0").decode(), stream.rstrip(b"\0").decode(), first)
+    if header.tag != tag:
+        raise RecordCorrupt("the segment header's stream tag is not that of its names")
+    return header
+
+
+def encode_footer(header: SegmentHeader, records: int, offset: int) -> bytes:
+    packed = _FOOTER.pack(
+        FOOTER_MAGIC, VERSION, FOOTER_BYTES, 0, 0, header.tag, header.first_sequence, records, offset, b""
+    )
+    return _seal(packed)
+
+
+def _footer_records(data: bytes, header: SegmentHeader, offset: int) -> int | None:
+    """The number of records that a footer at ``offset`` seals; None if it is none of this segment."""
+    if len(data) != FOOTER_BYTES:
+        return None
+    magic, version, length, crc, _, tag, first, records, at, _ = _FOOTER.unpack(data)
+    if magic != FOOTER_MAGIC or version != VERSION or length != FOOTER_BYTES:
+        return None
+    if crc32c.crc32c(data[_CRC_FROM:]) != crc:
+        return None
+    if (tag, first, at) != (header.tag, header.first_sequence, offset):
+        return None
+    return int(records)
+
+
+def scan(path: Path, *, verify_bodies: bool = True) -> SegmentScan:
+    """Everything that a segment file holds. Raises RecordCorrupt, naming the place, if it has damage."""
+    result = walk(path, verify_bodies=verify_bodies)
+    if result.damage:
+        raise RecordCorrupt(f"{path}: {result.damage[0].reason}")
+    return result
+
+
+def walk(path: Path, *, verify_bodies: bool = True, last: bool = True) -> SegmentScan:
+    """Everything that a segment file holds, damage included. ``last``: no segment of the stream follows.
+
+    With ``verify_bodies`` False the bodies of a sealed segment are left to be checked when they are read;
+    those of an unsealed one are always checked.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return _Walker(path, fd, verify_bodies, last).walk()
+    finally:
+        os.close(fd)
+
+
+class _Walker:
+    def __init__(self, path: Path, fd: int, verify_bodies: bool, last: bool) -> None:
+        self.fd = fd
+        self.verify = verify_bodies
+        self.last = last
+        self.result = SegmentScan(path, os.fstat(fd).st_size)
+        self.data_end = self.result.size
+        self.expected = 0
+
+    def walk(self) -> SegmentScan:
+        result = self.result
+        header = self._header()
+        if header is None:
+            return result
+        result.header = header
+        result.end = SEGMENT_HEADER_BYTES
+        self.expected = header.first_sequence
+        footer_at = result.size - FOOTER_BYTES
+        sealed_records = None
+        if footer_at >= SEGMENT_HEADER_BYTES:
+            sealed_records = _footer_records(os.pread(self.fd, FOOTER_BYTES, footer_at), header, footer_at)
+        if sealed_records is None:
+            self.verify = True
+        else:
+            result.ending = Ending.SEALED
+            self.data_end = footer_at
+            self.last = False
+        self._frames(header)
+        if sealed_records is not None and self.expected != header.first_sequence + sealed_records:
+            end = header.first_sequence + sealed_records
+            self._damage(end, f"its footer says that it has {sealed_records} records")
+        return result
+
+    def _damage(self, end_sequence: int | None, reason: str) -> None:
+        where = f"record {self.expected} at offset {self.result.end}: {reason}"
+        self.result.damage.append(Damage(self.expected, end_sequence, where))
+
+    def _header(self) -> SegmentHeader | None:
+        result = self.result
+        data = os.pread(self.fd, SEGMENT_HEADER_BYTES, 0)
+        named = int(result.path.name.removesuffix(SUFFIX))
+        self.expected = named
+        if self.last and (len(data) < SEGMENT_HEADER_BYTES or not any(data)):
+            # Its maker was killed before the first record could be acknowledged.
+            result.ending = Ending.TORN
+            result.torn_reason = "the segment's own header is not complete"
+            return None
+        try:
+            if len(data) < SEGMENT_HEADER_BYTES:
+                raise RecordCorrupt("the segment is shorter than its header")
+            header = decode_segment_header(data)
+            if header.first_sequence != named:
+                raise RecordCorrupt(f"the segment says that it starts with record {header.first_sequence}")
+        except (RecordCorrupt, RecordInvalid) as error:
+            self._damage(None, str(error))
+            return None
+        return header
+
+    def _frames(self, segment: SegmentHeader) -> None:
+        result = self.result
+        while result.end < self.data_end:
+            try:
+                frame = self._frame_at(result.end, segment.tag)
+                if frame.sequence != self.expected:
+                    raise RecordCorrupt(f"record {frame.sequence} is where {self.expected} should be")
+            except FrameIncomplete as error:
+                if self.last:
+                    result.ending, result.torn_reason = Ending.TORN, str(error)
+                else:
+                    self._damage(None, f"cut short: {error}")
+                return
+            except (RecordCorrupt, RecordInvalid) as error:
+                if self.last and self._zeros_from(result.end):
+                    result.ending, result.torn_reason = Ending.TORN, "zeros to the end of the file"
+                    return
+                if not self._resynchronize(segment.tag, str(error)):
+                    return
+                continue
+            self._body(frame)
+
+    def _frame_at(self, offset: int, tag: int) -> FrameHeader:
+        length = min(HEADER_BYTES_MAX, self.data_end - offset)
+        frame = decode_header(os.pread(self.fd, length, offset), 0, _ANY_BODY_BYTES)
+        if frame.stream_tag != tag:
+            raise RecordCorrupt("a frame of another stream")
+        if offset + frame.frame_bytes > self.data_end:
+            raise FrameIncomplete(
+                f"the frame needs {frame.frame_bytes} bytes, there are {self.data_end - offset}"
+            )
+        return frame
+
+    def _body(self, frame: FrameHeader) -> None:
+        result = self.result
+        damaged = False
+        if self.verify:
+            body = os.pread(self.fd, frame.stored_bytes, result.end + frame.header_bytes)
+            try:
+                check_body(frame, memoryview(body))
+            except RecordCorrupt as error:
+                damaged = True
+                self._damage(self.expected + 1, str(error))
+        result.records.append(ScannedRecord(result.end, frame, damaged))
+        result.end += frame.frame_bytes
+        self.expected += 1
+
+    def _zeros_from(self, offset: int) -> bool:
+        while offset < self.data_end:
+            chunk = os.pread(self.fd, 1 << 20, offset)
+            if any(chunk):
+                return False
+            offset += len(chunk)
+        return True
+
+    def _resynchronize(self, tag: int, reason: str) -> bool:
+        """Finds the next frame of this stream behind damage. False: there is none."""
+        with mmap.mmap(self.fd, self.data_end, access=mmap.ACCESS_READ) as data:
+            at = data.find(MAGIC, self.result.end + 1)
+            while at >= 0:
+                try:
+                    frame = self._frame_at(at, tag)
+                    if frame.sequence > self.expected:
+                        self._damage(frame.sequence, reason)
+                        self.result.end, self.expected = at, frame.sequence
+                        return True
+                except (RecordCorrupt, RecordInvalid, FrameIncomplete):
+                    pass
+                at = data.find(MAGIC, at + 1)
+        self._damage(None, reason)
+        return False

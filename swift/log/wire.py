@@ -1,0 +1,92 @@
+"""What client and server of the log share: method names, reasons, channel options, frames outside protobuf.
+
+protobuf copies a ``bytes`` field on both sides. The one field that matters, ``frames``, is the last one of
+its message, so a sender joins tag, length and frames into the very bytes that protobuf would make, and a
+receiver slices them out. Everything else goes through the generated code.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from swift.log.frame import Bytes
+
+SERVICE = "swift.log.v1.Log"
+REASON_KEY = "swift-reason"
+
+_FRAMES_TAG = 15 << 3 | 2  # field 15, length-delimited: one byte
+_VARINT_BYTES_MAX = 10
+
+
+class Reason(StrEnum):
+    """Why a call was refused: tells apart what one gRPC status code does not."""
+
+    STALE_GENERATION = "stale-generation"
+    NOT_GRANTED = "generation-not-granted"
+    NOT_OPEN = "stream-not-open"
+    GAP = "sequence-gap"
+    CONFLICT = "conflict"
+    CORRUPT = "corrupt"
+    INVALID = "invalid"
+    OVERSIZE = "oversize"
+    TRIMMED = "trimmed"
+    FULL = "disk-full"
+    CLOSED = "closed"
+    DRAINING = "draining"
+
+
+def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
+    """Quick reconnection; keepalive finds a half-open connection within 15 s."""
+    return [
+        ("grpc.max_receive_message_length", frame_bytes_max + (1 << 20)),
+        ("grpc.max_send_message_length", frame_bytes_max + (1 << 20)),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def server_options(frame_bytes_max: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", frame_bytes_max + (1 << 20)),
+        ("grpc.max_send_message_length", frame_bytes_max + (1 << 20)),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def frames_message(parts: Iterable[Bytes], size: int) -> bytes:
+    """The encoded message whose only field is ``frames``, ``size`` bytes long: one join, the only copy."""
+    return b"".join((bytes((_FRAMES_TAG,)), _varint(size), *parts))
+
+
+def split_frames(message: bytes) -> memoryview | None:
+    """The frames of a message that has nothing else, without a copy. None: let protobuf parse it."""
+    if not message or message[0] != _FRAMES_TAG:
+        return None
+    size = shift = 0
+    for at in range(1, min(len(message), 1 + _VARINT_BYTES_MAX)):
+        byte = message[at]
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return memoryview(message)[at + 1 :] if len(message) == at + 1 + size else None
+    return None

@@ -1,0 +1,303 @@
+"""The writing end of the log, in a rank."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from swift.errors import Divergence, LogInterrupted, ServiceError, SwiftError, UsageError
+from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, compress, raw_bytes_of
+from swift.log.link import Link, Outgoing
+from swift.log.placement import server_of
+from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
+
+_POLL_S = 0.25
+_OVERHEAD_BYTES = 512  # of a queued record besides its body, so that empty tensors count too
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """What a writer has done so far."""
+
+    records: int = 0
+    """Handed over to be sent."""
+    bytes: int = 0
+    """Raw bytes of these."""
+    verified: int = 0
+    """Not sent, because the log has them; found equal."""
+    resent: int = 0
+    """Sent again after a lost connection or a fence."""
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    stream: str
+    key: RecordKey
+    dtype: str
+    shape: tuple[int, ...]
+    body: memoryview
+    held_bytes: int
+
+
+class LogWriter:
+    """All streams that one rank writes, over Append calls to the servers that hold them.
+
+    Call sequence::
+
+        (coordinator)    admin.fence(server, job, generation)            grants the generation
+        (a rank)         writer = LogWriter(servers, job, generation)
+        (a replaying one)writer.expect(stream, reader.digests(stream, from_step))
+        (every tensor)   writer.append(stream, key, dtype, shape, body)  returns at once
+        (a failure)      writer.interrupt()                              frees a blocked append
+        (after a fence)  writer.set_generation(g)                        sends again what was not acked
+        (a report)       writer.flush(timeout_s)                         all of it is durable
+        (a checkpoint)   writer.forget_below(step)
+
+    One thread digests, compares and compresses; one per server sends. At most ``queue_bytes`` wait, counting
+    what is sent and not acknowledged; then `append` blocks. A server may be killed and started again on the
+    same address and directory: nothing is lost or doubled. After ``patience_s`` without an acknowledgement
+    `append` and `flush` raise LogUnavailable, until the log moves again.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        job: str,
+        generation: int,
+        *,
+        codec: str | Mapping[str, str] = "none",
+        queue_bytes: int = 256 << 20,
+        patience_s: float = 60.0,
+        name: str = "",
+    ) -> None:
+        """``codec``: "none" or "lz4" for all streams, or by stream name ("none" where it is not named)."""
+        if not servers:
+            raise UsageError("a log writer needs at least one log server")
+        if queue_bytes < 1 or patience_s <= 0:
+            raise UsageError("queue_bytes and patience_s must be positive")
+        check_name("job", job)
+        for one in [codec] if isinstance(codec, str) else codec.values():
+            if one not in CODECS:
+                raise UsageError(f"codec {one!r} is not known; give one of {', '.join(CODECS)}")
+        self.job = job
+        self.generation = generation
+        self.stats = WriterStats()
+        self._servers = tuple(servers)
+        self._codec = codec
+        self._queue_bytes = queue_bytes
+        self._patience_s = patience_s
+        self._cond = threading.Condition()
+        self._inbox: deque[_Item] = deque()
+        self._held_bytes = 0
+        self._working = False
+        self._known: dict[str, dict[RecordKey, bytes]] = {}
+        self._error: SwiftError | None = None
+        self._interrupted = False
+        self._closed = False
+        self._links = {
+            address: Link(address, job, generation, name or job, self._on_change)
+            for address in dict.fromkeys(servers)
+        }
+        self._worker = threading.Thread(target=self._work, name=f"log-writer-{name or job}", daemon=True)
+        self._worker.start()
+
+    # -- the caller's side ----------------------------------------------------------------------------
+
+    def append(
+        self,
+        stream: str,
+        key: RecordKey,
+        dtype: str,
+        shape: tuple[int, ...],
+        body: memoryview | bytes | bytearray,
+    ) -> None:
+        """Takes a tensor into the log. Returns at once, unless ``queue_bytes`` are waiting already.
+
+        ``body`` must not change afterwards. A key that the stream has already (appended before by this
+        writer, or declared by `expect`) is compared and not sent. Raises what went wrong in the background
+        since: Divergence (stream, step, microbatch and slot named), SequenceConflict, LogUnavailable;
+        LogInterrupted after `interrupt`; UsageError for a body that is not this dtype and shape.
+        """
+        view = self._check(stream, key, dtype, shape, body)
+        held = view.nbytes + _OVERHEAD_BYTES
+        with self._cond:
+            self._raise_pending()
+            while self._held_bytes and self._held_bytes + held > self._queue_bytes:
+                self._cond.wait(_POLL_S)
+                self._raise_pending()
+            self._held_bytes += held
+            self._inbox.append(_Item(stream, key, dtype, shape, view, held))
+            self._cond.notify_all()
+
+    @staticmethod
+    def _check(
+        stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: memoryview | bytes | bytearray
+    ) -> memoryview:
+        check_name("stream", stream)
+        if dtype not in DTYPE_BY_NAME:
+            raise UsageError(f"{stream} {key}: element type {dtype!r} cannot be logged")
+        if len(shape) > DIMS_MAX:
+            raise UsageError(f"{stream} {key}: {len(shape)} dimensions; at most {DIMS_MAX} can be logged")
+        if not (0 <= key.step < 1 << 63 and 0 <= key.microbatch < 1 << 32 and 0 <= key.slot < 1 << 32):
+            raise UsageError(f"{stream} {key}: out of range")
+        view = as_bytes(body)
+        expected = raw_bytes_of(dtype, shape)
+        if min(shape, default=0) < 0 or view.nbytes != expected:
+            raise UsageError(
+                f"{stream} {key}: {dtype} {list(shape)} takes {expected} bytes, not {view.nbytes}"
+            )
+        if view.nbytes > BODY_BYTES_MAX:
+            raise UsageError(
+                f"{stream} {key}: {view.nbytes} bytes are more than a record can have ({BODY_BYTES_MAX})"
+            )
+        return view
+
+    def expect(self, stream: str, digests: Mapping[RecordKey, bytes]) -> None:
+        """Declares what the log holds of a stream: these keys are compared, not sent."""
+        check_name("stream", stream)
+        with self._cond:
+            self._known.setdefault(stream, {}).update(digests)
+
+    def flush(self, timeout_s: float) -> None:
+        """Returns when everything appended is durable. Raises what `append` raises; ServiceError in time."""
+        deadline = time.monotonic() + timeout_s
+        with self._cond:
+            while True:
+                self._raise_pending()
+                if not self._inbox and not self._working and not self._held_bytes:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise ServiceError(
+                        f"the log has not acknowledged everything within {timeout_s:g} s: "
+                        f"{self._held_bytes} bytes are under way"
+                    )
+                self._cond.wait(min(left, _POLL_S))
+
+    def interrupt(self) -> None:
+        """Makes blocked and later calls of append and flush raise LogInterrupted, until set_generation."""
+        with self._cond:
+            self._interrupted = True
+            self._cond.notify_all()
+
+    def set_generation(self, generation: int) -> None:
+        """(after a fence) Goes on under the new generation: streams are opened again, what was not acked is
+        sent again. Pending errors are forgotten."""
+        self._begin(generation, discard=False)
+
+    def restart(self, generation: int) -> None:
+        """(after a fence and admin.reset: everybody restores a checkpoint) As set_generation, but what was
+        not acked is dropped, and so is all knowledge of what the log holds."""
+        self._begin(generation, discard=True)
+
+    def _begin(self, generation: int, discard: bool) -> None:
+        with self._cond:
+            if generation < self.generation:
+                raise UsageError(f"generation {generation} is older than {self.generation}")
+            if discard:
+                self._held_bytes -= sum(item.held_bytes for item in self._inbox)
+                self._inbox.clear()
+                self._cond.wait_for(lambda: not self._working)
+            self.generation = generation
+            for link in self._links.values():
+                self._held_bytes -= link.set_generation(generation, discard)
+            if discard:
+                self._known.clear()
+            self._error = None
+            self._interrupted = False
+            self._cond.notify_all()
+
+    def forget_below(self, step: int) -> None:
+        """Keys of older steps will not come again."""
+        with self._cond:
+            for stream, known in self._known.items():
+                self._known[stream] = {key: value for key, value in known.items() if key.step >= step}
+
+    def close(self, flush_timeout_s: float = 10.0) -> None:
+        """Flushes and ends the threads. Raises what flush raises, after ending them."""
+        try:
+            if flush_timeout_s > 0 and not self._closed:
+                self.flush(flush_timeout_s)
+        finally:
+            with self._cond:
+                self._closed = True
+                self._cond.notify_all()
+            self._worker.join(5.0)
+            for link in self._links.values():
+                link.close()
+
+    def _raise_pending(self) -> None:
+        if self._closed:
+            raise ServiceError("this log writer is closed")
+        if self._interrupted:
+            raise LogInterrupted("the log writer was interrupted: a new generation is being formed")
+        if self._error is not None:
+            raise self._error
+        for link in self._links.values():
+            error = link.error(self._patience_s)
+            if error is not None:
+                raise error
+
+    # -- the background ---------------------------------------------------------------------------------
+
+    def _on_change(self, freed: int) -> None:
+        with self._cond:
+            self._held_bytes -= freed
+            self.stats.resent = sum(link.resent for link in self._links.values())
+            self._cond.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._cond:
+                self._cond.wait_for(lambda: bool(self._inbox) or self._closed)
+                if self._closed:
+                    return
+                item = self._inbox.popleft()
+                self._working = True
+            error: SwiftError | None = None
+            freed = 0
+            try:
+                freed = self._take(item)
+            except SwiftError as raised:
+                error, freed = raised, item.held_bytes
+            with self._cond:
+                self._working = False
+                self._held_bytes -= freed
+                if error is not None and self._error is None:
+                    self._error = error
+                self._cond.notify_all()
+
+    def _take(self, item: _Item) -> int:
+        """Verifies or sends; gives the bytes that are free again."""
+        digest = digest_of(item.dtype, item.shape, item.body)
+        with self._cond:
+            known = self._known.setdefault(item.stream, {})
+            logged = known.setdefault(item.key, digest)
+            fresh = logged is digest
+        if not fresh:
+            if logged != digest:
+                raise Divergence(
+                    f"{item.stream} {item.key}: the tensor computed again ({digest.hex()}) "
+                    f"is not the logged one ({logged.hex()})"
+                )
+            self.stats.verified += 1
+            return item.held_bytes
+        codec_name = self._codec if isinstance(self._codec, str) else self._codec.get(item.stream, "none")
+        codec, stored = compress(CODECS[codec_name], item.body)
+        record = Outgoing(
+            stream=item.stream,
+            key=item.key,
+            dtype=item.dtype,
+            shape=item.shape,
+            raw_bytes=item.body.nbytes,
+            codec=codec,
+            stored=stored,
+            body_crc=checksum(stored),
+            digest=digest,
+            held_bytes=item.held_bytes,
+        )
+        self._links[server_of(item.stream, self._servers)].enqueue(record)
+        self.stats.records += 1
+        self.stats.bytes += item.body.nbytes
+        return 0
