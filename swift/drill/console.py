@@ -153,9 +153,9 @@ def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
     rows: list[tuple[float, str, str]] = []
     merged: dict[tuple[str, Any], tuple[int, list[int]]] = {}
     for event in first_steps:
-        if event["t"] < start:
-            continue
         name = event["event"]
+        if event["t"] < start or (name == "child_exit" and event.get("code") == 0):
+            continue
         if name in _MERGED and "rank" in event:
             key = (name, event.get("generation"))
             if key in merged:

@@ -4,6 +4,8 @@ Run by the launcher: ``python -m swift.launch … -m swift.drill.trainer --stage
 """
 
 import argparse
+import os
+import sys
 from typing import Any
 
 import torch
@@ -98,10 +100,13 @@ def main(argv: list[str] | None = None) -> None:
             optimizer.step()
             scheduler.step()
             if last and not session.replaying:
-                events.emit("loss", step=step, loss=float(torch.stack(losses).mean()))
+                events.emit("loss", step=step, loss=float(torch.stack(losses).detach().mean()))
 
         session.run(train_step, num_steps=args.steps)
 
 
 if __name__ == "__main__":
     main()
+    # Taking an interpreter with torch apart takes a second, on a machine where all ranks do it at once.
+    sys.stdout.flush()
+    os._exit(0)
