@@ -3,7 +3,6 @@
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import time
@@ -31,7 +30,8 @@ with open(path + ".part", "w") as part:
     json.dump(about, part)
 os.rename(path + ".part", path)
 go = f"go.{env['RANK']}"
-while not os.path.exists(go):
+deadline = time.monotonic() + 60
+while not os.path.exists(go) and time.monotonic() < deadline:
     time.sleep(0.01)
 exec(open(go).read())
 """
@@ -172,8 +172,11 @@ class Launch:
         return self.process.returncode, stderr
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
+        """Ends what a failed test has left."""
+        below = self.processes() if self.process.poll() is None else []
+        for process in below:
+            process.kill()
+        self.process.kill()
         self.process.communicate(timeout=20)
 
 

@@ -107,9 +107,9 @@ def test_a_signal_leaves_nothing_running(start: Start, signum: signal.Signals) -
     script = """
 import os, signal, subprocess, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen(["sleep", "1000"])
+subprocess.Popen(["sleep", "60"])
 open(f"ready.{os.environ['RANK']}", "w").close()
-time.sleep(1000)
+time.sleep(60)
 """
     launch = start("--nproc-per-node=2", "--shutdown-timeout=1", script=script)
     wait_until(lambda: len(list(launch.directory.glob("ready.*"))) == 2, "both ranks")

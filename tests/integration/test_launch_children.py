@@ -1,0 +1,117 @@
+"""Children of the launcher, without the launcher: which spare is taken, how they are stopped."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swift.errors import UsageError
+from swift.launch.children import Child, Nursery
+from swift.launch.rendezvous import LoopbackRendezvous
+from swift.launch.worker import Assignment
+
+
+@pytest.fixture
+def nursery(tmp_path: Path) -> Iterator[Nursery]:
+    nursery = Nursery(dict(os.environ), str(tmp_path), "json")
+    yield nursery
+    nursery.close()
+
+
+def wait_warm(nursery: Nursery, *children: Child) -> None:
+    deadline = time.monotonic() + 20
+    while not all(child.warm for child in children):
+        assert time.monotonic() < deadline
+        assert not nursery.wait(1.0)[1]
+
+
+def assign(child: Child, directory: Path, script: str, *args: str) -> None:
+    path = directory / f"script{child.pid}.py"
+    path.write_text(script)
+    child.assign(0, Assignment(env={}, script=str(path), module=False, args=list(args), cwd=str(directory)))
+
+
+def test_warm_spares_come_first_then_the_oldest(nursery: Nursery) -> None:
+    spares = [nursery.spawn() for _ in range(3)]
+    assert nursery.spares == spares
+    spares[2].warm = True
+    assert nursery.spares == [spares[2], spares[0], spares[1]]
+    spares[2].rank = 0
+    assert nursery.spares == spares[:2]
+
+
+def test_a_rank_given_to_a_cold_child_waits_for_it(nursery: Nursery, tmp_path: Path) -> None:
+    child = nursery.spawn()
+    assign(child, tmp_path, "open('ran', 'w').close()")
+    while not nursery.wait(20.0)[1]:
+        assert child.warm
+    assert (child.exit_code, (tmp_path / "ran").exists()) == (0, True)
+    assert nursery.children == []
+
+
+def test_arguments_up_to_the_size_of_the_pipe(nursery: Nursery, tmp_path: Path) -> None:
+    child = nursery.spawn()
+    assign(child, tmp_path, "import sys; open('size', 'w').write(str(len(sys.argv[1])))", "x" * 1_000_000)
+    while not nursery.wait(20.0)[1]:
+        pass
+    assert (tmp_path / "size").read_text() == "1000000"
+    with pytest.raises(UsageError, match="bytes: at most"):
+        assign(nursery.spawn(), tmp_path, "", "x" * 2_000_000)
+
+
+def test_a_child_that_died_unseen_can_be_given_a_rank(nursery: Nursery, tmp_path: Path) -> None:
+    child = nursery.spawn()
+    wait_warm(nursery, child)
+    child.kill_group()
+    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assign(child, tmp_path, "")
+    assert nursery.wait(5.0) == ([], [child])
+    assert child.exit_code == -9
+
+
+def test_stop_is_polite_first_and_can_be_hurried(nursery: Nursery, tmp_path: Path) -> None:
+    polite, deaf = nursery.spawn(), nursery.spawn()
+    assign(polite, tmp_path, "import time; time.sleep(60)")
+    deaf_script = (
+        "import signal, time\nsignal.signal(15, signal.SIG_IGN); open('deaf', 'w').close(); time.sleep(60)"
+    )
+    assign(deaf, tmp_path, deaf_script)
+    wait_warm(nursery, polite, deaf)
+    while not (tmp_path / "deaf").exists():
+        time.sleep(0.01)
+    began = time.monotonic()
+    nursery.stop([polite, deaf], 0.3)
+    assert 0.3 <= time.monotonic() - began < 5
+    assert (polite.exit_code, deaf.exit_code) == (-15, -9)
+
+    (tmp_path / "deaf").unlink()
+    deaf = nursery.spawn()
+    assign(deaf, tmp_path, deaf_script)
+    while not (tmp_path / "deaf").exists():
+        time.sleep(0.01)
+    began = time.monotonic()
+    nursery.wake()
+    nursery.stop([deaf], 30.0, hurry=lambda: True)
+    assert time.monotonic() - began < 5
+    assert deaf.exit_code == -9
+
+
+def test_the_store_of_one_machine_listens_on_loopback_only() -> None:
+    rendezvous = LoopbackRendezvous("run", 5.0)
+    info = rendezvous.next_rendezvous()
+    port = info.bootstrap_store_info.master_port
+    listening = [
+        connection.laddr
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    ]
+    assert [address.ip for address in listening] == ["127.0.0.1"]
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    info.store.set("key", "value")
+    assert info.store.get("key") == b"value"
