@@ -302,11 +302,8 @@ class LogCore:
             stream.check()
         return changed
 
-    def reset(self, job: JobState, generation: int) -> list[StreamState] | Refusal:
-        """Drops every record of the job; sequences go on. Only under the granted generation, all durable."""
-        refusal = self.check_generation(job, generation)
-        if refusal is not None:
-            return refusal
+    def reset(self, job: JobState) -> list[StreamState]:
+        """Drops every record of the job; sequences go on. (The caller has waited until all are durable.)"""
         for stream in job.streams.values():
             assert stream.durable == stream.appended, "a reset waits until everything is durable"
             stream.by_sequence.clear()

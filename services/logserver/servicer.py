@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.logserver.core import Refusal
-from services.logserver.engine import LogEngine, Refused, Session
+from services.logserver.engine import LogEngine
+from services.logserver.state import Refused, Session
 from swift._pb import log_pb2
 from swift.log.wire import REASON_KEY, SERVICE, Reason, server_options, split_frames
 
@@ -84,14 +85,15 @@ class LogServicer:
             session.end(Refusal(Reason.CLOSED, f"internal error: {error!r}"))
 
     def read(self, request: log_pb2.ReadRequest, context: Context) -> Iterator[bytes]:
+        context.add_callback(self.engine.reading.wake)
         try:
-            yield from self.engine.read(request, context.is_active)
+            yield from self.engine.reading.read(request, context.is_active)
         except Refused as refused:
             _abort(context, refused.refusal)
 
     def digests(self, request: log_pb2.DigestsRequest, context: Context) -> Iterator[log_pb2.DigestsReply]:
         try:
-            records = self.engine.digests(request)
+            records = self.engine.reading.digests(request)
         except Refused as refused:
             _abort(context, refused.refusal)
             return
@@ -99,23 +101,26 @@ class LogServicer:
             yield log_pb2.DigestsReply(records=records[at : at + _DIGESTS_A_MESSAGE])
 
     def inventory(self, request: log_pb2.InventoryRequest, context: Context) -> log_pb2.InventoryReply:
-        return self._unary(context, lambda: self.engine.inventory(request.job))
+        return self._unary(context, lambda: self.engine.reading.inventory(request.job))
 
     def fence(self, request: log_pb2.FenceRequest, context: Context) -> log_pb2.FenceReply:
-        return self._unary(
-            context,
-            lambda: log_pb2.FenceReply(generation=self.engine.fence(request.job, request.generation)),
-        )
+        def work() -> log_pb2.FenceReply:
+            self.engine.administration.fence(request.job, request.generation)
+            return log_pb2.FenceReply(generation=request.generation)
+
+        return self._unary(context, work)
 
     def trim(self, request: log_pb2.TrimRequest, context: Context) -> log_pb2.TrimReply:
         return self._unary(
             context,
-            lambda: log_pb2.TrimReply(trimmed_below_step=self.engine.trim(request.job, request.below_step)),
+            lambda: log_pb2.TrimReply(
+                trimmed_below_step=self.engine.administration.trim(request.job, request.below_step)
+            ),
         )
 
     def reset(self, request: log_pb2.ResetRequest, context: Context) -> log_pb2.ResetReply:
         def work() -> log_pb2.ResetReply:
-            self.engine.reset(request.job, request.generation)
+            self.engine.administration.reset(request.job, request.generation)
             return log_pb2.ResetReply()
 
         return self._unary(context, work)
@@ -170,6 +175,6 @@ def make_server(engine: LogEngine) -> tuple[grpc.Server, health.HealthServicer]:
         for name in ("", SERVICE):
             checks.set(name, status.SERVING if serving else status.NOT_SERVING)
 
-    engine.on_health = on_health
+    engine.state.on_health = on_health
     on_health(False)
     return server, checks

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13swift/_pb/log.proto\x12\x0cswift.log.v1\"O\n\x04Open\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x16\n\x0e\x61\x63ked_sequence\x18\x04 \x01(\x04\"B\n\rAppendRequest\x12!\n\x05opens\x18\x01 \x03(\x0b\x32\x12.swift.log.v1.Open\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"\"\n\x07Welcome\x12\x17\n\x0f\x66rame_bytes_max\x18\x01 \x01(\x04\"/\n\x06Opened\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\"1\n\x05\x41\x63ked\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x18\n\x10\x64urable_sequence\x18\x02 \x01(\x04\"\x95\x01\n\x0b\x41ppendReply\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.swift.log.v1.Welcome\x12$\n\x06opened\x18\x02 \x03(\x0b\x32\x14.swift.log.v1.Opened\x12\"\n\x05\x61\x63ked\x18\x03 \x03(\x0b\x32\x13.swift.log.v1.Acked\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x04\"d\n\x0bReadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\x12\x15\n\rfrom_sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"\x1b\n\tReadReply\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"@\n\x0e\x44igestsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"N\n\x0cRecordDigest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nmicrobatch\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\";\n\x0c\x44igestsReply\x12+\n\x07records\x18\x01 \x03(\x0b\x32\x1a.swift.log.v1.RecordDigest\"\x1f\n\x10InventoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xcf\x01\n\x0fStreamInventory\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x0f\n\x07records\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bhas_records\x18\x04 \x01(\x08\x12\x12\n\nfirst_step\x18\x05 \x01(\x04\x12\x11\n\tlast_step\x18\x06 \x01(\x04\x12\x15\n\rnext_sequence\x18\x07 \x01(\x04\x12\x18\n\x10\x64urable_sequence\x18\x08 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\"p\n\x0eInventoryReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x1a\n\x12trimmed_below_step\x18\x02 \x01(\x04\x12.\n\x07streams\x18\x03 \x03(\x0b\x32\x1d.swift.log.v1.StreamInventory\"/\n\x0c\x46\x65nceRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\" \n\nFenceReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\".\n\x0bTrimRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nbelow_step\x18\x02 \x01(\x04\"\'\n\tTrimReply\x12\x1a\n\x12trimmed_below_step\x18\x01 \x01(\x04\"/\n\x0cResetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x0c\n\nResetReply2\xd5\x03\n\x03Log\x12\x44\n\x06\x41ppend\x12\x1b.swift.log.v1.AppendRequest\x1a\x19.swift.log.v1.AppendReply(\x01\x30\x01\x12<\n\x04Read\x12\x19.swift.log.v1.ReadRequest\x1a\x17.swift.log.v1.ReadReply0\x01\x12\x45\n\x07\x44igests\x12\x1c.swift.log.v1.DigestsRequest\x1a\x1a.swift.log.v1.DigestsReply0\x01\x12I\n\tInventory\x12\x1e.swift.log.v1.InventoryRequest\x1a\x1c.swift.log.v1.InventoryReply\x12=\n\x05\x46\x65nce\x12\x1a.swift.log.v1.FenceRequest\x1a\x18.swift.log.v1.FenceReply\x12:\n\x04Trim\x12\x19.swift.log.v1.TrimRequest\x1a\x17.swift.log.v1.TrimReply\x12=\n\x05Reset\x12\x1a.swift.log.v1.ResetRequest\x1a\x18.swift.log.v1.ResetReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13swift/_pb/log.proto\x12\x0cswift.log.v1\"O\n\x04Open\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x16\n\x0e\x61\x63ked_sequence\x18\x04 \x01(\x04\"B\n\rAppendRequest\x12!\n\x05opens\x18\x01 \x03(\x0b\x32\x12.swift.log.v1.Open\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"!\n\x07Welcome\x12\x16\n\x0e\x62ody_bytes_max\x18\x01 \x01(\x04\"/\n\x06Opened\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\"1\n\x05\x41\x63ked\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x18\n\x10\x64urable_sequence\x18\x02 \x01(\x04\"\x95\x01\n\x0b\x41ppendReply\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.swift.log.v1.Welcome\x12$\n\x06opened\x18\x02 \x03(\x0b\x32\x14.swift.log.v1.Opened\x12\"\n\x05\x61\x63ked\x18\x03 \x03(\x0b\x32\x13.swift.log.v1.Acked\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x04\"d\n\x0bReadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\x12\x15\n\rfrom_sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"\x1b\n\tReadReply\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"@\n\x0e\x44igestsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"N\n\x0cRecordDigest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nmicrobatch\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\";\n\x0c\x44igestsReply\x12+\n\x07records\x18\x01 \x03(\x0b\x32\x1a.swift.log.v1.RecordDigest\"\x1f\n\x10InventoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xcf\x01\n\x0fStreamInventory\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x0f\n\x07records\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bhas_records\x18\x04 \x01(\x08\x12\x12\n\nfirst_step\x18\x05 \x01(\x04\x12\x11\n\tlast_step\x18\x06 \x01(\x04\x12\x15\n\rnext_sequence\x18\x07 \x01(\x04\x12\x18\n\x10\x64urable_sequence\x18\x08 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\"p\n\x0eInventoryReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x1a\n\x12trimmed_below_step\x18\x02 \x01(\x04\x12.\n\x07streams\x18\x03 \x03(\x0b\x32\x1d.swift.log.v1.StreamInventory\"/\n\x0c\x46\x65nceRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\" \n\nFenceReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\".\n\x0bTrimRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nbelow_step\x18\x02 \x01(\x04\"\'\n\tTrimReply\x12\x1a\n\x12trimmed_below_step\x18\x01 \x01(\x04\"/\n\x0cResetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x0c\n\nResetReply2\xd5\x03\n\x03Log\x12\x44\n\x06\x41ppend\x12\x1b.swift.log.v1.AppendRequest\x1a\x19.swift.log.v1.AppendReply(\x01\x30\x01\x12<\n\x04Read\x12\x19.swift.log.v1.ReadRequest\x1a\x17.swift.log.v1.ReadReply0\x01\x12\x45\n\x07\x44igests\x12\x1c.swift.log.v1.DigestsRequest\x1a\x1a.swift.log.v1.DigestsReply0\x01\x12I\n\tInventory\x12\x1e.swift.log.v1.InventoryRequest\x1a\x1c.swift.log.v1.InventoryReply\x12=\n\x05\x46\x65nce\x12\x1a.swift.log.v1.FenceRequest\x1a\x18.swift.log.v1.FenceReply\x12:\n\x04Trim\x12\x19.swift.log.v1.TrimRequest\x1a\x17.swift.log.v1.TrimReply\x12=\n\x05Reset\x12\x1a.swift.log.v1.ResetRequest\x1a\x18.swift.log.v1.ResetReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,41 +36,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_APPENDREQUEST']._serialized_start=118
   _globals['_APPENDREQUEST']._serialized_end=184
   _globals['_WELCOME']._serialized_start=186
-  _globals['_WELCOME']._serialized_end=220
-  _globals['_OPENED']._serialized_start=222
-  _globals['_OPENED']._serialized_end=269
-  _globals['_ACKED']._serialized_start=271
-  _globals['_ACKED']._serialized_end=320
-  _globals['_APPENDREPLY']._serialized_start=323
-  _globals['_APPENDREPLY']._serialized_end=472
-  _globals['_READREQUEST']._serialized_start=474
-  _globals['_READREQUEST']._serialized_end=574
-  _globals['_READREPLY']._serialized_start=576
-  _globals['_READREPLY']._serialized_end=603
-  _globals['_DIGESTSREQUEST']._serialized_start=605
-  _globals['_DIGESTSREQUEST']._serialized_end=669
-  _globals['_RECORDDIGEST']._serialized_start=671
-  _globals['_RECORDDIGEST']._serialized_end=749
-  _globals['_DIGESTSREPLY']._serialized_start=751
-  _globals['_DIGESTSREPLY']._serialized_end=810
-  _globals['_INVENTORYREQUEST']._serialized_start=812
-  _globals['_INVENTORYREQUEST']._serialized_end=843
-  _globals['_STREAMINVENTORY']._serialized_start=846
-  _globals['_STREAMINVENTORY']._serialized_end=1053
-  _globals['_INVENTORYREPLY']._serialized_start=1055
-  _globals['_INVENTORYREPLY']._serialized_end=1167
-  _globals['_FENCEREQUEST']._serialized_start=1169
-  _globals['_FENCEREQUEST']._serialized_end=1216
-  _globals['_FENCEREPLY']._serialized_start=1218
-  _globals['_FENCEREPLY']._serialized_end=1250
-  _globals['_TRIMREQUEST']._serialized_start=1252
-  _globals['_TRIMREQUEST']._serialized_end=1298
-  _globals['_TRIMREPLY']._serialized_start=1300
-  _globals['_TRIMREPLY']._serialized_end=1339
-  _globals['_RESETREQUEST']._serialized_start=1341
-  _globals['_RESETREQUEST']._serialized_end=1388
-  _globals['_RESETREPLY']._serialized_start=1390
-  _globals['_RESETREPLY']._serialized_end=1402
-  _globals['_LOG']._serialized_start=1405
-  _globals['_LOG']._serialized_end=1874
+  _globals['_WELCOME']._serialized_end=219
+  _globals['_OPENED']._serialized_start=221
+  _globals['_OPENED']._serialized_end=268
+  _globals['_ACKED']._serialized_start=270
+  _globals['_ACKED']._serialized_end=319
+  _globals['_APPENDREPLY']._serialized_start=322
+  _globals['_APPENDREPLY']._serialized_end=471
+  _globals['_READREQUEST']._serialized_start=473
+  _globals['_READREQUEST']._serialized_end=573
+  _globals['_READREPLY']._serialized_start=575
+  _globals['_READREPLY']._serialized_end=602
+  _globals['_DIGESTSREQUEST']._serialized_start=604
+  _globals['_DIGESTSREQUEST']._serialized_end=668
+  _globals['_RECORDDIGEST']._serialized_start=670
+  _globals['_RECORDDIGEST']._serialized_end=748
+  _globals['_DIGESTSREPLY']._serialized_start=750
+  _globals['_DIGESTSREPLY']._serialized_end=809
+  _globals['_INVENTORYREQUEST']._serialized_start=811
+  _globals['_INVENTORYREQUEST']._serialized_end=842
+  _globals['_STREAMINVENTORY']._serialized_start=845
+  _globals['_STREAMINVENTORY']._serialized_end=1052
+  _globals['_INVENTORYREPLY']._serialized_start=1054
+  _globals['_INVENTORYREPLY']._serialized_end=1166
+  _globals['_FENCEREQUEST']._serialized_start=1168
+  _globals['_FENCEREQUEST']._serialized_end=1215
+  _globals['_FENCEREPLY']._serialized_start=1217
+  _globals['_FENCEREPLY']._serialized_end=1249
+  _globals['_TRIMREQUEST']._serialized_start=1251
+  _globals['_TRIMREQUEST']._serialized_end=1297
+  _globals['_TRIMREPLY']._serialized_start=1299
+  _globals['_TRIMREPLY']._serialized_end=1338
+  _globals['_RESETREQUEST']._serialized_start=1340
+  _globals['_RESETREQUEST']._serialized_end=1387
+  _globals['_RESETREPLY']._serialized_start=1389
+  _globals['_RESETREPLY']._serialized_end=1401
+  _globals['_LOG']._serialized_start=1404
+  _globals['_LOG']._serialized_end=1873
 # @@protoc_insertion_point(module_scope)

@@ -81,16 +81,16 @@ Global___AppendRequest: _TypeAlias = AppendRequest  # noqa: Y015
 class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    FRAME_BYTES_MAX_FIELD_NUMBER: _builtins.int
-    frame_bytes_max: _builtins.int
+    BODY_BYTES_MAX_FIELD_NUMBER: _builtins.int
+    body_bytes_max: _builtins.int
     def __init__(
         self,
         *,
-        frame_bytes_max: _builtins.int = ...,
+        body_bytes_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_bytes_max", b"frame_bytes_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_bytes_max", b"body_bytes_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from swift._pb import log_pb2
-from swift.errors import LogUnavailable, SequenceConflict, StaleGeneration, SwiftError
-from swift.log.frame import Bytes, FrameHeader, encode_header
+from swift.errors import LogUnavailable, SequenceConflict, StaleGeneration, SwiftError, UsageError
+from swift.log.frame import BODY_BYTES_MAX, Bytes, FrameHeader, encode_header
 from swift.log.record import RecordKey, stream_tag
 from swift.log.rpc import as_error, message_of, method, open_channel, reason_of
 from swift.log.wire import Reason, frames_message
@@ -94,6 +94,7 @@ class Link:
         self._call_number = 0
         self._call: grpc.Call | None = None
         self._credit = 0
+        self._body_bytes_max = BODY_BYTES_MAX
         self._error: SwiftError | None = None  # until the next generation
         self._stale = ""  # the server's words, until the next generation
         self._trouble = "it cannot be reached"
@@ -209,6 +210,9 @@ class Link:
         size = 0
         for stream in self._streams.values():
             while stream.opened and stream.unsent and self._credit > 0 and size < _BATCH_BYTES:
+                if len(stream.unsent[0].stored) > self._body_bytes_max:
+                    self._refuse_size(stream.unsent[0])
+                    return None
                 record = stream.unsent.popleft()
                 if record.sequence < 0:
                     assert stream.next_sequence is not None
@@ -220,6 +224,12 @@ class Link:
                 size += len(header) + len(record.stored)
                 self._credit -= len(header) + len(record.stored)
         return frames_message(parts, size) if parts else None
+
+    def _refuse_size(self, record: Outgoing) -> None:
+        self._error = UsageError(
+            f"{record.stream} {record.key}: {len(record.stored)} bytes are more than log server "
+            f"{self.address} accepts ({self._body_bytes_max}); start it with a larger --body-bytes-max"
+        )
 
     # -- receiving and connecting (the link's thread) ---------------------------------------------------
 
@@ -267,6 +277,8 @@ class Link:
             if number != self._call_number:
                 return
             self._credit += reply.credit_bytes
+            if reply.HasField("welcome"):
+                self._body_bytes_max = reply.welcome.body_bytes_max
             for opened in reply.opened:
                 self._on_opened(self._streams[opened.stream], opened.next_sequence)
             for acked in reply.acked:

@@ -1,0 +1,178 @@
+"""The reading side: records of a stream in log order, its digests, the inventory."""
+
+from collections.abc import Callable, Iterator
+
+from services.logserver.administration import Administration
+from services.logserver.core import Hole, JobState, Refusal, StreamState
+from services.logserver.state import Refused, ServerState, check_names
+from swift import events
+from swift._pb import log_pb2
+from swift.errors import LogError, RecordCorrupt
+from swift.log.frame import check_body, decode_header
+from swift.log.wire import Reason, frames_message
+
+_READ_BATCH_BYTES = 1 << 20
+_POLL_S = 0.5
+_ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is today
+
+
+class Reading:
+    """Serves what is durable, and verifies each record as it leaves."""
+
+    def __init__(self, state: ServerState, administration: Administration) -> None:
+        self._state = state
+        self._administration = administration
+        self._changed = state.changed
+        self._reader_ids = iter(range(1 << 62))
+
+    def wake(self) -> None:
+        """Somebody's call has ended: `read` looks whether it is its own."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def read(self, request: log_pb2.ReadRequest, alive: Callable[[], bool]) -> Iterator[bytes]:
+        """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it."""
+        check_names(request.job, request.stream)
+        with self._changed:
+            job = self._state.core.job(request.job)
+            refusal = self._state.core.check_readable(job, request.from_step)
+            if refusal is not None:
+                raise Refused(refusal)
+            reader = next(self._reader_ids)
+            job.readers[reader] = request.from_step
+        try:
+            yield from self._follow(job, request, alive)
+        finally:
+            with self._changed:
+                del job.readers[reader]
+                held_up = job.trim_wanted > job.trimmed_below_step
+            if held_up:
+                self._administration.trim_later(job)
+
+    def _follow(
+        self, job: JobState, request: log_pb2.ReadRequest, alive: Callable[[], bool]
+    ) -> Iterator[bytes]:
+        sequence = request.from_sequence
+        while alive():
+            with self._changed:
+                plan, sequence, refusal = self._plan_read(job, request, sequence)
+                if not plan and refusal is None:
+                    if not request.follow:
+                        return
+                    if self._state.draining:
+                        self._state.check_open()
+                    self._changed.wait(_POLL_S)
+                    continue
+            frames: list[bytes] = []
+            for stream, entry_sequence, frame_bytes in plan:
+                try:
+                    frames.append(self._read_one(stream, entry_sequence, frame_bytes))
+                except RecordCorrupt as error:
+                    refusal = self._found_damage(stream, entry_sequence, str(error))
+                    break
+            if frames:
+                yield frames_message(frames, sum(map(len, frames)))
+            if refusal is not None:
+                raise Refused(refusal)
+
+    def _plan_read(
+        self, job: JobState, request: log_pb2.ReadRequest, sequence: int
+    ) -> tuple[list[tuple[StreamState, int, int]], int, Refusal | None]:
+        """The next records to read, the sequence behind them, and what ends the call after them."""
+        plan: list[tuple[StreamState, int, int]] = []
+        stream = job.streams.get(request.stream)
+        size = 0
+        while stream is not None and size < _READ_BATCH_BYTES:
+            entry = self._state.core.next_to_read(stream, sequence, request.from_step)
+            if isinstance(entry, Refusal):
+                return plan, sequence, entry
+            if entry is None:
+                break
+            plan.append((stream, entry.sequence, entry.frame_bytes))
+            sequence = entry.sequence + 1
+            size += entry.frame_bytes
+        return plan, sequence, None
+
+    def _read_one(self, stream: StreamState, sequence: int, frame_bytes: int) -> bytes:
+        """The frame, its checksums verified. Raises RecordCorrupt; Refused if it was dropped meanwhile."""
+        try:
+            data = self._state.storage.read(stream.job, stream.name, sequence, frame_bytes)
+        except FileNotFoundError:
+            message = f"record {sequence} of {stream.name} was dropped while it was read"
+            raise Refused(Refusal(Reason.TRIMMED, message)) from None
+        except OSError as error:
+            raise RecordCorrupt(f"it cannot be read: {error.strerror}") from None
+        try:
+            header = decode_header(data, 0, _ANY_BODY_BYTES)
+            if (
+                header.frame_bytes != len(data)
+                or header.sequence != sequence
+                or header.stream_tag != stream.tag
+            ):
+                raise RecordCorrupt("another record is in its place")
+            check_body(header, memoryview(data)[header.header_bytes :])
+        except LogError as error:
+            raise RecordCorrupt(str(error)) from None
+        return data
+
+    def _found_damage(self, stream: StreamState, sequence: int, reason: str) -> Refusal:
+        with self._changed:
+            entry = stream.by_sequence.get(sequence)
+            name = f"{stream.name} {entry.key}" if entry is not None else stream.name
+            reason = f"record {sequence} of {name}: {reason}"
+            if entry is not None and stream.hole_at(sequence) is None:
+                stream.holes.insert(0, Hole(sequence, sequence + 1, entry.key.step + 1, reason))
+        events.emit("stream_corrupt", job=stream.job, stream=stream.name, reason=reason)
+        return Refusal(Reason.CORRUPT, reason)
+
+    def digests(self, request: log_pb2.DigestsRequest) -> list[log_pb2.RecordDigest]:
+        check_names(request.job, request.stream)
+        with self._changed:
+            job = self._state.core.job(request.job)
+            refusal = self._state.core.check_readable(job, request.from_step)
+            stream = job.streams.get(request.stream)
+            if refusal is None and stream is not None:
+                for hole in stream.holes:
+                    if hole.below_step > request.from_step:
+                        refusal = Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
+            if refusal is not None:
+                raise Refused(refusal)
+            if stream is None:
+                return []
+            return [
+                log_pb2.RecordDigest(
+                    step=entry.key.step,
+                    microbatch=entry.key.microbatch,
+                    slot=entry.key.slot,
+                    digest=entry.digest,
+                )
+                for entry in self._state.core.digests(stream, request.from_step)
+            ]
+
+    def inventory(self, job_name: str) -> log_pb2.InventoryReply:
+        check_names(job_name)
+        with self._changed:
+            job = self._state.core.jobs.get(job_name)
+            if job is None:
+                return log_pb2.InventoryReply()
+            return log_pb2.InventoryReply(
+                generation=job.generation,
+                trimmed_below_step=job.trimmed_below_step,
+                streams=[_stream_inventory(job.streams[name]) for name in sorted(job.streams)],
+            )
+
+
+def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
+    steps = [entry.key.step for entry in stream.by_sequence.values()]
+    return log_pb2.StreamInventory(
+        stream=stream.name,
+        records=len(steps),
+        bytes=stream.bytes,
+        has_records=bool(steps),
+        first_step=min(steps, default=0),
+        last_step=max(steps, default=0),
+        next_sequence=stream.appended,
+        durable_sequence=stream.durable,
+        corrupt=bool(stream.corrupt_reason),
+        reason=stream.corrupt_reason,
+    )

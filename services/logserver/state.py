@@ -1,0 +1,132 @@
+"""What the parts of the server share: the core behind its one lock, the storage, who is connected.
+
+``changed`` guards the core and everything in `ServerState`; it is never held during disk work.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.logserver.core import LogCore, Refusal, StreamState
+from services.logserver.storage import Storage
+from swift._pb import log_pb2
+from swift.errors import UsageError
+from swift.log.record import check_name
+from swift.log.wire import Reason
+
+_FULL_RETRY_S = 1.0
+
+
+class Fsync(StrEnum):
+    """When an append is acknowledged."""
+
+    ALWAYS = "always"
+    """After fdatasync; appends that wait together share one."""
+    INTERVAL = "interval"
+    """After the write; synced every so often. A power cut loses at most that long; a killed process nothing."""
+    NEVER = "never"
+    """After the write; the kernel syncs when it likes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    fsync: Fsync = Fsync.ALWAYS
+    fsync_interval_s: float = 0.1
+    credit_bytes: int = 64 << 20
+    """Bytes that one writer may have under way."""
+    body_bytes_max: int = 256 << 20
+    """Largest body that is accepted."""
+
+
+class Refused(Exception):
+    """Ends a call with the refusal."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One Append call: the streams it opened, and what goes back to it."""
+
+    outbox: "queue.SimpleQueue[log_pb2.AppendReply | None]" = field(default_factory=queue.SimpleQueue)
+    streams: dict[int, tuple[StreamState, int]] = field(default_factory=dict)
+    """Stream tag -> the stream and the generation it was opened under."""
+    underway_bytes: int = 0
+    refusal: Refusal | None = None
+    ended: bool = False
+
+    def end(self, refusal: Refusal | None = None) -> None:
+        """After what is in the outbox already, the call ends."""
+        if not self.ended:
+            self.ended = True
+            self.refusal = refusal
+            self.outbox.put(None)
+
+    def replies(self) -> Iterator[log_pb2.AppendReply]:
+        """Until the session ends. What has gathered meanwhile goes out as one message."""
+        while True:
+            reply = self.outbox.get()
+            if reply is None:
+                return
+            last = False
+            while not self.outbox.empty():
+                more = self.outbox.get()
+                if more is None:
+                    last = True
+                    break
+                reply.MergeFrom(more)
+            yield reply
+            if last:
+                return
+
+
+class ServerState:
+    """Held by all parts. Everything but ``config`` and ``storage`` only while holding ``changed``."""
+
+    def __init__(self, storage: Storage, config: EngineConfig) -> None:
+        self.config = config
+        self.storage = storage
+        self.core = LogCore()
+        self.changed = threading.Condition()
+        self.sessions: set[Session] = set()
+        self.holders: dict[int, Session] = {}
+        """Stream tag -> the session that writes it."""
+        self.failed = ""
+        """Why nothing is written any more, until a person has seen to it."""
+        self.full_since: float | None = None
+        self.draining = False
+        self.on_health: Callable[[bool], None] = lambda serving: None
+
+    def check_open(self) -> None:
+        """Raises Refused if the server takes nothing."""
+        if self.failed:
+            raise Refused(Refusal(Reason.CLOSED, self.failed))
+        if self.draining:
+            raise Refused(Refusal(Reason.DRAINING, "the log server is shutting down"))
+
+    def check_space(self) -> None:
+        """Raises Refused while the disk is full. After a while a writer may try whether it still is."""
+        if self.full_since is not None and time.monotonic() - self.full_since < _FULL_RETRY_S:
+            raise Refused(Refusal(Reason.FULL, "no space left; free some, or trim the log"))
+
+    def space_freed(self) -> None:
+        if self.full_since is not None:
+            self.full_since = -_FULL_RETRY_S
+
+    def end_sessions(self, refusal: Refusal) -> None:
+        for session in self.sessions:
+            session.end(refusal)
+
+
+def check_names(job: str, stream: str = "x") -> None:
+    """Raises Refused for a name that the grammar does not allow."""
+    try:
+        check_name("job", job)
+        check_name("stream", stream)
+    except UsageError as error:
+        raise Refused(Refusal(Reason.INVALID, str(error))) from None
