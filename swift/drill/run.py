@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from swift import events
 from swift.drill import control, faults, timeline
-from swift.drill.cluster import JOB, POLL_S, Cluster
+from swift.drill.cluster import POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.faults import CoordinatorFault, CorruptFault, LogServerFault, fault_id
 from swift.drill.report import Digest, Evidence
@@ -104,7 +104,7 @@ class FaultedRun:
             trainer_arguments=[*config.trainer_arguments(), "--strategy", config.strategy],
             faults=faults.to_environment(config.faults),
             die_at=[
-                (fault_id(index), fault.state)
+                (fault_id(index), fault.state.upper())
                 for index, fault in enumerate(config.faults)
                 if isinstance(fault, CoordinatorFault)
             ],
@@ -160,9 +160,7 @@ class FaultedRun:
             return
         since = self._held_since.setdefault(index, time.monotonic())
         stream = faults.corrupted_stream(fault, self._config.faults, self._config.topology)
-        flipped = control.corrupt_stream(
-            self._cluster.log_directory / JOB, stream, fault.step, self._config.seed
-        )
+        flipped = control.corrupt_stream(self._cluster.log_directory, stream, fault.step, self._config.seed)
         if flipped is None and time.monotonic() - since < HOLD_S:
             return
         if flipped is not None:
