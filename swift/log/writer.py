@@ -90,7 +90,7 @@ class LogWriter:
         self._cond = threading.Condition()
         self._inbox: deque[_Item] = deque()
         self._held_bytes = 0
-        self._working = False
+        self._working: _Item | None = None
         self._known: dict[str, dict[RecordKey, bytes]] = {}
         self._error: SwiftError | None = None
         self._interrupted = False
@@ -165,7 +165,7 @@ class LogWriter:
         with self._cond:
             while True:
                 self._raise_pending()
-                if not self._inbox and not self._working and not self._held_bytes:
+                if not self._inbox and self._working is None and not self._held_bytes:
                     return
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -198,7 +198,7 @@ class LogWriter:
             if discard:
                 self._held_bytes -= sum(item.held_bytes for item in self._inbox)
                 self._inbox.clear()
-                self._cond.wait_for(lambda: not self._working)
+                self._cond.wait_for(lambda: self._working is None)
             self.generation = generation
             for link in self._links.values():
                 self._held_bytes -= link.set_generation(generation, discard)
@@ -211,6 +211,9 @@ class LogWriter:
     def forget_below(self, step: int) -> None:
         """Keys of older steps will not come again."""
         with self._cond:
+            # What still waits to be compared keeps what it is compared with.
+            waiting = [*self._inbox, *([self._working] if self._working is not None else [])]
+            step = min([step, *(item.key.step for item in waiting)])
             for stream, known in self._known.items():
                 self._known[stream] = {key: value for key, value in known.items() if key.step >= step}
 
@@ -253,8 +256,7 @@ class LogWriter:
                 self._cond.wait_for(lambda: bool(self._inbox) or self._closed)
                 if self._closed:
                     return
-                item = self._inbox.popleft()
-                self._working = True
+                item = self._working = self._inbox.popleft()
             error: SwiftError | None = None
             freed = 0
             try:
@@ -262,7 +264,7 @@ class LogWriter:
             except SwiftError as raised:
                 error, freed = raised, item.held_bytes
             with self._cond:
-                self._working = False
+                self._working = None
                 self._held_bytes -= freed
                 if error is not None and self._error is None:
                     self._error = error
