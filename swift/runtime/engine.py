@@ -12,6 +12,7 @@ What a member says in a state it says again until the View moves on: the coordin
 
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -77,6 +78,7 @@ class Engine:
         self.log_servers: list[str] = []
         self._has_state = False  # until the first version is ours, by birth or by restore
         self._view: pb.View | None = None
+        self._entering = threading.Lock()
         self._kept: set[int] = set()  # complete checkpoints, as last seen
 
     # --- membership ---
@@ -85,7 +87,8 @@ class Engine:
         """Blocks until this rank is in a generation whose groups are built (FORMING or RECOVERING)."""
         while True:
             view = self._member.watcher.wait_for(lambda _view: True, None)
-            self._member.enter(view.generation)
+            with self._entering:
+                self._member.enter(view.generation)
             try:
                 self._member.check()
                 if view.state == pb.PLANNING:
@@ -136,8 +139,9 @@ class Engine:
 
     def interrupt(self, generation: int) -> None:
         """(notice thread) Frees the trainer's thread from whatever it waits in."""
-        if self._writer is not None:
-            self._writer.interrupt()
+        with self._entering:  # a notice that was acted on meanwhile must not stop the new generation
+            if self._writer is not None and self._member.noticed:
+                self._writer.interrupt()
         self._communicator.interrupt(generation, lambda: not self._member.noticed)
 
     # --- the loop ---
@@ -255,18 +259,15 @@ class Engine:
             self._has_state = True
             events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)
         if mine.strategy == pb.CHECKPOINT:
-            self._restart_log()
+            # The coordinator has emptied the job's streams; what comes now is logged anew.
+            assert self._writer is not None
+            self._writer.restart(plan.generation)
         elif mine.strategy in (pb.REPLAY, pb.CATCH_UP):
             self._replay(plan, mine, train_step)
         if self._state.version != target:
             raise ReplayRefused(
                 f"rank {self._rank} is at version {self._state.version}, the plan says {target}"
             )
-
-    def _restart_log(self) -> None:
-        """After a fall back to the checkpoint the coordinator has emptied the job's streams: nothing is known."""
-        assert self._writer is not None
-        self._writer.forget_all()
 
     def _replay(self, plan: pb.Plan, mine: pb.RankPlan, train_step: TrainStep) -> None:
         assert self._writer is not None
