@@ -171,6 +171,8 @@ class Engine:
         self._member.check()
         if view.state == pb.FORMING:
             self._has_state = True
+            if os.environ.get(ENV_DIGESTS_EVERY):
+                self._write_digests(f"rank{self._rank}-v0.json")
             self._save()
             self._store.wait()  # a loss in the first step needs it
         else:

@@ -19,6 +19,7 @@ from swift.errors import ServiceError
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
 _HOLD_TIMEOUT_S = 30.0
+_OTHERS_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,7 @@ class FaultInjector:
             for item in items
         ]
         self._mine = [fault for fault in self._faults if fault.rank == rank]
+        self._waited_for: set[str] = set()
         self._any_in_replay = any(fault.phase == "replay" for fault in self._faults)
 
     def at(self, phase: str, step: int, microbatch: int = 0) -> None:
@@ -68,6 +70,7 @@ class FaultInjector:
             return
         (self._directory / "replaying").touch()
         self.at("replay", step, microbatch)
+        self._hold_for_others(step, microbatch)
 
     def while_others_replay(self, step: int) -> None:
         """(a rank that waits) Dies if it is told to die in a replay and one is running."""
@@ -75,6 +78,20 @@ class FaultInjector:
             for fault in self._mine:
                 if fault.phase == "replay":
                     self._fire(fault, step)
+
+    def _hold_for_others(self, step: int, microbatch: int) -> None:
+        """A replay takes milliseconds: it stands still until those that are to die in it have seen it.
+
+        They look every half second. One that does not live (it is replaced just now) is not waited for longer.
+        """
+        deadline = time.monotonic() + _OTHERS_TIMEOUT_S
+        for fault in self._faults:
+            meant = fault.phase == "replay" and fault.rank != self._rank and fault.step in (None, step)
+            if not meant or fault.microbatch != microbatch or fault.id in self._waited_for:
+                continue
+            self._waited_for.add(fault.id)
+            while not (self._directory / f"{fault.id}.fired").exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
 
     def _fire(self, fault: Fault, step: int) -> None:
         try:
