@@ -1,0 +1,55 @@
+"""Frames and segment files for tests."""
+
+from pathlib import Path
+
+from swift.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
+from swift.log.record import RecordKey, digest_of, stream_tag
+from swift.log.segment import SegmentHeader, encode_footer, encode_segment_header, segment_name
+
+JOB = "job"
+STREAM = "s0.F"
+
+
+def body_of(sequence: int, size: int = 24) -> bytes:
+    return bytes((sequence * 7 + i) % 255 + 1 for i in range(size))
+
+
+def frame_of(
+    sequence: int,
+    *,
+    stream: str = STREAM,
+    generation: int = 1,
+    step: int | None = None,
+    microbatch: int = 0,
+    body: bytes | None = None,
+) -> tuple[FrameHeader, bytes]:
+    """The frame of record ``sequence``; it is of step ``sequence`` unless told otherwise."""
+    body = body_of(sequence) if body is None else body
+    header = FrameHeader(
+        stream_tag=stream_tag(JOB, stream),
+        sequence=sequence,
+        generation=generation,
+        key=RecordKey(sequence if step is None else step, microbatch, 0),
+        dtype="uint8",
+        shape=(len(body),),
+        codec=CODEC_NONE,
+        raw_bytes=len(body),
+        stored_bytes=len(body),
+        body_crc=checksum(body),
+        digest=digest_of("uint8", (len(body),), body),
+    )
+    return header, encode_header(header) + body
+
+
+def segment_bytes(first: int, count: int, *, sealed: bool = False, stream: str = STREAM) -> bytes:
+    header = SegmentHeader(JOB, stream, first)
+    data = encode_segment_header(header)
+    for sequence in range(first, first + count):
+        data += frame_of(sequence, stream=stream)[1]
+    return data + encode_footer(header, count, len(data)) if sealed else data
+
+
+def write_segment(directory: Path, first: int, data: bytes) -> Path:
+    path = directory / segment_name(first)
+    path.write_bytes(data)
+    return path

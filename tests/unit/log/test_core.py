@@ -1,0 +1,151 @@
+"""The log's state machine, by transcripts: tests/golden/log/core. `pytest --rewrite`, then review the diff.
+
+Each block is commands, a line of dashes, and what came out. Commands are a verb and ``name=value`` pairs.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from services.logserver.core import STEP_UNKNOWN, Entry, Hole, LogCore, Refusal, StreamState
+from swift.log.frame import CODEC_NONE, FrameHeader
+from swift.log.record import RecordKey, stream_tag
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "log" / "core"
+TRANSCRIPTS = sorted(GOLDEN.glob("*.txt"))
+JOB = "job"
+
+
+class Interpreter:
+    """One server's core and one job."""
+
+    def __init__(self) -> None:
+        self.core = LogCore()
+        self.readers = 0
+
+    def run(self, line: str) -> list[str]:
+        verb, *pairs = line.split()
+        options = dict(pair.split("=", 1) for pair in pairs)
+        out = getattr(self, f"do_{verb}")(**options)
+        return [out] if isinstance(out, str) else list(out)
+
+    def stream(self, name: str) -> StreamState:
+        return self.core.job(JOB).stream(name)
+
+    def do_fence(self, generation: str) -> str:
+        return said(self.core.fence(JOB, int(generation)) or "granted")
+
+    def do_open(self, stream: str, generation: str, acked: str = "0") -> str:
+        opened = self.core.open(JOB, stream, int(generation), int(acked))
+        return said(opened if isinstance(opened, Refusal) else f"next {opened.appended}")
+
+    def do_append(self, stream: str, sequence: str, key: str, generation: str, **more: str) -> str:
+        """key: step.microbatch.slot"""
+        step, microbatch, slot = map(int, key.split("."))
+        header = FrameHeader(
+            stream_tag=stream_tag(JOB, stream),
+            sequence=int(sequence),
+            generation=int(more.get("frame_generation", generation)),
+            key=RecordKey(step, microbatch, slot),
+            dtype="uint8",
+            shape=(8,),
+            codec=CODEC_NONE,
+            raw_bytes=8,
+            stored_bytes=8,
+            body_crc=0,
+            digest=more.get("digest", "a").encode(),
+        )
+        decided = self.core.append(self.stream(stream), int(generation), header)
+        if isinstance(decided, Entry):
+            return f"write {decided.sequence}"
+        return said(decided or "known already")
+
+    def do_durable(self, stream: str, sequence: str) -> str:
+        self.core.made_durable(self.stream(stream), int(sequence))
+        return self.show(self.stream(stream))
+
+    def do_abandon(self) -> list[str]:
+        self.core.abandon()
+        return self.do_show()
+
+    def do_hole(self, stream: str, begin: str, end: str) -> str:
+        self.stream(stream).add_hole(Hole(int(begin), int(end), STEP_UNKNOWN, f"{begin} to {end} are gone"))
+        return self.show(self.stream(stream))
+
+    def do_reader(self, step: str) -> str:
+        job = self.core.job(JOB)
+        refusal = self.core.check_readable(job, int(step))
+        if refusal is None:
+            self.readers += 1
+            job.readers[self.readers] = int(step)
+        return said(refusal or f"reader {self.readers}")
+
+    def do_leave(self, reader: str) -> list[str]:
+        del self.core.job(JOB).readers[int(reader)]
+        return self.do_trim("0")
+
+    def do_trim(self, below: str) -> list[str]:
+        job = self.core.job(JOB)
+        changed = self.core.trim(job, int(below))
+        return [f"trimmed below {job.trimmed_below_step}", *(self.show(stream) for stream in changed)]
+
+    def do_reset(self) -> list[str]:
+        return [self.show(stream) for stream in self.core.reset(self.core.job(JOB))]
+
+    def do_read(self, stream: str, step: str, sequence: str = "0") -> str:
+        at, found = int(sequence), []
+        while True:
+            entry = self.core.next_to_read(self.stream(stream), at, int(step))
+            if not isinstance(entry, Entry):
+                return " ".join(found) + (f"; then {said(entry)}" if entry else "; end")
+            found.append(f"{entry.sequence}:{entry.key.step}.{entry.key.microbatch}.{entry.key.slot}")
+            at = entry.sequence + 1
+
+    def do_digests(self, stream: str, step: str) -> str:
+        entries = self.core.digests(self.stream(stream), int(step))
+        return " ".join(f"{entry.key.step}.{entry.key.microbatch}" for entry in entries) or "none"
+
+    def do_show(self) -> list[str]:
+        job = self.core.job(JOB)
+        return [f"generation {job.generation}", *(self.show(stream) for stream in job.streams.values())]
+
+    def show(self, stream: StreamState) -> str:
+        stream.check()
+        assert len(stream.by_key) == len(stream.by_sequence)
+        assert stream.bytes == sum(entry.frame_bytes for entry in stream.by_sequence.values())
+        marks = f"{stream.name}: {stream.first} <= {stream.durable} <= {stream.appended}"
+        corrupt = f", corrupt: {stream.corrupt_reason}" if stream.corrupt_reason else ""
+        return f"{marks}, {len(stream.by_sequence)} records{corrupt}"
+
+
+def said(what: Refusal | str) -> str:
+    return f"REFUSED {what.reason}: {what.message}" if isinstance(what, Refusal) else what
+
+
+def rerun(text: str) -> str:
+    interpreter = Interpreter()
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        commands = block.split("\n----")[0]
+        out = [
+            line
+            for command in commands.splitlines()
+            if not command.startswith("#")
+            for line in interpreter.run(command)
+        ]
+        blocks.append("\n".join([commands, "----", *out]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def test_there_are_transcripts() -> None:
+    assert TRANSCRIPTS
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
+    expected = path.read_text()
+    given = rerun(expected)
+    if request.config.getoption("--rewrite"):
+        path.write_text(given)
+    else:
+        assert given == expected

@@ -1,0 +1,304 @@
+"""The frame: its bytes, and that no other bytes are ever taken for a record."""
+
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import crc32c
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift.errors import LogError, RecordCorrupt, RecordInvalid, UsageError
+from swift.log.frame import (
+    BODY_BYTES_MAX,
+    CODEC_LZ4,
+    CODEC_NONE,
+    FIXED_BYTES,
+    FrameHeader,
+    FrameIncomplete,
+    FrameOversize,
+    checksum,
+    compress,
+    decode_header,
+    decode_record,
+    encode_header,
+    raw_bytes_of,
+)
+from swift.log.record import (
+    DTYPE_BY_CODE,
+    DTYPE_BY_NAME,
+    Record,
+    RecordKey,
+    as_bytes,
+    check_name,
+    digest_of,
+    stream_tag,
+)
+
+KEY = RecordKey(17, 3, 1)
+GOLDEN = Path(__file__).parents[2] / "golden" / "log" / "frame.txt"
+
+
+def make_frame(
+    body: bytes,
+    dtype: str = "uint8",
+    shape: tuple[int, ...] | None = None,
+    codec: int = CODEC_NONE,
+    sequence: int = 5,
+    key: RecordKey = KEY,
+) -> tuple[FrameHeader, bytes]:
+    if shape is None:
+        shape = (len(body) // DTYPE_BY_NAME[dtype].bytes,)
+    codec, stored = compress(codec, memoryview(body))
+    header = FrameHeader(
+        stream_tag=stream_tag("job", "s0.F"),
+        sequence=sequence,
+        generation=2,
+        key=key,
+        dtype=dtype,
+        shape=shape,
+        codec=codec,
+        raw_bytes=len(body),
+        stored_bytes=len(stored),
+        body_crc=checksum(stored),
+        digest=digest_of(dtype, shape, body),
+    )
+    return header, encode_header(header) + bytes(stored)
+
+
+def read_back(frame: bytes, body_bytes_max: int = BODY_BYTES_MAX) -> Record:
+    header = decode_header(frame, 0, body_bytes_max)
+    if len(frame) < header.frame_bytes:
+        raise FrameIncomplete("short")
+    return decode_record(header, memoryview(frame)[header.header_bytes : header.frame_bytes])
+
+
+def resealed(frame: bytes, offset: int, layout: str, value: int | bytes) -> bytes:
+    """The frame with one field changed and its header checksum made to match."""
+    changed = bytearray(frame)
+    struct.pack_into(layout, changed, offset, value)
+    ndim = changed[74]
+    crc = crc32c.crc32c(bytes(changed[12 : FIXED_BYTES + 8 * ndim]))
+    struct.pack_into("<I", changed, 8, crc)
+    return bytes(changed)
+
+
+def test_the_bytes_of_a_frame_do_not_change(request: pytest.FixtureRequest) -> None:
+    """What is on a disk today must be readable for ever."""
+    frames = [
+        make_frame(bytes(range(16)), "bfloat16", (2, 4))[1],
+        make_frame(b"", "float32", (0, 3))[1],
+        make_frame(struct.pack("<f", -0.0), "float32", ())[1],
+        make_frame(bytes(400), "float32", (100,), CODEC_LZ4)[1],
+    ]
+    text = "".join(
+        "\n".join(frame[at : at + 16].hex(" ") for at in range(0, len(frame), 16)) + "\n\n"
+        for frame in frames
+    )
+    if request.config.getoption("--rewrite"):
+        GOLDEN.write_text(text)
+    assert GOLDEN.read_text() == text
+    for frame in frames:
+        read_back(frame)
+
+
+DTYPES_BY_CODE = """
+bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128
+float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint16 uint32 uint64 complex32
+"""
+
+
+def test_codes_of_element_types_do_not_change() -> None:
+    names = " ".join(DTYPE_BY_CODE[code].name for code in range(1, len(DTYPE_BY_CODE) + 1))
+    assert names == " ".join(DTYPES_BY_CODE.split())
+
+
+@pytest.mark.parametrize("codec", [CODEC_NONE, CODEC_LZ4])
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BY_NAME))
+def test_fault_22_all_values_come_back_bit_for_bit(dtype: str, codec: int) -> None:
+    size = DTYPE_BY_NAME[dtype].bytes
+    special = b"".join(struct.pack("<d", value) for value in (math.nan, math.inf, -math.inf, -0.0, 5e-324))
+    for shape, body in [
+        ((), b"\xff" * size),
+        ((0,), b""),
+        ((3, 0, 2), b""),
+        ((2, 3), bytes(range(6 * size))),
+        ((1, 1, 1, 1, 1, 1, 1, 16 // size, 5), special * 2)[1:]
+        if size > 16
+        else ((80 // size,), special * 2),
+        ((64,), bytes(64 * size)),
+    ]:
+        _, frame = make_frame(body, dtype, shape, codec)
+        record = read_back(frame)
+        assert (record.dtype, record.shape, bytes(record.body)) == (dtype, shape, body)
+        assert record.digest == digest_of(dtype, shape, body)
+
+
+def test_digest_tells_type_and_shape_apart() -> None:
+    body = bytes(24)
+    digests = {
+        digest_of("int32", (6,), body),
+        digest_of("float32", (6,), body),
+        digest_of("int32", (2, 3), body),
+        digest_of("int32", (3, 2), body),
+        digest_of("int64", (3,), body),
+    }
+    assert len(digests) == 5
+
+
+def test_lz4_is_used_only_where_it_gains() -> None:
+    random_like = bytes((i * 197 + (i * i) % 251) % 256 for i in range(64))
+    assert compress(CODEC_LZ4, memoryview(random_like))[0] == CODEC_NONE
+    header, frame = make_frame(bytes(4096), codec=CODEC_LZ4)
+    assert header.codec == CODEC_LZ4
+    assert len(frame) < 300
+    assert bytes(read_back(frame).body) == bytes(4096)
+
+
+def test_every_changed_bit_of_a_frame_is_noticed() -> None:
+    _, frame = make_frame(bytes(range(24)), "float32", (2, 3))
+    for at in range(len(frame)):
+        for bit in range(8):
+            changed = bytearray(frame)
+            changed[at] ^= 1 << bit
+            with pytest.raises((RecordCorrupt, RecordInvalid, FrameIncomplete)):
+                read_back(bytes(changed))
+
+
+def test_every_cut_of_a_frame_is_incomplete() -> None:
+    _, frame = make_frame(bytes(range(24)), "float32", (2, 3))
+    for length in range(len(frame)):
+        with pytest.raises(FrameIncomplete):
+            read_back(frame[:length])
+
+
+@given(st.binary(max_size=600))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_refused_with_our_errors(data: bytes) -> None:
+    with pytest.raises(LogError):
+        read_back(data)
+
+
+@given(
+    offset=st.sampled_from([16, 24, 32, 40, 48, 56, 64, 72, 73, 75, 76, 96, 128, 136]),
+    value=st.integers(0, (1 << 64) - 1),
+)
+@settings(max_examples=300, deadline=None)
+def test_well_checksummed_nonsense_never_crashes(offset: int, value: int) -> None:
+    _, frame = make_frame(bytes(range(24)), "float32", (2, 3))
+    layout = "<Q" if offset not in (72, 73, 75) else "<B"
+    changed = resealed(frame, offset, layout, value if layout == "<Q" else value % 256)
+    try:
+        record = read_back(changed)
+    except LogError:
+        return
+    assert len(record.body) == raw_bytes_of(record.dtype, record.shape) <= BODY_BYTES_MAX
+
+
+@given(
+    dtype=st.sampled_from(sorted(DTYPE_BY_NAME)),
+    shape=st.lists(st.integers(0, 4), max_size=8).map(tuple),
+    data=st.data(),
+    codec=st.sampled_from([CODEC_NONE, CODEC_LZ4]),
+    step=st.integers(0, (1 << 63) - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_record_comes_back(
+    dtype: str, shape: tuple[int, ...], data: st.DataObject, codec: int, step: int
+) -> None:
+    size = raw_bytes_of(dtype, shape)
+    body = data.draw(st.binary(min_size=min(size, 64), max_size=min(size, 64))).ljust(size, b"\x07")
+    _, frame = make_frame(body, dtype, shape, codec, key=RecordKey(step, 1, 2))
+    record = read_back(frame)
+    assert (record.key.step, record.shape, bytes(record.body)) == (step, shape, body)
+
+
+def test_fault_13_flipped_length_is_refused_before_anything_is_allocated() -> None:
+    _, frame = make_frame(bytes(24))
+    for offset in (56, 64):  # raw and stored length
+        with pytest.raises(RecordCorrupt, match="header checksum"):
+            decode_header(frame[:offset] + b"\xff" * 8 + frame[offset + 8 :])
+        with pytest.raises(RecordInvalid):
+            decode_header(resealed(frame, offset, "<Q", 1 << 60))
+
+
+def test_fault_18_shape_that_contradicts_the_length() -> None:
+    _, frame = make_frame(bytes(24), "float32", (2, 3))
+    with pytest.raises(RecordInvalid, match="takes 48 bytes, not 24"):
+        decode_header(resealed(frame, 128, "<Q", 4))
+
+
+def test_fault_19_shape_that_overflows_and_negative_dimension() -> None:
+    _, frame = make_frame(b"", "uint8", (0, 1))
+    for value in (1 << 63, (1 << 64) - 1):  # -(1 << 63) and -1, if it were signed
+        with pytest.raises(RecordInvalid, match="not allowed"):
+            decode_header(resealed(frame, 136, "<Q", value))
+    _, frame = make_frame(b"", "uint8", (1 << 62, 4, 0))
+    assert decode_header(frame).raw_bytes == 0
+    with pytest.raises(RecordInvalid):  # 1 << 64, which is 0 in 64 bits
+        decode_header(resealed(frame, 144, "<Q", 1))
+    nine_dimensions = resealed(frame, 74, "<B", 9)
+    with pytest.raises(RecordCorrupt, match="9 dimensions"):
+        decode_header(nine_dimensions)
+
+
+def test_fault_20_oversize() -> None:
+    header, frame = make_frame(bytes(100))
+    assert decode_header(frame, 0, 100) == header
+    with pytest.raises(FrameOversize, match="limit of 99"):
+        decode_header(frame, 0, 99)
+
+
+def test_fault_21_decompression_bomb_is_bounded() -> None:
+    header, frame = make_frame(bytes(1 << 20), codec=CODEC_LZ4)
+    stored = memoryview(frame)[header.header_bytes :]
+    with pytest.raises(RecordInvalid, match="cannot hold"):  # a ratio that lz4 does not have
+        decode_header(encode_header(replace(header, raw_bytes=1 << 27, shape=(1 << 27,))))
+    for claimed in (1 << 19, (1 << 20) + 1):  # less and more than it gives
+        liar = replace(header, raw_bytes=claimed, shape=(claimed,))
+        with pytest.raises(RecordCorrupt, match="lz4"):
+            decode_record(decode_header(encode_header(liar)), stored)
+
+
+def test_fault_42_unknown_version_codec_type_and_reserved_bytes() -> None:
+    _, frame = make_frame(bytes(24))
+    for changed, message in [
+        (resealed(frame, 4, "<H", 2), "version 2"),
+        (resealed(frame, 72, "<B", 9), "codec 9"),
+        (resealed(frame, 73, "<B", 200), "element type 200"),
+        (resealed(frame, 75, "<B", 1), "reserved"),
+        (resealed(frame, 76, "<I", 1), "reserved"),
+        (resealed(frame, 96, "32s", b"x" * 32), "reserved"),
+    ]:
+        with pytest.raises(RecordInvalid, match=message):
+            decode_header(changed)
+
+
+def test_a_body_that_decompresses_to_another_tensor_is_refused() -> None:
+    header, frame = make_frame(bytes(range(64)))
+    other = replace(header, digest=digest_of("uint8", (64,), bytes(64)))
+    with pytest.raises(RecordCorrupt, match="digest"):
+        decode_record(other, memoryview(frame)[header.header_bytes :])
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "/a", "a\0b", "a b", "ä", ".hidden", "-x", "x" * 65, "x\n"]
+)
+def test_fault_40_names_that_could_leave_the_directory(name: str) -> None:
+    with pytest.raises(UsageError):
+        check_name("stream", name)
+
+
+def test_names_of_streams() -> None:
+    for name in ("s0.F", "r12.C", "job-1_a", "x" * 64):
+        assert check_name("stream", name) == name
+    assert stream_tag("a", "b") != stream_tag("a/b", "")
+
+
+def test_bodies_are_flat_views() -> None:
+    assert as_bytes(memoryview(bytes(8)).cast("I")).nbytes == 8
+    assert as_bytes(memoryview(bytearray())).nbytes == 0
+    with pytest.raises(UsageError, match="contiguous"):
+        as_bytes(memoryview(bytes(8))[::2])

@@ -1,0 +1,51 @@
+"""Frames outside protobuf are the bytes that protobuf would make."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift._pb import log_pb2
+from swift.log.placement import server_of
+from swift.log.wire import frames_message, split_frames
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 16383, 16384, 70000])
+def test_same_bytes_as_protobuf(size: int) -> None:
+    body = bytes(i % 251 for i in range(size))
+    message = frames_message([body[:5], memoryview(body)[5:]], size)
+    assert message == log_pb2.AppendRequest(frames=body).SerializeToString()
+    assert message == log_pb2.ReadReply(frames=body).SerializeToString()
+    frames = split_frames(message)
+    assert frames is not None
+    assert bytes(frames) == body
+
+
+def test_other_messages_are_left_to_protobuf() -> None:
+    request = log_pb2.AppendRequest(opens=[log_pb2.Open(job="j")], frames=b"x")
+    assert split_frames(request.SerializeToString()) is None
+    assert split_frames(frames_message([b"abc"], 3) + request.SerializeToString()) is None
+    assert split_frames(b"") is None
+    assert split_frames(b"\x7a\x05abc") is None
+    assert split_frames(b"\x7a" + b"\xff" * 12) is None
+
+
+@given(st.binary(max_size=64))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes(data: bytes) -> None:
+    frames = split_frames(data)
+    if frames is not None:
+        assert log_pb2.ReadReply.FromString(data).frames == bytes(frames)
+
+
+def test_fault_42_unknown_fields_are_tolerated() -> None:
+    message = frames_message([b"abc"], 3) + b"\xfa\x07\x01z"  # field 127, length-delimited
+    assert split_frames(message) is None
+    assert log_pb2.AppendRequest.FromString(message).frames == b"abc"
+
+
+def test_placement_is_stable() -> None:
+    servers = ["a:1", "b:1", "c:1"]
+    assert [server_of(f"s{k}.F", servers) for k in range(8)] == [
+        server_of(f"s{k}.F", list(servers)) for k in range(8)
+    ]
+    assert {server_of(f"s{k}.{d}", servers) for k in range(16) for d in "FB"} == set(servers)
