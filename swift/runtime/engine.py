@@ -159,7 +159,7 @@ class Engine:
                 return
             except (JobFailed, Fenced):
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (a lost peer shows as any error; _handle re-raises the rest)
                 self._handle(error)
             self._drop_step()
             self.form()
