@@ -117,14 +117,12 @@ def _rank_fault(spec: str, fields: dict[str, str]) -> RankFault:
         raise UsageError(f"--kill {spec!r}: unknown phase {phase!r}: one of {', '.join(PHASES)}")
     if "step" not in fields and phase != "replay":
         raise UsageError(f"--kill {spec!r}: step is missing (only phase=replay needs none)")
-    if "microbatch" in fields and phase not in MICROBATCH_PHASES:
-        raise UsageError(
-            f"--kill {spec!r}: microbatch is only for {', '.join(MICROBATCH_PHASES)}, not {phase}"
-        )
+    microbatch = _number(spec, fields, "microbatch") if "microbatch" in fields else 0
     return RankFault(
         rank=_number(spec, fields, "rank"),
         step=_number(spec, fields, "step") if "step" in fields else None,
-        microbatch=_number(spec, fields, "microbatch") if "microbatch" in fields else 0,
+        # The other phases come once a step: a microbatch given there has no meaning, and does no harm.
+        microbatch=microbatch if phase in MICROBATCH_PHASES else 0,
         phase=phase,
     )
 
