@@ -200,4 +200,4 @@ def test_a_v_has_no_boundary_inside_its_last_rank() -> None:
 
 
 def test_a_microbatch_in_a_phase_that_comes_once_a_step_has_no_meaning() -> None:
-    assert parse("rank=2,step=3,microbatch=1,phase=idle") == parse("rank=2,step=3,phase=idle")
+    assert faults.parse("rank=2,step=3,microbatch=1,phase=idle") == faults.parse("rank=2,step=3,phase=idle")
