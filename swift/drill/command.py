@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=30, metavar="N", help="optimizer steps (default %(default)s)")
     add("--microbatches", type=int, default=8, metavar="M", help="per step (default %(default)s)")
     add("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)} (default %(default)s)")
-    add("--kill", action="append", metavar="SPEC", help=f"a fault, see below (default {DEFAULT_KILL})")
+    add("--kill", action="append", metavar="SPEC", help=f"a fault, see below (default: {DEFAULT_KILL})")
     add("--strategy", default="auto", metavar="NAME", help=f"{', '.join(STRATEGIES)} (default %(default)s)")
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default %(default)s)")
     add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
     )
     return DrillConfig(
         topology=topology,
-        faults=tuple(faults.parse(spec) for spec in args.kill or [DEFAULT_KILL]),
+        faults=tuple(faults.parse(spec) for spec in args.kill) if args.kill else (default_kill(topology),),
         strategy=args.strategy.lower(),
         seed=args.seed,
         spares=args.spares,
@@ -109,6 +109,19 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         directory=args.directory,
         keep=args.keep,
         twin=args.twin,
+    )
+
+
+def default_kill(topology: Topology) -> faults.RankFault:
+    """`DEFAULT_KILL`, or what is most like it in a smaller drill: late, and not right behind a checkpoint."""
+    step = min(17, topology.steps * 17 // 30)
+    if step > 1 and step % topology.checkpoint_every == 0:
+        step -= 1
+    return faults.RankFault(
+        rank=min(2, topology.ranks - 1),
+        step=step,
+        microbatch=min(3, topology.microbatches - 1),
+        phase="backward",
     )
 
 

@@ -1,0 +1,232 @@
+"""The main job, end to end: real processes, real kills, every bit compared.
+
+The failure-free run of each schedule is made by the first drill that needs it and shared by the others.
+`test_drill_matrix.py` has each kill in a run of its own.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift.drill.cluster import EventTail
+from tests.integration.drill_world import CHECKPOINT_EVERY, COMMAND, STEPS, drill, kills, passed
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("twins")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleavedzerobubble", "zbv"])
+def test_each_rank_dies_once_each_in_another_phase(schedule: str, twins: Path, tmp_path: Path) -> None:
+    specs = [
+        "rank=0,step=3,microbatch=2,phase=forward",
+        "rank=2,step=7,microbatch=1,phase=backward",
+        "rank=3,step=9,phase=optimizer",
+        "rank=1,step=12,phase=idle",
+    ]
+    # A spare for each: none has to wait for a cold start.
+    outcome = drill("--schedule", schedule, "--spares", "4", *kills(*specs), twins=twins, at=tmp_path)
+    report = passed(outcome)
+    assert report["exact"] is True
+    assert [recovery["faults"] for recovery in report["recoveries"]] == [[f"fault{n}"] for n in range(4)]
+    for recovery in report["recoveries"]:
+        assert recovery["verified_sends"] > 0
+        assert recovery["recovery_seconds"]["total"] > 0
+        assert sorted(recovery["strategy"].values()).count("checkpoint") == 0
+    replayed = report["recoveries"][0]["strategy"]
+    first_ranks_stages = report["topology"]["stages_of_rank"]["0"]
+    assert {stage for stage, name in replayed.items() if name == "replay"} == set(
+        map(str, first_ranks_stages)
+    )
+
+
+def test_the_first_and_the_last_step(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=1,step=0,phase=forward", f"rank=3,step={STEPS - 1},phase=optimizer"]
+    report = passed(drill("--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
+    assert report["recoveries"][0]["target_version"] == 0
+
+
+def test_a_survivor_dies_while_the_first_victim_is_replayed(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=2,step=8,microbatch=1", "rank=1,phase=replay"]
+    report = passed(drill("--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
+    assert len(report["recoveries"]) == 1
+    assert len(report["recoveries"][0]["generations"]) == 2
+    assert report["strategy"]["1"] == "replay"
+    assert report["strategy"]["2"] in ("replay", "catch_up")
+
+
+def test_the_replacement_dies_in_its_replay(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=2,step=8,microbatch=1", "rank=2,microbatch=2,phase=replay"]
+    report = passed(drill("--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
+    assert report["strategy"]["2"] == "replay"
+    assert report["recovery_seconds"]["superseded"] > 0
+
+
+def test_the_coordinator_dies_in_every_state_of_a_recovery(twins: Path, tmp_path: Path) -> None:
+    states = ["fencing", "planning", "recovering", "running"]
+    specs = ["rank=2,step=8,microbatch=1", *(f"service=coordinator,state={state}" for state in states)]
+    report = passed(drill(*kills(*specs), twins=twins, at=tmp_path))
+    died = [event["state"] for event in report["timeline"] if event["event"] == "service_killed"]
+    assert died == [state.upper() for state in states]
+
+
+def test_the_log_server_dies_in_training_and_serves_a_replay_later(twins: Path, tmp_path: Path) -> None:
+    specs = ["service=logserver,step=6", "rank=2,step=8,microbatch=1"]
+    report = passed(drill(*kills(*specs), twins=twins, at=tmp_path))
+    assert report["log"]["verified_sends"] > 0
+    assert report["strategy"]["2"] == "replay"
+
+
+def test_a_corrupt_log_is_never_replayed(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=2,step=8,microbatch=1", "corrupt=log,step=8,stream=s1.F"]
+    outcome = drill(*kills(*specs), twins=twins, at=tmp_path)
+    report = passed(outcome)
+    assert report["exact"] is False, "this is the checkpoint's doing"
+    assert set(report["strategy"].values()) == {"checkpoint"}
+    assert "s1.F" in report["reason"]
+    assert report["steps_lost"] == 8 - CHECKPOINT_EVERY
+    assert "by the checkpoint, not by exact replay" in outcome.stdout
+
+
+def test_the_checkpoint_strategy(twins: Path, tmp_path: Path) -> None:
+    report = passed(drill("--strategy", "checkpoint", *kills("rank=1,step=8"), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert report["log"]["verified_sends"] == 0
+
+
+def test_a_run_that_differs_from_its_twin_fails(twins: Path, tmp_path: Path) -> None:
+    """The comparison itself: one digit of one digest of the twin is changed."""
+    if not (twins / "1f1b" / "twin.json").exists():
+        passed(drill(*kills("rank=2,step=8"), twins=twins, at=tmp_path))
+    other = tmp_path / "twins"
+    shutil.copytree(twins / "1f1b", other / "1f1b")
+    path = other / "1f1b" / "digests" / f"rank0-v{STEPS}.json"
+    digests = json.loads(path.read_text())
+    digests["optimizer"] = digests["optimizer"][:-1] + ("0" if digests["optimizer"][-1] != "0" else "1")
+    path.write_text(json.dumps(digests))
+    outcome = drill(*kills("rank=2,step=8"), twins=other, at=tmp_path)
+    assert outcome.exit_code == 1, outcome.explain()
+    assert outcome.report is not None
+    assert outcome.report["verdict"] == "FAIL"
+    assert outcome.report["bitwise_equal"] is False
+    assert "rank 0: optimizer differ" in outcome.report["reason"]
+    for line in outcome.stderr.splitlines():
+        if line.startswith("everything of this drill is in "):
+            shutil.rmtree(line.rsplit(" ", 1)[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--kill", "rank=7,step=3"], "rank must be 0 to 3"),
+        (["--kill", "rank=2,step=99"], "step must be 0 to 14"),
+        (["--kill", "rank=2;step=3"], "step is missing"),
+        (["--kill", "rank=2,step=3,phase=reduce"], "without replicas"),
+        (["--replicas", "2"], "--replicas"),
+        (["--stages", "two"], "invalid int value"),
+        (["--schedule", "2f2b"], "1f1b, gpipe"),
+        (["--model", "huge"], "tiny or default"),
+        (["--strategy", "hope"], "auto, replay, checkpoint"),
+        (["--fast"], "unrecognized arguments"),
+        (["--json", "/nowhere/report.json"], "--json"),
+        (["--directory", "/proc/drill"], "--directory"),
+        (["--twin", "/proc/twin"], "--twin"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments: list[str], word: str) -> None:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert word in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_twin_of_another_seed_is_refused(twins: Path, tmp_path: Path) -> None:
+    (tmp_path / "digests").mkdir()
+    (tmp_path / "twin.json").write_text(json.dumps({"identity": {"trainer": ["--seed", "1"]}}))
+    words = [*COMMAND, *kills("rank=2,step=8"), "--twin", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert "made with other settings" in done.stderr
+
+
+def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    words = [*COMMAND, *kills("rank=2,step=8"), "--directory", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert "not empty" in done.stderr
+
+
+def strays(directory: Path) -> list[int]:
+    """Processes of the run in `directory`."""
+    mark = f"SWIFT_EVENTS={directory / 'run' / 'events'}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def follow_until(directory: Path, process: "subprocess.Popen[str]", name: str) -> list[dict[str, Any]]:
+    """Events of the run until one of that name is there."""
+    tail = EventTail(directory / "run" / "events")
+    seen: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 120
+    while not any(event["event"] == name for event in seen):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run does not get there"
+        seen += tail.read()
+        time.sleep(0.02)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("when", "signum", "exit_code"),
+    [
+        ("worker_spawned", signal.SIGINT, 130),
+        ("step_begin", signal.SIGINT, 130),
+        ("fault", signal.SIGTERM, 143),
+        ("step_end", signal.SIGKILL, -9),
+    ],
+)
+def test_a_drill_that_is_ended_leaves_nothing_running(
+    when: str, signum: int, exit_code: int, tmp_path: Path
+) -> None:
+    directory = tmp_path / "drill"
+    words = [*COMMAND, *kills("rank=2,step=8"), "--directory", str(directory)]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        seen = follow_until(directory, process, when)
+        os.kill(process.pid, signum)
+        stdout, stderr = process.communicate(timeout=40)
+    assert process.returncode == exit_code, stderr
+    if signum != signal.SIGKILL:
+        assert len(stderr.splitlines()) == 1, stderr
+        assert stdout == ""
+        assert strays(directory) == []
+    # Killed, it cannot clean up: the kernel does, and the launcher, in its own time.
+    deadline = time.monotonic() + 20
+    while strays(directory):
+        assert time.monotonic() < deadline, strays(directory)
+        time.sleep(0.05)
+    for address in (event["address"] for event in seen if event["event"] == "serving"):
+        host, port = address.split(":")
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((host, int(port)))

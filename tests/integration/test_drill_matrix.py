@@ -1,0 +1,43 @@
+"""The long matrix: every schedule, victim and phase, each kill in a run of its own. ``scripts/test -m matrix``."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.drill_world import drill, kills, passed
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300)]
+
+SCHEDULES = ["1f1b", "gpipe", "interleaved1f1b", "interleavedzerobubble", "zbv", "dualpipev"]
+MICROBATCHES = {"dualpipev": "8"}
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix-twins")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "idle"])
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_kill(schedule: str, rank: int, phase: str, twins: Path, tmp_path: Path) -> None:
+    where = ",microbatch=2" if phase in ("forward", "backward") else ""
+    report = passed(
+        drill(
+            "--schedule",
+            schedule,
+            "--microbatches",
+            MICROBATCHES.get(schedule, "4"),
+            *kills(f"rank={rank},step=8{where},phase={phase}"),
+            twins=twins,
+            at=tmp_path,
+        )
+    )
+    assert report["exact"] is True
+
+
+@pytest.mark.parametrize("stream", ["s0.X", "s1.B", "s0.F"])
+def test_any_corrupt_stream_is_noticed(stream: str, twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=0,step=8", f"corrupt=log,step=8,stream={stream}"]
+    report = passed(drill(*kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is False

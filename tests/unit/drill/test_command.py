@@ -1,0 +1,91 @@
+"""Flags to a checked configuration, and back to the command that repeats it."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from swift.drill import command, faults
+from swift.drill.command import DEFAULT_KILL, parse
+from swift.errors import UsageError
+
+
+def test_the_default_drill() -> None:
+    config = parse([])
+    assert [str(fault) for fault in config.faults] == [DEFAULT_KILL]
+    assert config.topology.ranks == 4
+    assert config.topology.steps == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kill"),
+    [
+        ("--stages 2", "rank=1,step=17,microbatch=3,phase=backward"),
+        ("--steps 10", "rank=2,step=5,microbatch=3,phase=backward"),
+        ("--steps 1", "rank=2,step=0,microbatch=3,phase=backward"),
+        ("--stages 2 --microbatches 2", "rank=1,step=17,microbatch=1,phase=backward"),
+        ("--checkpoint-every 17", "rank=2,step=16,microbatch=3,phase=backward"),
+        ("--checkpoint-every 1", "rank=2,step=16,microbatch=3,phase=backward"),
+    ],
+)
+def test_a_smaller_drill_has_a_default_kill_as_well(arguments: str, kill: str) -> None:
+    assert [str(fault) for fault in parse(arguments.split()).faults] == [kill]
+
+
+def test_rerun_is_the_same_drill() -> None:
+    arguments = "--stages 2 --steps 20 --schedule ZBV --seed 7 --strategy Replay --spares 2 --model tiny"
+    config = parse([*arguments.split(), "--kill", "rank=1,step=3", "--kill", "service=logserver,step=2"])
+    words = shlex.split(config.rerun())
+    assert words[:2] == ["swift-ft", "drill"]
+    again = parse(words[2:])
+    assert again == config
+    assert again.topology.schedule == "zbv"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--steps x",
+        "--step 3",
+        "--seed -1",
+        "--spares -1",
+        "--model gpt",
+        "--strategy replica",
+        "--schedule x",
+        "positional",
+        "--kill rank=2",
+    ],
+)
+def test_usage_errors_are_one_line(arguments: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(arguments.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_no_space_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = parse(["--model", "tiny", "--directory", str(tmp_path)])
+    command.check_paths(config)
+    monkeypatch.setitem(command.SPACE_NEEDED_MB, "tiny", 1 << 40)
+    with pytest.raises(UsageError, match="make room"):
+        command.check_paths(config)
+
+
+def test_paths_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--json"):
+        command.check_paths(parse(["--json", str(tmp_path)]))
+    with pytest.raises(UsageError, match="--html"):
+        command.check_paths(parse(["--html", str(tmp_path / "no" / "page.html")]))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="--directory"):
+        command.check_paths(parse(["--directory", str(tmp_path / "file")]))
+    with pytest.raises(UsageError, match="--twin"):
+        command.check_paths(parse(["--twin", str(tmp_path)]))
+
+
+def test_help_begins_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == command.DESCRIPTION
+    for phase in faults.PHASES:
+        assert any(phase in line for line in rest)
