@@ -150,13 +150,11 @@ class Administration:
 
     def _clean(self, streams: Iterable[StreamState]) -> None:
         for stream in streams:
-            self._janitor_work.put(
-                partial(self._remove, stream.job, stream.name, stream.first, stream.appended)
-            )
+            self._janitor_work.put(partial(self._remove, stream.job, stream.name, stream.first))
 
-    def _remove(self, job: str, stream: str, first: int, next_sequence: int) -> None:
+    def _remove(self, job: str, stream: str, first: int) -> None:
         try:
-            freed = self._state.storage.remove(job, stream, first, next_sequence)
+            freed = self._state.storage.remove(job, stream, first)
         except (StorageFull, StorageFailed) as error:
             events.emit("not_removed", job=job, stream=stream, reason=str(error))
             return

@@ -119,7 +119,7 @@ class Storage(Protocol):
     def save(self, job: str, meta: JobMeta) -> None:
         """Makes this the job's manifest, durably."""
 
-    def remove(self, job: str, stream: str, below_sequence: int, next_sequence: int) -> int:
+    def remove(self, job: str, stream: str, below_sequence: int) -> int:
         """Gives back space of sequences below; the manifest says already that they are dropped."""
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class DirectoryStorage:
             reason = f"records {out.next_sequence} to {meta.next_at_least - 1} were durable and are gone"
             self._hole(out, out.next_sequence, meta.next_at_least, reason)
         self._streams[job, name] = segments
-        self.remove(job, name, meta.first, out.next_sequence)
+        self.remove(job, name, meta.first)
         return out
 
     def _take_segment(self, scanned: SegmentScan, out: RecoveredStream, trimmed: int, first: int) -> _Segment:
@@ -417,41 +417,41 @@ class DirectoryStorage:
         finally:
             os.close(fd)
 
-    def remove(self, job: str, stream: str, below_sequence: int, next_sequence: int) -> int:
-        """Unlinks whole segments. The last one goes only after a successor says where the stream goes on."""
+    def remove(self, job: str, stream: str, below_sequence: int) -> int:
+        """Unlinks whole segments. The manifest tells where a stream goes on that has none left."""
         with self._writing:
             segments = self._streams.get((job, stream), [])
             dead = [segment for segment in segments if segment.next_sequence <= below_sequence]
-            if dead and dead[-1] is segments[-1]:
-                if dead[-1].offsets or dead[-1].fd < 0:
-                    try:
-                        if dead[-1].fd >= 0:
-                            self._seal((job, stream), dead[-1])
-                        self._new_segment((job, stream), next_sequence)
-                    except OSError:
-                        dead.pop()  # no space for the successor: it stays until the next trim
-                else:
-                    dead.pop()
             with self._maps:
                 for segment in dead:
                     segments.remove(segment)
         freed = 0
-        for segment in dead:
-            freed += segment.size
-            segment.path.unlink(missing_ok=True)
-        if freed:
-            self._reserve()
+        try:
+            for segment in dead:
+                if segment.fd >= 0:
+                    os.close(segment.fd)
+                segment.path.unlink(missing_ok=True)
+                freed += segment.size
+            if freed:
+                self._reserve()
+        except OSError as error:
+            raise _as_storage_error(error) from None
         return freed
 
     def close(self) -> None:
         with self._writing:
             for stream, segments in self._streams.items():
-                if segments and segments[-1].fd >= 0:
-                    try:
-                        self._seal(stream, segments[-1])
-                    except OSError:  # unsealed is sound too: the next start scans it
-                        os.close(segments[-1].fd)
-                        segments[-1].fd = -1
+                last = segments[-1] if segments else None
+                if last is None or last.fd < 0:
+                    continue
+                try:
+                    if last.offsets:  # an empty one stays open for the record that it is named after
+                        self._seal(stream, last)
+                except OSError:  # unsealed is sound too: the next start scans it
+                    pass
+                if last.fd >= 0:
+                    os.close(last.fd)
+                    last.fd = -1
         os.close(self._lock_fd)
 
 

@@ -1,0 +1,55 @@
+"""A Storage in memory that fails when it is told to."""
+
+from collections.abc import Sequence
+
+from services.logserver.storage import JobMeta, StorageFailed, StorageFull, Write
+
+
+class MemoryStorage:
+    """Keeps frames in dictionaries. ``space`` bytes are left; ``failing`` breaks every write."""
+
+    def __init__(self, space: int = 1 << 40) -> None:
+        self.space = space
+        self.failing = ""
+        self.frames: dict[tuple[str, str], dict[int, bytes]] = {}
+        self.metas: dict[str, JobMeta] = {}
+        self.unsynced = 0
+        self.commits: list[tuple[int, bool]] = []
+        self.closed = False
+
+    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+        self._check()
+        size = sum(len(write.frame) for write in writes)
+        if size > self.space:
+            raise StorageFull("no space left: made up; free some, or trim the log")
+        self.space -= size
+        for write in writes:
+            stream = self.frames.setdefault((write.job, write.stream), {})
+            assert write.sequence not in stream, "a record is written once"
+            stream[write.sequence] = bytes(write.frame)
+        self.unsynced = 0 if sync else self.unsynced + len(writes)
+        self.commits.append((len(writes), sync))
+
+    def read(self, job: str, stream: str, sequence: int, frame_bytes: int) -> bytes:
+        frame = self.frames.get((job, stream), {}).get(sequence)
+        if frame is None:
+            raise FileNotFoundError(f"record {sequence}")
+        return frame[:frame_bytes]
+
+    def save(self, job: str, meta: JobMeta) -> None:
+        self._check()
+        self.metas[job] = meta
+
+    def remove(self, job: str, stream: str, below_sequence: int) -> int:
+        frames = self.frames.get((job, stream), {})
+        dead = [sequence for sequence in frames if sequence < below_sequence]
+        freed = sum(len(frames.pop(sequence)) for sequence in dead)
+        self.space += freed
+        return freed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check(self) -> None:
+        if self.failing:
+            raise StorageFailed(self.failing)

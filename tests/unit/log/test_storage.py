@@ -1,0 +1,444 @@
+"""Storage: one conformance test for every implementation, then what only files can suffer."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.logserver.storage import (
+    LOCK,
+    MANIFEST,
+    RESERVE,
+    DirectoryStorage,
+    JobMeta,
+    RecoveredStream,
+    Storage,
+    StorageFailed,
+    StorageFull,
+    StreamMeta,
+    Write,
+)
+from swift.errors import ServiceError, UsageError
+from swift.log.segment import FOOTER_BYTES, SEGMENT_HEADER_BYTES, Ending, scan
+from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
+from tests.unit.log.memory_storage import MemoryStorage
+
+FRAME = len(frame_of(0)[1])
+FIVE_A_SEGMENT = SEGMENT_HEADER_BYTES + 5 * FRAME
+
+
+def write(sequence: int, stream: str = STREAM) -> Write:
+    return Write(JOB, stream, sequence, frame_of(sequence, stream=stream)[1])
+
+
+def fill(storage: Storage, begin: int, end: int, stream: str = STREAM) -> None:
+    for sequence in range(begin, end):
+        storage.commit([write(sequence, stream)], True)
+
+
+def on_disk(directory: Path, segment_bytes: int = 1 << 20) -> DirectoryStorage:
+    storage = DirectoryStorage(directory, segment_bytes)
+    if not storage.recover():
+        storage.save(JOB, JobMeta(generation=1))
+    return storage
+
+
+def crash(storage: DirectoryStorage) -> None:
+    """The process is gone: no footer, no manifest; only the lock is free again."""
+    for segments in storage._streams.values():
+        for segment in segments:
+            if segment.fd >= 0:
+                os.close(segment.fd)
+    os.close(storage._lock_fd)
+
+
+def recovered(directory: Path, stream: str = STREAM) -> RecoveredStream:
+    """What a server finds that starts on a copy of the directory."""
+    copy = directory.with_name(directory.name + "-copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(directory, copy, symlinks=True)
+    storage = DirectoryStorage(copy, 1 << 20)
+    jobs = storage.recover()
+    crash(storage)
+    return next(found for found in jobs[0].streams if found.name == stream)
+
+
+def sequences(found: RecoveredStream) -> list[int]:
+    return [entry.sequence for entry in found.entries]
+
+
+def files(directory: Path, stream: str = STREAM) -> list[Path]:
+    return sorted((directory / JOB / stream).glob("*.seg"))
+
+
+# -- every implementation ---------------------------------------------------------------------------
+
+
+def make_memory(path: Path) -> Storage:
+    return MemoryStorage()
+
+
+@pytest.mark.parametrize("make", [make_memory, on_disk], ids=["memory", "directory"])
+def test_conformance(make: Callable[[Path], Storage], tmp_path: Path) -> None:
+    storage = make(tmp_path / "data")
+    storage.save(JOB, JobMeta(generation=1))
+    storage.commit([write(0), write(0, "s1.F"), write(1), write(1, "s1.F")], True)
+    storage.commit([write(2)], False)
+    storage.commit([], True)
+    for stream, count in [(STREAM, 3), ("s1.F", 2)]:
+        for sequence in range(count):
+            frame = frame_of(sequence, stream=stream)[1]
+            assert storage.read(JOB, stream, sequence, len(frame)) == frame
+    for missing in (3, 99):
+        with pytest.raises(FileNotFoundError):
+            storage.read(JOB, STREAM, missing, 1)
+    with pytest.raises(FileNotFoundError):
+        storage.read("other", STREAM, 0, 1)
+    # Sequences go on behind a removal, whether or not it freed all of it.
+    storage.remove(JOB, STREAM, 3)
+    storage.commit([write(3)], True)
+    assert storage.read(JOB, STREAM, 3, FRAME) == frame_of(3)[1]
+    storage.save(JOB, JobMeta(generation=2, trimmed_below_step=3))
+    storage.close()
+
+
+# -- starting again ---------------------------------------------------------------------------------
+
+
+def test_everything_comes_back_after_close_and_after_a_crash(tmp_path: Path) -> None:
+    for how in (DirectoryStorage.close, crash):
+        data = tmp_path / how.__name__
+        storage = on_disk(data, FIVE_A_SEGMENT)
+        fill(storage, 0, 12)
+        storage.save(JOB, JobMeta(3, 0, {STREAM: StreamMeta(0, 12, "")}))
+        how(storage)
+        assert [int(path.stem) for path in files(data)] == [0, 5, 10]
+        again = DirectoryStorage(data, FIVE_A_SEGMENT)
+        (job,) = again.recover()
+        assert (job.name, job.meta.generation) == (JOB, 3)
+        (found,) = job.streams
+        assert sequences(found) == list(range(12))
+        assert (found.next_sequence, found.holes, found.torn_bytes) == (12, [], 0)
+        assert [entry.digest for entry in found.entries] == [frame_of(i)[0].digest for i in range(12)]
+        fill(again, 12, 14)
+        assert again.read(JOB, STREAM, 13, FRAME) == frame_of(13)[1]
+        again.close()
+        assert all(scan(path).ending is Ending.SEALED for path in files(data))
+
+
+def test_fault_11_a_torn_tail_is_cut_and_counted(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 3)
+    crash(storage)
+    (path,) = files(tmp_path / "data")
+    whole = path.read_bytes()
+    for cut in range(1, FRAME + 1):
+        path.write_bytes(whole[:-cut])
+        found = recovered(tmp_path / "data")
+        assert sequences(found) == [0, 1]
+        assert found.torn_bytes == FRAME - cut
+        assert found.holes == []
+    path.write_bytes(whole[:-5])
+    again = DirectoryStorage(tmp_path / "data", 1 << 20)
+    again.recover()
+    assert path.stat().st_size == len(whole) - FRAME
+    fill(again, 2, 4)
+    again.close()
+    assert len(scan(path).records) == 4
+
+
+def test_fault_12_damage_in_the_middle_is_a_hole_and_stays_one(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 4)
+    crash(storage)
+    (path,) = files(tmp_path / "data")
+    whole = path.read_bytes()
+    for at in range(SEGMENT_HEADER_BYTES + FRAME, SEGMENT_HEADER_BYTES + 2 * FRAME, 7):
+        changed = bytearray(whole)
+        changed[at] ^= 4
+        path.write_bytes(bytes(changed))
+        found = recovered(tmp_path / "data")
+        assert [(hole.sequence, hole.end_sequence, hole.below_step) for hole in found.holes] in (
+            [(1, 2, 3)],  # the header is damaged: the next record bounds it
+            [(1, 2, 2)],  # the body is: its own step does
+        )
+        assert found.next_sequence == 4
+    # A server goes on in a new file, and the next one finds the same damage.
+    again = DirectoryStorage(tmp_path / "data", 1 << 20)
+    again.recover()
+    fill(again, 4, 6)
+    again.close()
+    found = recovered(tmp_path / "data")
+    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(1, 2)]
+    assert [sequence for sequence in sequences(found) if sequence != 1] == [0, 2, 3, 4, 5]
+
+
+def test_damage_at_the_very_end_is_a_hole_not_a_short_log(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 3)
+    crash(storage)
+    (path,) = files(tmp_path / "data")
+    for at in (-FRAME + 20, -1):  # in the header, in the body
+        changed = bytearray(path.read_bytes())
+        changed[at] ^= 4
+        path.write_bytes(bytes(changed))
+        found = recovered(tmp_path / "data")
+        assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(2, 3)]
+        assert found.next_sequence == 3
+
+
+def test_fault_15_a_sealed_file_cut_on_a_record_boundary(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 8)
+    storage.save(JOB, JobMeta(1, 0, {STREAM: StreamMeta(0, 8, "")}))
+    storage.close()
+    first, last = files(tmp_path / "data")
+    for path, gone in [(first, (4, 5)), (last, (7, 8))]:
+        whole = path.read_bytes()
+        path.write_bytes(whole[: -FOOTER_BYTES - FRAME])
+        found = recovered(tmp_path / "data")
+        assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [gone]
+        path.write_bytes(whole)
+
+
+def test_whole_segments_that_are_gone_are_noticed(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 15)
+    storage.save(JOB, JobMeta(1, 0, {STREAM: StreamMeta(0, 15, "")}))
+    storage.close()
+    for path, gone in zip(files(tmp_path / "data"), [(0, 5), (5, 10), (10, 15)], strict=True):
+        whole = path.read_bytes()
+        path.unlink()
+        found = recovered(tmp_path / "data")
+        assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [gone]
+        path.write_bytes(whole)
+    shutil.rmtree(tmp_path / "data" / JOB / STREAM)
+    assert [(hole.sequence, hole.end_sequence) for hole in recovered(tmp_path / "data").holes] == [(0, 15)]
+
+
+def test_fault_17_a_segment_of_another_stream(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 3)
+    fill(storage, 0, 3, "s1.F")
+    storage.close()
+    (path,), (other,) = files(tmp_path / "data"), files(tmp_path / "data", "s1.F")
+    frames = other.read_bytes()[SEGMENT_HEADER_BYTES:]
+    path.write_bytes(path.read_bytes()[:SEGMENT_HEADER_BYTES] + frames)
+    assert recovered(tmp_path / "data").holes
+    assert sequences(recovered(tmp_path / "data")) == []
+
+
+# -- removing ---------------------------------------------------------------------------------------
+
+
+def test_removal_leaves_whole_segments_that_are_needed(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 12)
+    assert storage.remove(JOB, STREAM, 9) > 0
+    assert [int(path.stem) for path in files(tmp_path / "data")] == [5, 10]
+    storage.save(JOB, JobMeta(1, 9, {STREAM: StreamMeta(9, 12, "")}))
+    # All of it: the manifest says where the stream goes on.
+    storage.save(JOB, JobMeta(1, 12, {STREAM: StreamMeta(12, 12, "")}))
+    storage.remove(JOB, STREAM, 12)
+    assert files(tmp_path / "data") == []
+    assert storage.remove(JOB, STREAM, 12) == 0
+    crash(storage)
+    found = recovered(tmp_path / "data")
+    assert (found.next_sequence, found.entries, found.holes) == (12, [], [])
+
+
+def test_a_removal_that_a_kill_interrupted_is_finished_at_the_start(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 12)
+    storage.save(JOB, JobMeta(1, 10, {STREAM: StreamMeta(10, 12, "")}))
+    crash(storage)
+    again = DirectoryStorage(tmp_path / "data", FIVE_A_SEGMENT)
+    (job,) = again.recover()
+    assert [int(path.stem) for path in files(tmp_path / "data")] == [10]
+    assert sequences(job.streams[0]) == [10, 11]
+    again.close()
+
+
+# -- a disk that fails --------------------------------------------------------------------------------
+
+
+def test_fault_23_no_space_goes_back_to_the_record_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 2)
+    fill(storage, 0, 1, "s1.F")
+    sizes = {path: path.stat().st_size for path in tmp_path.rglob("*.seg")}
+    real = os.pwritev
+    calls = 0
+
+    def full(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return real(fd, buffers, offset)
+        if calls == 2:  # a part of the record, then nothing
+            return real(fd, [memoryview(buffers[0])[:50]], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(StorageFull, match="no space left"):
+        storage.commit([write(1, "s1.F"), write(2), write(3)], True)
+    monkeypatch.setattr(os, "pwritev", real)
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*.seg")} == sizes
+    assert storage.read(JOB, STREAM, 1, FRAME) == frame_of(1)[1]
+    storage.commit([write(1, "s1.F"), write(2), write(3)], True)
+    storage.close()
+    assert sequences(recovered(tmp_path / "data")) == [0, 1, 2, 3]
+    assert sequences(recovered(tmp_path / "data", "s1.F")) == [0, 1]
+
+
+def test_no_space_for_a_new_segment_leaves_nothing_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 5)
+    real = os.pwritev
+
+    def full(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(StorageFull):
+        storage.commit([write(5)], True)
+    with pytest.raises(StorageFull):
+        storage.commit([write(0, "s1.F")], True)
+    monkeypatch.setattr(os, "pwritev", real)
+    assert len(list(tmp_path.rglob("*.seg"))) == 1
+    fill(storage, 5, 7)
+    storage.close()
+    assert sequences(recovered(tmp_path / "data")) == list(range(7))
+
+
+def test_a_trim_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = on_disk(tmp_path / "data")
+    reserve = tmp_path / "data" / RESERVE
+    assert reserve.stat().st_size > 0
+    real = os.pwritev
+
+    def full_while_reserved(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", full_while_reserved)
+    storage.save(JOB, JobMeta(generation=7))
+    storage.close()
+    assert (tmp_path / "data" / JOB / MANIFEST).read_text().count('"generation": 7') == 1
+
+
+def test_fault_24_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    with pytest.raises(StorageFailed, match="a sync failed"):
+        storage.commit([write(1)], True)
+
+
+def test_fault_28_another_error_is_not_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (errno.EROFS, errno.EMFILE):
+        storage = on_disk(tmp_path / str(number))
+
+        def broken(*_: object, number: int = number) -> int:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", broken)
+            with pytest.raises(StorageFailed, match=os.strerror(number)):
+                storage.commit([write(0)], True)
+        storage.close()
+
+
+# -- the directory ----------------------------------------------------------------------------------
+
+
+def test_fault_26_the_manifest_is_replaced_in_the_order_that_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written aside, synced, renamed, and the directory synced: in this order."""
+    storage = on_disk(tmp_path / "data")
+    done: list[str] = []
+    for name in ("fsync", "rename", "pwritev"):
+        real = getattr(os, name)
+
+        def spy(*args: object, name: str = name, real: Callable[..., object] = real) -> object:
+            what = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+            done.append(f"{name} {Path(what).name}")
+            return real(*args)
+
+        monkeypatch.setattr(os, name, spy)
+    storage.save(JOB, JobMeta(generation=2))
+    aside = f"{MANIFEST}.new"
+    assert done == [f"pwritev {aside}", f"fsync {aside}", f"rename {aside}", f"fsync {JOB}"]
+    storage.close()
+
+
+def test_a_damaged_or_missing_manifest_is_refused(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 2)
+    storage.close()
+    manifest = tmp_path / "data" / JOB / MANIFEST
+    whole = manifest.read_bytes()
+    for at in range(len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 2
+        manifest.write_bytes(bytes(changed))
+        with pytest.raises(ServiceError, match="damaged"):
+            recovered(tmp_path / "data")
+    manifest.unlink()
+    with pytest.raises(ServiceError, match="missing"):
+        recovered(tmp_path / "data")
+
+
+def test_fault_29_the_second_server_is_refused(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    with pytest.raises(ServiceError, match="in use by another log server") as error:
+        DirectoryStorage(tmp_path / "data", 1 << 20)
+    assert error.value.exit_code == 3
+    storage.close()
+    DirectoryStorage(tmp_path / "data", 1 << 20).close()
+
+
+def test_fault_40_symbolic_links_are_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / JOB).symlink_to(outside)
+    storage = DirectoryStorage(data, 1 << 20)
+    assert storage.recover() == []
+    with pytest.raises(StorageFailed, match=r"Too many|symbolic"):
+        storage.save(JOB, JobMeta(generation=1))
+    storage.save("job2", JobMeta(generation=1))
+    (data / "job2" / STREAM).symlink_to(outside)
+    with pytest.raises(StorageFailed, match=r"Too many|symbolic"):
+        storage.commit([Write("job2", STREAM, 0, frame_of(0)[1])], True)
+    storage.close()
+    assert list(outside.iterdir()) == []
+
+
+def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    for path in (file, file / "below"):
+        with pytest.raises(UsageError, match="cannot use directory"):
+            DirectoryStorage(path, 1 << 20)
+    (tmp_path / LOCK).symlink_to(file)
+    with pytest.raises(UsageError, match="cannot use directory"):
+        DirectoryStorage(tmp_path, 1 << 20)
+
+
+def test_bodies_of_frames_are_those_of_the_helper() -> None:
+    assert frame_of(3)[1].endswith(body_of(3))
