@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name == "Session":
-        from swift.runtime.session import Session  # noqa: PLC0415  (torch only when it is needed)
+        from swift.runtime.session import Session  # torch only when it is needed
 
         return Session
     raise AttributeError(f"module 'swift' has no attribute {name!r}")

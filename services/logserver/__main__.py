@@ -1,6 +1,5 @@
 """python -m services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
 
-import argparse
 import ctypes
 import ipaddress
 import logging
@@ -20,6 +19,7 @@ from services.logserver.servicer import make_server
 from services.logserver.state import EngineConfig, Fsync
 from services.logserver.storage import DirectoryStorage
 from swift import events
+from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.log.frame import BODY_BYTES_MAX
 
@@ -68,8 +68,8 @@ def _listen_address(text: str, insecure: bool) -> str:
 
 
 def parse(argv: Sequence[str]) -> ServerConfig:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.logserver",
+    parser = Parser(
+        prog="swift-ft logserver",
         description="Keeps the log of training jobs in a directory and serves it over gRPC.",
     )
     parser.add_argument(

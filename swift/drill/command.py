@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+from swift.arguments import Parser
 from swift.drill import faults, html, report, run
 from swift.drill.config import MODELS, STRATEGIES, DrillConfig
 from swift.drill.console import LiveProgress, show
@@ -44,22 +45,12 @@ class Stopped(BaseException):
         self.signum = signum
 
 
-class _Parser(argparse.ArgumentParser):
-    """Help that begins with what the command does; errors of one line."""
-
-    def format_help(self) -> str:
-        return f"{DESCRIPTION}\n\n{super().format_help()}"
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"drill: {message} (see swift-ft drill --help)")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="swift-ft drill",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--stages", type=int, default=4, metavar="P", help="pipeline ranks (default %(default)s)")
