@@ -42,9 +42,11 @@ from swift.launch.torch_names import (
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
 REPLACEMENTS_DEFAULT = 100
 GRACE_S_DEFAULT = 5.0
+# Some of these are imported only at first use, which would fall into a recovery.
 PRELOAD_DEFAULT = (
     "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
-    "grpc,swift.control.client,swift.runtime.session"
+    "torch.utils.serialization.config,fsspec.core,grpc,grpc._channel,grpc.experimental,"
+    "swift.control.client,swift.runtime.session"
 )
 JOB_GRAMMAR = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 

@@ -97,8 +97,7 @@ def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start)
         seconds[kind] = launch.rank(0, process + 1).t - killed
     print(f"SIGKILL to the first line of the replacement's script: {seconds}")
     assert [event["warm"] for event in launch.events("spare_assigned")[1:]] == [True, False]
-    assert seconds["warm"] < 0.5
-    assert seconds["cold"] > 1.0
+    assert seconds["warm"] < seconds["cold"] / 3
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -259,7 +258,7 @@ def test_two_machines_keep_their_ranks_when_one_rank_dies(start: Start, tmp_path
 def test_a_signal_ends_a_launcher_that_waits_for_another_machine(start: Start) -> None:
     flags = ["--nnodes=2", "--node-rank=1", "--job=alone", "--master-addr=127.0.0.1"]
     launch = start(*flags, f"--master-port={free_port()}")
-    launch.warm_spares()
+    wait_until(lambda: len(launch.events("worker_spawned")) == 2, "the rendezvous")
     time.sleep(0.5)  # by now it waits inside torch's store, where no Python code runs
     launch.process.send_signal(signal.SIGINT)
     assert launch.wait(10)[0] == 130

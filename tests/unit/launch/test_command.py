@@ -1,5 +1,6 @@
 """Flags -> LaunchPlan: what is taken, what is refused, and with which words."""
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -139,6 +140,11 @@ def test_bad_flags_get_one_line(flags: list[str], words: str, capsys: pytest.Cap
 def test_job_names_follow_the_grammar(run_id: str, name: str) -> None:
     assert job_name(run_id) == name
     assert JOB_GRAMMAR.fullmatch(name)
+
+
+def test_spares_can_import_what_they_are_told_to() -> None:
+    for name in command.PRELOAD_DEFAULT.split(","):
+        importlib.import_module(name)
 
 
 def test_missing_torch_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
