@@ -110,12 +110,9 @@ class LogEngine:
                 raise Refused(stream)
             session.streams[stream.tag] = (stream, request.generation)
             self.state.holders[stream.tag] = session
-            session.outbox.put(
-                log_pb2.AppendReply(
-                    opened=[log_pb2.Opened(stream=stream.name, next_sequence=stream.appended)],
-                    acked=[log_pb2.Acked(stream=stream.name, durable_sequence=stream.durable)],
-                )
-            )
+            # No acknowledgement yet: what the writer is not sure of it sends again, and it is compared.
+            opened = log_pb2.Opened(stream=stream.name, next_sequence=stream.appended)
+            session.outbox.put(log_pb2.AppendReply(opened=[opened]))
 
     def handle(self, session: Session, frames: memoryview) -> None:
         """Frames of streams that the session has opened. Raises Refused; what came before is kept."""

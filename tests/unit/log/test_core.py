@@ -93,7 +93,8 @@ class Interpreter:
         return [self.show(stream) for stream in self.core.reset(self.core.job(JOB))]
 
     def do_read(self, stream: str, step: str, sequence: str = "0") -> str:
-        at, found = int(sequence), []
+        at = int(sequence)
+        found: list[str] = []
         while True:
             entry = self.core.next_to_read(self.stream(stream), at, int(step))
             if not isinstance(entry, Entry):

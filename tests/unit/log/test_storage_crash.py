@@ -154,10 +154,9 @@ def check(
         return
     (job,) = jobs
     assert job.meta.generation >= generation, what
-    (stream,) = job.streams or [None]
-    if stream is None:
+    if not job.streams:
         assert acknowledged < 0, what
-    else:
+    for stream in job.streams:
         assert not stream.holes, (what, stream.holes)
         assert stream.next_sequence > acknowledged, what
         assert stream.first <= first, what

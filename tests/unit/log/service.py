@@ -1,0 +1,49 @@
+"""A log server inside the test's process, over real gRPC, on a storage of the test's choice."""
+
+import time
+from collections.abc import Callable
+
+import grpc
+
+from services.logserver.engine import LogEngine
+from services.logserver.servicer import make_server
+from services.logserver.state import EngineConfig
+from services.logserver.storage import Storage
+from swift._pb import log_pb2_grpc
+from swift.log.rpc import open_channel
+from tests.unit.log.memory_storage import MemoryStorage
+
+JOB = "job"
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Waits for something that another thread or process does."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+class InProcess:
+    """Starts in the constructor, generation 1 granted. A context manager."""
+
+    def __init__(self, storage: Storage | None = None, config: EngineConfig | None = None) -> None:
+        self.storage = storage if storage is not None else MemoryStorage()
+        self.engine = LogEngine(self.storage, config or EngineConfig())
+        self.server, _ = make_server(self.engine)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.engine.start([])
+        self.server.start()
+        self.engine.state.on_health(True)
+        self.engine.administration.fence(JOB, 1)
+        self.channel: grpc.Channel = open_channel(self.address)
+        self.stub: log_pb2_grpc.LogStub = log_pb2_grpc.LogStub(self.channel)
+
+    def __enter__(self) -> "InProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self.engine.drain()
+        self.server.stop(2).wait()
+        self.engine.close()

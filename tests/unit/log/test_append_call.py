@@ -1,0 +1,370 @@
+"""One Append call, message by message, as a client in another language would make it."""
+
+import queue
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.logserver.state import EngineConfig, Fsync
+from swift._pb import log_pb2
+from swift.log.rpc import code_of, message_of, method, reason_of
+from swift.log.wire import SERVICE, frames_message
+from tests.unit.log.frames import STREAM, frame_of
+from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.service import JOB, InProcess, eventually
+
+TIMEOUT_S = 10.0
+
+
+class Call:
+    """An Append call: `send` a message, `until` what is awaited has come."""
+
+    def __init__(self, server: InProcess) -> None:
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._call = server.channel.stream_stream(method("Append"), None, log_pb2.AppendReply.FromString)(
+            iter(self._requests.get, None), timeout=TIMEOUT_S
+        )
+        self.acked: dict[str, int] = {}
+        self.opened: dict[str, int] = {}
+        self.credit = 0
+        self.welcome: log_pb2.Welcome | None = None
+
+    def open(self, *streams: str, generation: int = 1, acked: int = 0) -> None:
+        opens = [
+            log_pb2.Open(job=JOB, stream=stream, generation=generation, acked_sequence=acked)
+            for stream in streams or [STREAM]
+        ]
+        self._requests.put(log_pb2.AppendRequest(opens=opens).SerializeToString())
+        self.read(lambda: set(streams or [STREAM]) <= set(self.opened))
+
+    def send(self, *frames: bytes) -> None:
+        self._requests.put(frames_message(frames, sum(map(len, frames))))
+
+    def raw(self, message: bytes) -> None:
+        self._requests.put(message)
+
+    def read(self, enough: Callable[[], bool]) -> None:
+        while not enough():
+            reply = next(self._call)
+            if reply.HasField("welcome"):
+                self.welcome = reply.welcome
+            self.credit += reply.credit_bytes
+            self.opened.update({opened.stream: opened.next_sequence for opened in reply.opened})
+            self.acked.update({acked.stream: acked.durable_sequence for acked in reply.acked})
+
+    def until_acked(self, sequence: int, stream: str = STREAM) -> None:
+        self.read(lambda: self.acked.get(stream, 0) >= sequence)
+
+    def refused(self) -> tuple[grpc.StatusCode, str, str]:
+        """Code, reason and message that end the call."""
+        with pytest.raises(grpc.RpcError) as caught:
+            self.read(lambda: False)
+        return code_of(caught.value), reason_of(caught.value), message_of(caught.value)
+
+    def end(self) -> None:
+        self._requests.put(None)
+        with pytest.raises(StopIteration):
+            self.read(lambda: False)
+
+
+@pytest.fixture
+def server() -> Iterator[InProcess]:
+    with InProcess() as running:
+        yield running
+
+
+def stored(server: InProcess, stream: str = STREAM) -> list[int]:
+    assert isinstance(server.storage, MemoryStorage)
+    return sorted(server.storage.frames.get((JOB, stream), {}))
+
+
+def test_open_append_acknowledge(server: InProcess) -> None:
+    call = Call(server)
+    call.open(STREAM, "s1.F")
+    assert call.welcome is not None
+    assert call.welcome.body_bytes_max == server.engine.config.body_bytes_max
+    granted = call.credit
+    assert granted == server.engine.config.credit_bytes
+    frames = [frame_of(0)[1], frame_of(0, stream="s1.F")[1], frame_of(1)[1]]
+    call.send(*frames)
+    call.until_acked(2)
+    call.until_acked(1, "s1.F")
+    call.read(lambda: call.credit == granted + sum(map(len, frames)))  # all credit comes back
+    call.end()
+    assert (stored(server), stored(server, "s1.F")) == ([0, 1], [0])
+    again = Call(server)
+    again.open()
+    assert again.opened == {STREAM: 2}
+
+
+def test_fault_1_duplicate_is_acknowledged_and_not_written(server: InProcess) -> None:
+    call = Call(server)
+    call.open()
+    call.send(frame_of(0)[1], frame_of(1)[1])
+    call.until_acked(2)
+    assert isinstance(server.storage, MemoryStorage)
+    commits = len(server.storage.commits)
+    credit = call.credit
+    call.acked.clear()
+    call.send(frame_of(0)[1])
+    call.until_acked(2)
+    call.read(lambda: call.credit == credit + len(frame_of(0)[1]))
+    assert len(server.storage.commits) == commits
+
+
+def test_fault_2_duplicate_with_another_digest_quarantines(server: InProcess) -> None:
+    call = Call(server)
+    call.open()
+    call.send(frame_of(0)[1])
+    call.until_acked(1)
+    call.send(frame_of(0, body=b"other")[1])
+    code, reason, message = call.refused()
+    assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "conflict")
+    assert "step 0 microbatch 0 slot 0" in message
+    again = Call(server)
+    with pytest.raises(grpc.RpcError, match="quarantined"):
+        again.open()
+    (stream,) = server.stub.Inventory(log_pb2.InventoryRequest(job=JOB)).streams
+    assert stream.corrupt
+    assert stream.records == 1
+
+
+def test_fault_3_gap_names_the_expected_sequence(server: InProcess) -> None:
+    call = Call(server)
+    call.open()
+    call.send(frame_of(0)[1], frame_of(2)[1])
+    code, reason, message = call.refused()
+    assert (code, reason) == (grpc.StatusCode.OUT_OF_RANGE, "sequence-gap")
+    assert "0 is expected" in message or "1 is expected" in message
+    again = Call(server)
+    again.open()
+    assert again.opened == {STREAM: 1}  # what came before the gap stays
+
+
+def test_fault_5_same_key_under_two_sequences(server: InProcess) -> None:
+    call = Call(server)
+    call.open()
+    call.send(frame_of(0, step=4)[1], frame_of(1, step=4, body=b"x")[1])
+    assert call.refused()[:2] == (grpc.StatusCode.ALREADY_EXISTS, "conflict")
+
+
+def test_faults_6_and_7_generations(server: InProcess) -> None:
+    early = Call(server)
+    with pytest.raises(grpc.RpcError, match="generation 2 of job job is not granted"):
+        early.open(generation=2)
+    call = Call(server)
+    call.open()
+    call.send(frame_of(0)[1])
+    call.until_acked(1)
+    server.engine.administration.fence(JOB, 2)
+    assert call.refused()[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "stale-generation")
+    stale = Call(server)
+    with pytest.raises(grpc.RpcError, match="generation 1 of job job was fenced"):
+        stale.open()
+    assert stored(server) == [0]
+    fresh = Call(server)
+    fresh.open(generation=2)
+    fresh.send(frame_of(1, generation=2)[1])
+    fresh.until_acked(2)
+
+
+def test_fault_9_a_client_that_dies_keeps_its_acknowledged_prefix(server: InProcess) -> None:
+    call = Call(server)
+    call.open()
+    call.send(frame_of(0)[1])
+    call.until_acked(1)
+    call._call.cancel()
+    again = Call(server)
+    again.open()
+    assert again.opened == {STREAM: 1}
+
+
+def test_frames_of_a_stream_that_is_not_open(server: InProcess) -> None:
+    call = Call(server)
+    call.open()
+    call.send(frame_of(0, stream="s1.F")[1])
+    assert call.refused()[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "stream-not-open")
+
+
+def test_the_newest_call_that_opens_a_stream_has_it(server: InProcess) -> None:
+    old, new = Call(server), Call(server)
+    old.open()
+    new.open()
+    old.send(frame_of(0)[1])
+    assert old.refused()[1] == "stream-not-open"
+    new.send(frame_of(0)[1])
+    new.until_acked(1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda frame: frame[:-1], grpc.StatusCode.INVALID_ARGUMENT),
+        (lambda frame: frame[:100], grpc.StatusCode.INVALID_ARGUMENT),
+        (lambda frame: frame[:-1] + b"\0", grpc.StatusCode.DATA_LOSS),
+        (lambda frame: frame[:50] + b"\xff" + frame[51:], grpc.StatusCode.DATA_LOSS),
+        (lambda frame: b"\0" * 200, grpc.StatusCode.DATA_LOSS),
+        (lambda frame: frame[:4] + b"\x02" + frame[5:], grpc.StatusCode.INVALID_ARGUMENT),  # fault 42
+    ],
+)
+def test_damaged_frames_are_refused(
+    server: InProcess, damage: Callable[[bytes], bytes], code: grpc.StatusCode
+) -> None:
+    call = Call(server)
+    call.open()
+    call.send(damage(frame_of(0)[1]))
+    assert call.refused()[0] is code
+    assert stored(server) == []
+
+
+def test_a_message_that_is_no_message(server: InProcess) -> None:
+    call = Call(server)
+    call.raw(b"\x0a\xff\xff\xff\xff\xff")
+    assert call.refused()[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_bad_name_is_refused(server: InProcess) -> None:
+    call = Call(server)
+    with pytest.raises(grpc.RpcError, match="is not allowed"):
+        call.open("../x")
+    for work in (
+        lambda: server.stub.Fence(log_pb2.FenceRequest(job="a/b", generation=1)),
+        lambda: server.stub.Trim(log_pb2.TrimRequest(job="", below_step=1)),
+        lambda: server.stub.Inventory(log_pb2.InventoryRequest(job="a\0")),
+        lambda: server.stub.Reset(log_pb2.ResetRequest(job=".x", generation=1)),
+        lambda: list(server.stub.Read(log_pb2.ReadRequest(job="j", stream="/x"))),
+        lambda: list(server.stub.Digests(log_pb2.DigestsRequest(job="j", stream=".."))),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            work()
+        assert code_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_fault_20_oversize() -> None:
+    with InProcess(config=EngineConfig(body_bytes_max=100)) as server:
+        call = Call(server)
+        call.open()
+        call.send(frame_of(0, body=bytes(100))[1])
+        call.until_acked(1)
+        call.send(frame_of(1, body=bytes(101))[1])
+        assert call.refused()[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "oversize")
+
+
+def test_credit_that_is_overdrawn_is_refused() -> None:
+    with InProcess(config=EngineConfig(credit_bytes=400, body_bytes_max=100)) as server:
+        call = Call(server)
+        call.open()
+        # Frames of one message are taken together: more than the credit and one frame under way.
+        call.send(*[frame_of(sequence)[1] for sequence in range(20)])
+        assert call.refused()[1] == "invalid"
+
+
+def test_fault_23_a_full_disk_refuses_appends_and_goes_on_after_a_trim() -> None:
+    storage = MemoryStorage(space=3 * len(frame_of(0)[1]))
+    with InProcess(storage) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+
+        def serving() -> bool:
+            replies = [health.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", SERVICE)]
+            assert replies[0].status == replies[1].status
+            return bool(replies[0].status == health_pb2.HealthCheckResponse.SERVING)
+
+        assert serving()
+        call = Call(server)
+        call.open()
+        for sequence in range(3):
+            call.send(frame_of(sequence)[1])
+        call.until_acked(3)
+        call.send(frame_of(3)[1])
+        assert call.refused()[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "disk-full")
+        assert not serving()
+        # Reads still work.
+        frames = b"".join(
+            reply.frames for reply in server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM))
+        )
+        assert frames == b"".join(frame_of(sequence)[1] for sequence in range(3))
+        # So do fences and trims; then there is space again.
+        server.engine.administration.fence(JOB, 2)
+        assert server.stub.Trim(log_pb2.TrimRequest(job=JOB, below_step=2)).trimmed_below_step == 2
+        eventually(lambda: storage.space > 0)
+        again = Call(server)
+        again.open(generation=2)
+        assert again.opened == {STREAM: 3}
+        again.send(frame_of(3, generation=2)[1])
+        again.until_acked(4)
+        assert serving()
+
+
+def test_fault_24_a_failed_storage_closes_the_server() -> None:
+    storage = MemoryStorage()
+    with InProcess(storage) as server:
+        call = Call(server)
+        call.open()
+        call.send(frame_of(0)[1])
+        call.until_acked(1)
+        storage.failing = "a sync failed: made up"
+        call.send(frame_of(1)[1])
+        assert call.refused()[:2] == (grpc.StatusCode.UNAVAILABLE, "closed")
+        storage.failing = ""  # it is not tried again
+        again = Call(server)
+        assert again.refused() == (grpc.StatusCode.UNAVAILABLE, "closed", "a sync failed: made up")
+        with pytest.raises(grpc.RpcError, match="a sync failed"):
+            server.stub.Fence(log_pb2.FenceRequest(job=JOB, generation=2))
+        assert stored(server) == [0]
+        assert list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM)))
+
+
+@pytest.mark.parametrize("policy", list(Fsync))
+def test_a_fence_waits_for_what_was_accepted(policy: Fsync) -> None:
+    storage = MemoryStorage()
+    with InProcess(storage, EngineConfig(fsync=policy, fsync_interval_s=0.05)) as server:
+        call = Call(server)
+        call.open()
+        call.send(*[frame_of(sequence)[1] for sequence in range(50)])
+        call.until_acked(1)
+        server.engine.administration.fence(JOB, 2)
+        count = len(stored(server))
+        assert storage.unsynced == 0 or policy is Fsync.NEVER
+        digests = [
+            record
+            for reply in server.stub.Digests(log_pb2.DigestsRequest(job=JOB, stream=STREAM))
+            for record in reply.records
+        ]
+        assert len(digests) == count
+        assert storage.metas[JOB].generation == 2
+        assert storage.metas[JOB].streams[STREAM].next_at_least == count
+
+
+def test_interval_policy_syncs_in_the_end() -> None:
+    storage = MemoryStorage()
+    with InProcess(storage, EngineConfig(fsync=Fsync.INTERVAL, fsync_interval_s=0.05)) as server:
+        call = Call(server)
+        call.open()
+        call.send(frame_of(0)[1])
+        call.until_acked(1)
+        eventually(lambda: not storage.unsynced)
+
+
+def test_fence_refuses_an_older_generation_and_zero(server: InProcess) -> None:
+    server.stub.Fence(log_pb2.FenceRequest(job=JOB, generation=5))
+    server.stub.Fence(log_pb2.FenceRequest(job=JOB, generation=5))
+    with pytest.raises(grpc.RpcError, match="older than the granted 5"):
+        server.stub.Fence(log_pb2.FenceRequest(job=JOB, generation=4))
+    with pytest.raises(grpc.RpcError, match="start at 1"):
+        server.stub.Fence(log_pb2.FenceRequest(job="new", generation=0))
+
+
+def test_a_drained_server_has_acknowledged_everything() -> None:
+    server = InProcess()
+    with server:
+        call = Call(server)
+        call.open()
+        call.send(*[frame_of(sequence)[1] for sequence in range(20)])
+        call.until_acked(1)
+        server.engine.drain()
+        assert call.refused()[1] == "draining"
+    assert call.acked[STREAM] == len(stored(server))
+    assert isinstance(server.storage, MemoryStorage)
+    assert server.storage.closed
