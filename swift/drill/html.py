@@ -188,8 +188,8 @@ def _states(result: Mapping[str, Any], scale: _Scale) -> str:
     colours = {"FENCING": "fence", "PLANNING": "plan", "RECOVERING": "rebuild"}
     shapes = ['<text x="0" y="16">coordinator</text>']
     said = [event for event in result["timeline"] if event["event"] == "state"]
-    for event, following in zip(said, [*said[1:], None], strict=True):
-        until = scale.end if following is None else following["t"]
+    ends = [event["t"] for event in said[1:]]
+    for event, until in zip(said, [*ends, scale.end], strict=False):
         state = str(event["state"]).upper()
         if until <= scale.start or event["t"] >= scale.end:
             continue
