@@ -35,6 +35,8 @@ STOP_GRACE_S = {"launcher": 8.0}
 STOP_GRACE_S_DEFAULT = 3.0
 KILL_WAIT_S = 10.0
 POLL_S = 0.01
+LEASE_S = 10.0
+"""Ranks, spares and services share a few cores here: one that is only slow must not be taken for dead."""
 TAIL_LINES = 12
 
 LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
@@ -137,6 +139,7 @@ class Cluster:
         ranks: int,
         spares: int,
         trainer_arguments: Sequence[str],
+        trainer: Sequence[str] = ("-m", "swift.drill.trainer"),
         faults: str = "[]",
         die_at: Sequence[tuple[str, str]] = (),
         digests_every: bool = False,
@@ -149,7 +152,7 @@ class Cluster:
         """
         self._ranks = ranks
         self._spares = spares
-        self._trainer_arguments = trainer_arguments
+        self._trainer = [*trainer, *trainer_arguments]
         self._die_at = list(die_at)
         self._check_stop = check_stop
         self._processes: dict[str, Process] = {}
@@ -200,7 +203,7 @@ class Cluster:
         arguments = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
         arguments += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB]
         arguments += ["--checkpoint-dir", str(self.directory / "checkpoints")]
-        self._spawn(LAUNCHER, [*arguments, "-m", "swift.drill.trainer", *self._trainer_arguments])
+        self._spawn(LAUNCHER, [*arguments, *self._trainer])
 
     def _start_service(self, name: str) -> None:
         """With the address it had before, if it had one."""
@@ -212,7 +215,7 @@ class Cluster:
         arguments += ["--address-file", str(self.directory / f"{name}.address")]
         arguments += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
         if name == COORDINATOR:
-            arguments += ["--log-servers", self._addresses[LOG_SERVER]]
+            arguments += ["--log-servers", self._addresses[LOG_SERVER], "--lease-s", str(LEASE_S)]
             if self._die_at:
                 arguments += ["--die-at", self._die_at[0][1]]
                 self._to_be_killed.add(name)
