@@ -35,7 +35,7 @@ _NEEDED = {
             "_warmup_forward_vote",
             "_warmup_backward_result",
             "_forward_metadata_inference",
-            "_backward_metadata_inference",
+            "_post_metadata_inference_cleanup",
             "_get_init_p2p_neighbors_ops",
             "_get_grad_send_meta",
             "get_fwd_recv_ops",

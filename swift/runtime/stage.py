@@ -8,7 +8,6 @@ Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,8 @@ from swift.runtime.channel import BACKWARD, FORWARD, Channel
 if TYPE_CHECKING:
     _Base = PipelineStage
 else:
-    _Base = object
+    # Python lets an object change its class only between classes that grew from the same one.
+    _Base = _torch.StageBase
 
 # Several destinations of one stage keep apart: slot = destination * _SLOTS + position among its tensors.
 _SLOTS = 256
@@ -34,6 +34,7 @@ class _Logged(_Base):
     _channel: Channel
     _calls: int
     _inferring: bool
+    _buffers_before: list[tuple[torch.Tensor, torch.Tensor]]
     _awaiting_forward: set[int]
     _awaiting_backward: set[int]
 
@@ -41,6 +42,7 @@ class _Logged(_Base):
         self._channel = channel
         self._calls = -1
         self._inferring = False
+        self._buffers_before = []
         self._awaiting_forward = set()
         self._awaiting_backward = set()
 
@@ -62,19 +64,21 @@ class _Logged(_Base):
 
     # --- sends and receives ---
 
+    # In a replay a buffer is filled when it is computed with, not when its receive is posted: schedules post
+    # receives ahead of sends that the other side, replaying too, may wait for.
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self._channel.replaying:
-            # Filled when it is computed, not here: schedules post receives ahead of sends that the other
-            # side, replaying too, may wait for.
-            self._awaiting_forward.add(fwd_chunk_id)
-            return []
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._received(super().get_fwd_recv_ops(fwd_chunk_id), self._awaiting_forward, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self._channel.replaying:
-            self._awaiting_backward.add(bwd_chunk_id)
-            return []
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._received(super().get_bwd_recv_ops(bwd_chunk_id), self._awaiting_backward, bwd_chunk_id)
+
+    def _received(self, ops: list[dist.P2POp], awaiting: set[int], mb: int) -> list[dist.P2POp]:
+        if not self._channel.replaying:
+            return ops
+        if ops:
+            awaiting.add(mb)
+        return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
@@ -166,26 +170,20 @@ class _Logged(_Base):
         metas = _torch.meta_from_json(self._channel.get_meta(key))
         return _torch.ForwardMeta(metas) if kind == "forward" else _torch.BackwardMeta(metas)
 
+    # Inference runs the module on arbitrary bits, so what it did to buffers (running statistics) is taken back.
+
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        with self._inference():
-            return super()._forward_metadata_inference(*args, **kwargs)
-
-    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        with self._inference():
-            return super()._backward_metadata_inference(*args, **kwargs)
-
-    @contextmanager
-    def _inference(self) -> Iterator[None]:
-        """Inference runs the module on arbitrary bits: buffers (running statistics) are put back after it."""
-        saved = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
         self._inferring = True
-        try:
-            yield
-        finally:
-            self._inferring = False
-            with torch.no_grad():
-                for buffer, value in saved:
-                    buffer.copy_(value)
+        self._buffers_before = [(b, b.detach().clone()) for b in self.submod.buffers()]
+        return super()._forward_metadata_inference(*args, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        with torch.no_grad():
+            for buffer, value in self._buffers_before:
+                buffer.copy_(value)
+        self._buffers_before = []
+        self._inferring = False
 
 
 def _slots(destinations: list[int]) -> Iterator[int]:

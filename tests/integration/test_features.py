@@ -1,0 +1,57 @@
+"""What a trainer may do in a step survives a recovery bit for bit: see trainers/features.py."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift import events
+from swift.drill.cluster import Cluster
+
+STEPS = 8
+TRAINER = Path(__file__).parent / "trainers" / "features.py"
+
+
+def run(directory: Path, mode: str, faults: list[dict[str, Any]]) -> dict[str, Any]:
+    """Digests by file name, and the trace, of one run."""
+    with Cluster(
+        directory,
+        ranks=3,
+        spares=len(faults) and 1,
+        trainer=[str(TRAINER)],
+        trainer_arguments=[mode, str(STEPS)],
+        faults=json.dumps(faults),
+        digests_every=True,
+    ) as cluster:
+        deadline = time.monotonic() + 90
+        while (code := cluster.poll()) is None:
+            assert time.monotonic() < deadline, cluster.output_tail()
+            time.sleep(0.02)
+        assert code == 0, cluster.output_tail()
+    digests = {path.name: json.loads(path.read_text()) for path in (directory / "digests").glob("*.json")}
+    return {"digests": digests, "events": events.read(directory / "events")}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("traced", {"rank": 1, "step": 4, "microbatch": 1, "phase": "backward"}),
+        ("manual", {"rank": 1, "step": 5, "microbatch": 2, "phase": "forward"}),
+    ],
+)
+def test_features(mode: str, fault: dict[str, Any], tmp_path: Path) -> None:
+    twin = run(tmp_path / "twin", mode, [])
+    faulted = run(tmp_path / "faulted", mode, [{"id": "f0", **fault}])
+    assert [e["event"] for e in faulted["events"]].count("fault") == 1
+    replay = next(e for e in faulted["events"] if e["event"] == "replay_end")
+    assert replay["steps"] == fault["step"] - 3
+    assert replay["verified"] > 0
+    for name, digests in twin["digests"].items():
+        assert faulted["digests"][name] == digests, name
+    recovered = [name for name in faulted["digests"] if "-g" in name]
+    assert len(recovered) == 3
+    for name in recovered:
+        assert faulted["digests"][name] == twin["digests"][name.split("-g")[0] + ".json"]
