@@ -21,7 +21,7 @@ from pathlib import Path
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
-from swift.errors import Fenced, LogError, LogUnavailable, ReplayRefused, ServiceError
+from swift.errors import Fenced, LogError, LogUnavailable, ReplayRefused, ServiceError, SwiftError
 from swift.log.reader import LogReader
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
@@ -219,7 +219,11 @@ class Engine:
 
         def durable(version: int) -> None:
             events.emit("checkpoint_durable", rank=self._rank, version=version)
-            self._member.client.checkpoint_durable(version, generation)
+            try:
+                self._member.client.checkpoint_durable(version, generation)
+            except SwiftError as error:
+                # A version that the coordinator never hears of is not complete; the one before it stands.
+                events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
 
         self._store.save(self._state.version, self._state.state_dict(), durable)
 

@@ -255,6 +255,25 @@ def test_two_machines_keep_their_ranks_when_one_rank_dies(start: Start, tmp_path
     assert len(launches[0].ranks(0)) == 1
 
 
+def test_a_machine_that_joins_restarts_the_ranks(start: Start, coordinator: ScriptedCoordinator) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    flags = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=grow"]
+    flags += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    flags += ["--rdzv-conf=last_call_timeout=1"]
+    launch = start(*flags)
+    alone = launch.rank(0)
+    assert alone.env["WORLD_SIZE"] == "1"
+    other = start(*flags)
+    ranks = [launch.rank(0, process=2), other.rank(1)]
+    assert [rank.env["WORLD_SIZE"] for rank in ranks] == ["2", "2"]
+    assert not alone.alive
+    # The coordinator knows that the process before is gone, so that the new one can hold the rank.
+    assert wait_until(lambda: coordinator.exits, "the notice")[0].pid == alone.pid
+    for number in (0, 1):
+        launch.go(number)
+    assert [machine.wait()[0] for machine in (launch, other)] == [0, 0]
+
+
 def test_a_signal_ends_a_launcher_that_waits_for_another_machine(start: Start) -> None:
     flags = ["--nnodes=2", "--node-rank=1", "--job=alone", "--master-addr=127.0.0.1"]
     launch = start(*flags, f"--master-port={free_port()}")

@@ -1,4 +1,4 @@
-"""Three ranks that use what the drill's trainer does not: `features.py traced|manual STEPS`.
+"""Three ranks that use what the drill's trainer does not: `features.py traced|manual|unrepeatable STEPS`.
 
 traced   stages that `torch.distributed.pipelining.pipeline` cut out of one module, adopted
 manual   stages with running statistics (buffers that a forward changes), activation checkpointing, two
@@ -6,6 +6,7 @@ manual   stages with running statistics (buffers that a forward changes), activa
          ranks, bf16 boundaries, randomness outside of the stages, and a bucket of state of the trainer's own
 """
 
+import random
 import sys
 
 import torch
@@ -96,6 +97,8 @@ def traced() -> None:
     split = {f"layers.{i}": SplitPoint.BEGINNING for i in (1, 2)}
     pipe = pipeline(whole, mb_args=(example,), split_spec=split)
     stage = session.adopt(pipe.build_stage(session.rank, torch.device("cpu")))
+    if MODE == "unrepeatable":
+        stage.submod.register_forward_hook(lambda _module, _inputs, output: output * (1 + 0.01 * random.random()))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
     optimizer = session.optimizer(torch.optim.SGD(stage.submod.parameters(), lr=0.1, momentum=0.9))
     data = Data()
@@ -157,4 +160,4 @@ def manual() -> None:
 
 
 if __name__ == "__main__":
-    {"traced": traced, "manual": manual}[MODE]()
+    {"traced": traced, "manual": manual, "unrepeatable": traced}[MODE]()
