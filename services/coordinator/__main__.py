@@ -6,24 +6,25 @@ python -m services.coordinator --directory DIR --log-servers HOST:PORT[,HOST:POR
 import argparse
 import asyncio
 import contextlib
-import errno
 import fcntl
 import ipaddress
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# gRPC's own lines about a port in use would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.coordinator import messages as m
 from services.coordinator.driver import Driver
-from services.coordinator.logs import NoLogs
+from services.coordinator.logs import LogServers
 from services.coordinator.row import JobRow, State
 from services.coordinator.servicer import Servicer
 from services.coordinator.store import SqliteStore, StoreFailed
@@ -179,21 +180,23 @@ async def serve(
     after_durable: Callable[[JobRow, m.Persist], None],
 ) -> None:
     """Serves until SIGTERM. ServiceError: the store failed."""
-    driver = Driver(store, NoLogs(), timing, log_servers, after_durable=after_durable)
+    driver = Driver(store, LogServers(timing.log_call_s), timing, log_servers, after_durable=after_durable)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    check_port(listen)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     pb_grpc.add_CoordinatorServicer_to_server(Servicer(driver), server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     try:
         port = server.add_insecure_port(listen)
-    except RuntimeError as error:
-        raise UsageError(f"--listen {listen}: {error}") from None
-    driver.start()
+    except RuntimeError:
+        raise UsageError(f"--listen {listen}: cannot listen there: is the port in use?") from None
+    try:
+        driver.start()
+    except StoreFailed as error:
+        raise ServiceError(f"--directory: {error}") from None
     await server.start()
     for service in ("", "swift.coordinator.v1.Coordinator"):
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -215,19 +218,6 @@ async def serve(
         raise ServiceError(driver.failed.result())
     if not stopped.is_set():
         await ticks
-
-
-def check_port(listen: str) -> None:
-    """grpc says why it cannot listen on many lines; this says it on one."""
-    host, port = split_address(listen, "--listen")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        what = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise UsageError(f"--listen {listen}: {what}") from None
 
 
 def write_address(path: Path, address: str) -> None:

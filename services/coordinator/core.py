@@ -23,6 +23,7 @@ from services.coordinator.hang import StepClock
 from services.coordinator.messages import Effect, Refusal, Refused
 from services.coordinator.row import Holder, JobRow, State
 from services.coordinator.timing import Timing
+from services.coordinator.words import exit_words, versions_words
 from swift.recovery import Checkpoints, Layout, PlanConfig, Report, Strategy, plan
 
 LEGAL: Mapping[State, frozenset[State]] = {
@@ -128,6 +129,12 @@ class Job:
             case State.RUNNING:
                 return self._trim()
         return []
+
+    def relocate(self, log_servers: list[str]) -> list[Effect]:
+        """The log servers are the same ones under other addresses."""
+        self.row.log_servers = log_servers
+        self.row.blocked = {}
+        return [self._persist(), m.PublishView()]
 
     # --- transitions: one for each state ---
 
@@ -268,7 +275,7 @@ class Job:
         if len(row.ready) < row.world_size or row.granted < row.generation:
             return []
         if len(set(row.ready.values())) > 1:
-            return self.become_failed(f"ranks begin at different versions: {_by_rank(row.ready)}")
+            return self.become_failed(f"ranks begin at different versions: {versions_words(row.ready)}")
         run = {stage for stages in row.stages.values() for stage in stages}
         missing = sorted(set(range(row.num_stages)) - run)
         if missing:
@@ -327,7 +334,7 @@ class Job:
         if len(row.finished) < row.world_size:
             return [self._persist(), self._event("rank_finished", rank=finish.sender.rank)]
         if len(set(row.finished.values())) > 1:
-            return self.become_failed(f"ranks finished at different versions: {_by_rank(row.finished)}")
+            return self.become_failed(f"ranks finished at different versions: {versions_words(row.finished)}")
         return self.become_finished()
 
     def _fail(self, fail: m.Fail) -> list[Effect]:
@@ -347,13 +354,16 @@ class Job:
         if row.state.is_over:
             return [event]
         if holder is None and row.state is State.FORMING and 0 <= rank < row.world_size:
-            return [event, *self.become_failed(f"rank {rank} {_exit(exited.exit_code)} before it joined")]
-        if holder is None or not _is(holder, exited) or holder.gone:
+            return [
+                event,
+                *self.become_failed(f"rank {rank} {exit_words(exited.exit_code)} before it joined"),
+            ]
+        if holder is None or not holder.is_process(exited.incarnation, exited.pid) or holder.gone:
             return [event]
         if exited.exit_code == 0 and rank in row.finished:
             holder.gone = True
             return [event, self._persist()]
-        return [event, *self._deaths({rank: _exit(exited.exit_code)})]
+        return [event, *self._deaths({rank: exit_words(exited.exit_code)})]
 
     def _tick(self, now: float) -> list[Effect]:
         looked, self._looked = self._looked, now
@@ -482,17 +492,3 @@ class Job:
 
     def _event(self, event: str, **fields: object) -> m.Emit:
         return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})
-
-
-def _is(holder: Holder, exited: m.MemberExited) -> bool:
-    if exited.incarnation:
-        return holder.incarnation == exited.incarnation
-    return holder.pid == exited.pid
-
-
-def _exit(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-
-
-def _by_rank(versions: Mapping[int, int]) -> str:
-    return ", ".join(f"rank {rank} at {version}" for rank, version in sorted(versions.items()))

@@ -20,7 +20,7 @@ from services.coordinator.timing import Timing
 from services.coordinator.views import status_of, view_of
 from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift.errors import ServiceError
+from swift.errors import ServiceError, UsageError
 from swift.recovery import StreamSummary
 
 logger = logging.getLogger(__name__)
@@ -72,16 +72,32 @@ class Driver:
         """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
 
     def start(self) -> None:
-        """Loads all jobs and says their effects again."""
+        """Loads all jobs and says their effects again. StoreFailed, UsageError: a row does not fit."""
         for name, (revision, text) in self._store.load().items():
-            row = JobRow.from_json(text)
+            try:
+                row = JobRow.from_json(text)
+            except (ValueError, KeyError, TypeError) as error:
+                raise StoreFailed(f"the row of job {name} cannot be read: {error!r}") from None
             self._stored[name] = revision
-            self._jobs[name] = Job(row, self.timing, self._clock())
+            job = self._jobs[name] = Job(row, self.timing, self._clock())
+            self._relocate(job)
             self._publish(row)
             events.emit(
                 "resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason
             )
-            self._carry_out(self._jobs[name], self._jobs[name].resume())
+            self._carry_out(job, job.resume())
+
+    def _relocate(self, job: Job) -> None:
+        """Log servers may come back under other addresses; a stream's place is a position in their list."""
+        row = job.row
+        if row.state.is_over or row.log_servers == self._log_servers:
+            return
+        if len(row.log_servers) != len(self._log_servers):
+            raise UsageError(
+                f"--log-servers names {len(self._log_servers)}, job {row.job} was begun with "
+                f"{len(row.log_servers)} ({','.join(row.log_servers)}): name as many, in the same order"
+            )
+        self._carry_out(job, job.relocate(self._log_servers))
 
     async def run_ticks(self) -> None:
         while True:

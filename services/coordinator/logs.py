@@ -1,9 +1,11 @@
 """LogControl: what the coordinator asks of a log server. Calls block; the driver runs them in threads."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
-from swift.errors import ServiceError
+from swift.errors import ServiceError, StaleGeneration, SwiftError
+from swift.log import admin
 from swift.recovery import StreamSummary
 
 
@@ -27,24 +29,61 @@ class LogControl(Protocol):
         ...
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
-        """What it has of every stream of the job."""
+        """What it has of every stream of the job; nothing of a job that it does not know."""
         ...
 
 
-class NoLogs:
-    """A log server that holds nothing and answers at once: for tests of the coordinator alone."""
+class LogServers:
+    """The log servers, over gRPC."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
 
     def fence(self, address: str, job: str, generation: int) -> None:
-        pass
+        with _named_errors(address, job):
+            admin.fence(address, job, generation, self._timeout_s)
 
     def trim(self, address: str, job: str, below_step: int) -> None:
-        pass
+        with _named_errors(address, job):
+            admin.trim(address, job, below_step, self._timeout_s)
 
     def reset(self, address: str, job: str, generation: int) -> None:
-        pass
+        with _named_errors(address, job):
+            # A server that came back with an empty disk holds no generation yet.
+            admin.fence(address, job, generation, self._timeout_s)
+            admin.reset(address, job, generation, self._timeout_s)
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
-        return []
+        with _named_errors(address, job):
+            return [_summary(stream) for stream in admin.inventory(address, job, self._timeout_s)]
+
+
+@contextmanager
+def _named_errors(address: str, job: str) -> Iterator[None]:
+    """What the log's client raises, as one of the two errors of LogControl."""
+    try:
+        yield
+    except StaleGeneration as error:
+        raise GenerationRefused(
+            f"log server {address} is ahead of this coordinator for job {job} ({error}): "
+            "start the job under another name, or with an empty log"
+        ) from error
+    except ServiceError:
+        raise
+    except SwiftError as error:
+        raise ServiceError(f"log server {address}: {error}") from error
+
+
+def _summary(stream: admin.StreamInventory) -> StreamSummary:
+    return StreamSummary(
+        stream=stream.stream,
+        records=stream.records,
+        first_step=-1 if stream.first_step is None else stream.first_step,
+        last_step=-1 if stream.last_step is None else stream.last_step,
+        trimmed_below_step=stream.trimmed_below_step,
+        corrupt=stream.corrupt,
+        reason=stream.reason,
+    )
 
 
 def merged(inventories: Iterable[Iterable[StreamSummary]]) -> Mapping[str, StreamSummary]:

@@ -5,7 +5,6 @@ What a View shows is a function of this row, so nothing can be shown that is not
 
 import enum
 import json
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,6 +38,9 @@ class Holder:
     since_generation: int
     gone: bool = False
     """Exited with code 0 after it said Finish."""
+
+    def is_process(self, incarnation: str, pid: int) -> bool:
+        return self.incarnation == incarnation if incarnation else self.pid == pid
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,22 +95,6 @@ class JobRow:
     def dead_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.holders]
 
-    def waiting_for(self) -> str:
-        """What the state waits for, for people."""
-        waits = [f"log server {address}: {why}" for address, why in sorted(self.blocked.items())]
-        if self.state in (State.FORMING, State.FENCING) and self.granted < self.generation and not waits:
-            waits.append(f"the log servers to hold generation {self.generation}")
-        if self.state in (State.FORMING, State.FENCING, State.PLANNING):
-            waits += _ranks(self.dead_ranks(), "to join")
-        if self.state is State.PLANNING:
-            silent = sorted(set(self.holders) - set(self.reports))
-            waits += _ranks(silent, "to report")
-            if not waits:
-                waits.append("the log inventory" if self.plan is None else "the logs to be emptied")
-        if self.state in (State.FORMING, State.RECOVERING):
-            waits += _ranks(sorted(set(self.holders) - set(self.ready)), "to be ready")
-        return "; ".join(waits)
-
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
 
@@ -130,8 +116,3 @@ class JobRow:
 def _plan(values: dict[str, Any]) -> Plan:
     ranks = tuple(RankPlan(**{**r, "strategy": Strategy(r["strategy"])}) for r in values["ranks"])
     return Plan(**{**values, "ranks": ranks})
-
-
-def _ranks(ranks: Collection[int], what: str) -> list[str]:
-    names = ", ".join(map(str, ranks))
-    return [f"{'rank' if len(ranks) == 1 else 'ranks'} {names} {what}"] if ranks else []

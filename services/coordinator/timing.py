@@ -33,6 +33,11 @@ class Timing:
             raise ValueError(f"step bound factor {self.step_bound_factor:g}: choose at least 2")
 
     @property
+    def log_call_s(self) -> float:
+        """One attempt of a call to a log server, which may have to sync its disk. Then it is tried again."""
+        return max(1.0, self.lease_s)
+
+    @property
     def tick_s(self) -> float:
         """How often leases are looked at."""
         return self.heartbeat_s / 2

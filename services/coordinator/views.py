@@ -2,6 +2,7 @@
 
 from services.coordinator.core import Job
 from services.coordinator.row import Holder, JobRow, State
+from services.coordinator.words import waiting_for
 from swift._pb import coordinator_pb2 as pb
 from swift.recovery import Plan
 
@@ -20,7 +21,7 @@ def view_of(row: JobRow) -> pb.View:
         reason=row.reason,
         revision=row.revision,
         checkpoints=row.checkpoints,
-        waiting_for=row.waiting_for(),
+        waiting_for=waiting_for(row),
     )
 
 
