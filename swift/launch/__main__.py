@@ -17,6 +17,11 @@ if __name__ == "__main__":
 
     try:
         from swift.launch.command import main
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("swift: run: torch is not installed: pip install 'swift-ft[train]'", file=sys.stderr)
+        sys.exit(3)
     except SwiftError as error:
         print(f"swift: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

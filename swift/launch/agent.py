@@ -22,6 +22,7 @@ from swift.launch.children import Child, Nursery
 from swift.launch.decisions import Action, Situation, Verdict, judge_exit
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_assignment, rank_env
+from swift.launch.rendezvous import NodeWatch
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 
@@ -71,6 +72,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._nursery = nursery
         self._link = link
         self._gate = gate
+        self._nodes = NodeWatch(spec.rdzv_handler, spec.monitor_interval, nursery.wake)
         self._ranks: dict[int, Child] = {}
         """By local rank: its living process."""
         self._done: dict[int, Child] = {}
@@ -102,6 +104,7 @@ class ReplacingAgent(SimpleElasticAgent):
                 self._notify(child)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
+        self._nodes.close()
         self._nursery.kill(self._nursery.spares)
         self._stop_workers(self._worker_group)
         self._nursery.close()
@@ -130,8 +133,7 @@ class ReplacingAgent(SimpleElasticAgent):
         group = self._worker_group
         for _ in range(group.spec.local_world_size + self._spare_count):
             self._spawn()
-        with self._gate.raising():
-            self._rendezvous(group)
+        self._join_rendezvous()
         self._start_ranks()
         while True:
             result = self._monitor_workers(group)
@@ -144,7 +146,7 @@ class ReplacingAgent(SimpleElasticAgent):
             if result.state == WorkerState.FAILED:
                 self._stop_workers(group)
                 return result
-            if group.spec.rdzv_handler.num_nodes_waiting() > 0:
+            if self._nodes.nodes_waiting:
                 self._restart_ranks()
 
     def _restart_ranks(self) -> None:
@@ -152,9 +154,12 @@ class ReplacingAgent(SimpleElasticAgent):
         events.emit("membership_change")
         say("another machine joins: the ranks of this one are started anew")
         self._stop_workers(self._worker_group)
-        with self._gate.raising():
-            self._rendezvous(self._worker_group)
+        self._join_rendezvous()
         self._start_ranks()
+
+    def _join_rendezvous(self) -> None:
+        with self._gate.raising(), self._nodes.held():
+            self._rendezvous(self._worker_group)
 
     def _start_ranks(self) -> None:
         for local_rank, pid in self._start_workers(self._worker_group).items():

@@ -20,7 +20,7 @@ from swift.launch.agent import Outcome, ReplacingAgent
 from swift.launch.children import Nursery
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_run_dir
-from swift.launch.rendezvous import LoopbackRendezvous
+from swift.launch.rendezvous import FreshStoreRendezvous, LoopbackRendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
     AGENT_LOGGER,
@@ -220,6 +220,8 @@ def _make_spec(plan: LaunchPlan) -> WorkerSpec:
         try:
             master_addr, master_port = get_addr_and_port(parameters)
             handler = get_rendezvous_handler(parameters)
+            if config.rdzv_backend != "static":
+                handler = FreshStoreRendezvous(handler)
         except ValueError as error:
             raise UsageError(f"run: {' '.join(str(error).split())}") from error
     return WorkerSpec(

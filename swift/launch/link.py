@@ -39,9 +39,8 @@ class CoordinatorLink:
         self._thread.start()
 
     def notify_exit(self, rank: int, pid: int, exit_code: int, incarnation: str) -> None:
-        """A child has exited. Nothing to tell while the coordinator knows of no such job."""
-        if self.view is not None:
-            self._calls.put(lambda client: client.member_exited(rank, pid, exit_code, incarnation))
+        """A child has exited."""
+        self._calls.put(lambda client: client.member_exited(rank, pid, exit_code, incarnation))
 
     def fail(self, reason: str) -> None:
         """The job cannot go on. `close` waits for this to arrive."""
