@@ -30,6 +30,7 @@ from services.coordinator.servicer import Servicer
 from services.coordinator.store import SqliteStore, StoreFailed
 from services.coordinator.timing import Timing
 from swift import events
+from swift.arguments import Parser
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.errors import ServiceError, SwiftError, UsageError
 
@@ -47,10 +48,10 @@ SERVER_OPTIONS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(name)s %(message)s")
     events.configure("coordinator")
     try:
+        arguments = parse(argv)
+        logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(name)s %(message)s")
         timing = checked_timing(arguments)
         log_servers = checked_log_servers(arguments.log_servers)
         host, port = checked_listen(arguments.listen, insecure=arguments.insecure)
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="swift-ft coordinator",
         description="Runs the coordinator: membership, generations and recovery of training jobs.",
     )

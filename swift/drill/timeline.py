@@ -20,6 +20,8 @@ Event = dict[str, Any]
 STATES = ("forming", "running", "fencing", "planning", "recovering")
 PHASES = ("detect", "superseded", "fence", "plan", "rebuild", "restore", "replay", "rejoin")
 REPLAYING = ("replay", "catch_up")
+STEPS_SHOWN = 3
+"""So many steps before and after a recovery are in the timeline of the report."""
 
 
 @dataclass(kw_only=True)
@@ -281,16 +283,19 @@ def _rate(done: dict[int, float]) -> float | None:
     return (len(done) - 1) / (max(done.values()) - min(done.values()))
 
 
-def shown(events: Sequence[Event], found: Sequence[Recovery], *, margin_s: float = 0.3) -> list[Event]:
+def shown(events: Sequence[Event], found: Sequence[Recovery]) -> list[Event]:
     """The timeline of the report: everything but the steps that are far from any recovery."""
-    windows = [
-        ((recovery.kill_t or recovery.began_t) - margin_s, (recovery.ended_t or float("inf")) + margin_s)
+    near = {
+        step
         for recovery in found
-    ]
+        for middle in (recovery.target_version, *(event.get("step") for event in recovery.faults))
+        if middle is not None
+        for step in range(middle - STEPS_SHOWN, middle + STEPS_SHOWN)
+    }
     origin = events[0]["t"] if events else 0.0
-    quiet = ("step_begin", "step_end")
+    quiet = ("step_begin", "step_end", "loss")
     return [
         {**event, "t": round(event["t"] - origin, 6)}
         for event in events
-        if event["event"] not in quiet or any(low <= event["t"] <= high for low, high in windows)
+        if event["event"] not in quiet or event.get("replay") or event.get("step") in near
     ]

@@ -35,8 +35,7 @@ def test_each_rank_dies_once_each_in_another_phase(schedule: str, twins: Path, t
         "rank=3,step=9,phase=optimizer",
         "rank=1,step=12,phase=idle",
     ]
-    # A spare for each: none has to wait for a cold start.
-    outcome = drill("--schedule", schedule, "--spares", "4", *kills(*specs), twins=twins, at=tmp_path)
+    outcome = drill("--schedule", schedule, "--spares", "2", *kills(*specs), twins=twins, at=tmp_path)
     report = passed(outcome)
     assert report["exact"] is True
     assert [recovery["faults"] for recovery in report["recoveries"]] == [[f"fault{n}"] for n in range(4)]
