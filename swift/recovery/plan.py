@@ -150,15 +150,14 @@ def _input_unusable(
     owners = layout.owners(neighbour)
     if len(owners) != 1:
         return f"stage {neighbour} runs on {len(owners)} ranks"
-    if owners[0] == reader.rank:
-        return ""  # handed over inside the rank, and generated again with it
     writer = by_rank[owners[0]]
     stream = f"s{neighbour}.{direction}"
     summary = log.get(stream) or StreamSummary(stream=stream, records=0)
     if summary.corrupt:
         return _corrupt(summary)
     first = reader.from_version
-    # Up to where the log alone must have it; what comes after is generated again by its writer.
+    # Up to where the log alone must have it; what comes after is generated again by its writer (which may be
+    # the reader itself: stages of one rank hand over inside it, and begin again together).
     until = min(target, writer.from_version)
     if until <= first:
         return ""

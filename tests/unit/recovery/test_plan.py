@@ -1,0 +1,376 @@
+"""plan(): the cases one by one, then properties over all of them."""
+
+from collections.abc import Iterable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from swift.recovery import (
+    Checkpoints,
+    Layout,
+    Plan,
+    PlanConfig,
+    Report,
+    Strategy,
+    StreamSummary,
+    plan,
+)
+
+KEEP, CATCH_UP, REPLAY, CHECKPOINT = Strategy
+
+
+def reports(*versions: int | None) -> list[Report]:
+    return [Report(rank=rank, version=version) for rank, version in enumerate(versions)]
+
+
+def one_stage_each(ranks: int) -> Layout:
+    return Layout(num_stages=ranks, stages={rank: (rank,) for rank in range(ranks)})
+
+
+def log(*summaries: StreamSummary) -> dict[str, StreamSummary]:
+    return {summary.stream: summary for summary in summaries}
+
+
+def stream(name: str, first: int, last: int, *, trimmed: int = 0, corrupt: bool = False) -> StreamSummary:
+    return StreamSummary(
+        stream=name,
+        records=1 if last >= first else 0,
+        first_step=first if last >= first else -1,
+        last_step=last if last >= first else -1,
+        trimmed_below_step=trimmed,
+        corrupt=corrupt,
+        reason="a checksum differs" if corrupt else "",
+    )
+
+
+def full_log(stages: Iterable[int], first: int, last: int) -> dict[str, StreamSummary]:
+    return log(*(stream(f"s{stage}.{kind}", first, last) for stage in stages for kind in "FB"))
+
+
+def decided(*arguments: object, **named: object) -> Plan:
+    outcome, reason = plan(*arguments, **named)  # type: ignore[arg-type]
+    assert outcome is not None, reason
+    assert outcome.reason == reason
+    return outcome
+
+
+def strategies(outcome: Plan) -> list[tuple[Strategy, int]]:
+    return [(r.strategy, r.from_version) for r in outcome.ranks]
+
+
+AUTO = PlanConfig()
+AT_10 = Checkpoints(versions=(0, 10))
+
+
+def test_a_dead_middle_stage_is_replayed_from_its_neighbours_streams() -> None:
+    outcome = decided(
+        reports(15, None, 15),
+        one_stage_each(3),
+        log(stream("s0.F", 10, 14), stream("s2.B", 10, 14)),
+        AT_10,
+        AUTO,
+    )
+    assert outcome.target_version == 15
+    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10), (KEEP, 15)]
+    assert outcome.collective_source == -1
+    assert outcome.reason == "target version 15: KEEP on ranks 0, 2; REPLAY on rank 1"
+    assert "holds no state" in outcome.of(1).reason
+
+
+def test_a_survivor_that_is_behind_catches_up() -> None:
+    outcome = decided(
+        reports(15, 14, None),
+        one_stage_each(3),
+        full_log(range(3), 10, 15),
+        Checkpoints(versions=(10,)),
+        AUTO,
+    )
+    assert strategies(outcome) == [(KEEP, 15), (CATCH_UP, 14), (REPLAY, 10)]
+
+
+def test_a_survivor_older_than_the_checkpoint_loads_it() -> None:
+    outcome = decided(reports(15, 4), one_stage_each(2), full_log(range(2), 10, 15), AT_10, AUTO)
+    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10)]
+
+
+def test_nothing_is_replayed_if_the_checkpoint_is_the_target() -> None:
+    outcome = decided(reports(10, None), one_stage_each(2), {}, AT_10, AUTO)
+    assert strategies(outcome) == [(KEEP, 10), (REPLAY, 10)]
+
+
+def test_all_that_hold_the_same_version_keep_it_even_without_a_checkpoint() -> None:
+    outcome = decided(reports(3, 3), one_stage_each(2), {}, Checkpoints(), AUTO)
+    assert strategies(outcome) == [(KEEP, 3), (KEEP, 3)]
+
+
+def test_adjacent_stages_that_replay_together_need_each_other_only_before_their_start() -> None:
+    # Stages 1 and 2 both replay from 10: s1.F and s2.B are generated again, and may be gone.
+    outcome = decided(
+        reports(15, None, None, 15),
+        one_stage_each(4),
+        log(stream("s0.F", 10, 14), stream("s3.B", 10, 14)),
+        AT_10,
+        AUTO,
+    )
+    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10), (REPLAY, 10), (KEEP, 15)]
+
+
+@pytest.mark.parametrize(("last", "covered"), [(13, True), (12, False)])
+def test_a_neighbour_that_catches_up_must_have_logged_what_is_before_its_version(
+    last: int, covered: bool
+) -> None:
+    outcome = decided(
+        reports(None, 14, 15),
+        one_stage_each(3),
+        log(stream("s1.B", 10, last), stream("s0.F", 14, 14), stream("s2.B", 14, 14)),
+        AT_10,
+        AUTO,
+    )
+    wanted = [(REPLAY, 10), (CATCH_UP, 14), (KEEP, 15)] if covered else [(CHECKPOINT, 10)] * 3
+    assert strategies(outcome) == wanted
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [
+        (log(stream("s2.B", 10, 14)), "s0.F is empty, and step 10 is needed"),
+        (log(stream("s0.F", 11, 14), stream("s2.B", 10, 14)), "s0.F begins at step 11"),
+        (log(stream("s0.F", 12, 14, trimmed=12), stream("s2.B", 10, 14)), "s0.F is trimmed below step 12"),
+        (log(stream("s0.F", 10, 14), stream("s2.B", 10, 13)), "s2.B ends at step 13, and step 14 is needed"),
+        (log(stream("s0.F", 10, 14, corrupt=True), stream("s2.B", 10, 14)), "s0.F is corrupt (a checksum"),
+        (
+            log(stream("s0.F", 10, 14), stream("s2.B", 10, 14), stream("s1.F", 10, 13, corrupt=True)),
+            "s1.F is corrupt",
+        ),
+        (
+            log(stream("s0.F", 10, 14), stream("s2.B", 10, 14), stream("s1.X", 10, 13, corrupt=True)),
+            "s1.X is corrupt",
+        ),
+    ],
+)
+def test_what_the_log_cannot_feed_falls_back_to_the_checkpoint(
+    missing: dict[str, StreamSummary], why: str
+) -> None:
+    outcome = decided(reports(15, None, 15), one_stage_each(3), missing, AT_10, AUTO)
+    assert strategies(outcome) == [(CHECKPOINT, 10)] * 3
+    assert outcome.target_version == 10
+    assert outcome.restores
+    assert why in outcome.reason
+    assert why in outcome.of(0).reason
+
+
+def test_streams_that_nobody_replays_from_may_be_corrupt() -> None:
+    outcome = decided(
+        reports(15, None, 15),
+        one_stage_each(3),
+        log(stream("s0.F", 10, 14), stream("s2.B", 10, 14), stream("s0.X", 10, 14, corrupt=True)),
+        AT_10,
+        AUTO,
+    )
+    assert outcome.of(1).strategy is REPLAY
+
+
+def test_stages_handed_over_inside_a_rank_need_no_stream() -> None:
+    # V-schedule: rank 0 runs stages 0 and 3, rank 1 stages 1 and 2.
+    layout = Layout(num_stages=4, stages={0: (0, 3), 1: (1, 2)})
+    outcome = decided(
+        reports(15, None), layout, log(stream("s0.F", 10, 14), stream("s3.B", 10, 14)), AT_10, AUTO
+    )
+    assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10)]
+    outcome = decided(
+        reports(None, 15), layout, log(stream("s2.F", 10, 14), stream("s1.B", 10, 13)), AT_10, AUTO
+    )
+    assert "s1.B ends at step 13" in outcome.reason
+
+
+def test_stages_with_replicas_are_not_replayed() -> None:
+    layout = Layout(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,), 3: (1,)})
+    outcome = decided(reports(15, None, 15, 15), layout, full_log(range(2), 0, 15), AT_10, AUTO)
+    assert outcome.restores
+    assert "stage 0 runs on ranks 0, 1: replicas are not replayed" in outcome.reason
+    # Its neighbour is on one rank, but what it would read has two writers.
+    layout = Layout(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,)})
+    outcome = decided(reports(15, 15, None), layout, full_log(range(2), 0, 15), AT_10, AUTO)
+    assert "stage 0 runs on 2 ranks" in outcome.reason
+
+
+class TestCollectives:
+    LOG = (stream("s0.F", 10, 14), stream("s2.B", 10, 14))
+
+    def test_the_rank_that_has_been_there_longest_is_the_source(self) -> None:
+        outcome = decided(
+            [
+                Report(rank=0, version=15, since_generation=3),
+                Report(rank=1, version=None, since_generation=4),
+                Report(rank=2, version=15, since_generation=1),
+            ],
+            one_stage_each(3),
+            log(*self.LOG, stream("r0.C", 10, 14), stream("r1.C", 10, 14), stream("r2.C", 10, 14)),
+            AT_10,
+            AUTO,
+        )
+        assert outcome.collective_source == 2
+
+    def test_a_source_that_does_not_cover_all_is_passed_over(self) -> None:
+        outcome = decided(
+            reports(15, None, 15),
+            one_stage_each(3),
+            log(*self.LOG, stream("r0.C", 10, 13), stream("r1.C", 10, 14), stream("r2.C", 10, 15)),
+            AT_10,
+            AUTO,
+        )
+        assert outcome.collective_source == 2
+
+    @pytest.mark.parametrize(
+        ("source", "why"),
+        [
+            (stream("r0.C", 11, 14), "r0.C begins at step 11"),
+            (stream("r0.C", 10, 13), "r0.C ends at step 13"),
+            (stream("r0.C", 10, 14, corrupt=True), "r0.C is corrupt"),
+            (stream("r1.C", 10, 14), "none was logged"),
+        ],
+    )
+    def test_without_one_everybody_restores(self, source: StreamSummary, why: str) -> None:
+        outcome = decided(reports(15, None, 15), one_stage_each(3), log(*self.LOG, source), AT_10, AUTO)
+        assert outcome.restores
+        assert why in outcome.reason
+
+    def test_it_must_reach_back_to_where_the_first_replay_begins(self) -> None:
+        outcome = decided(
+            reports(14, None, 15),
+            one_stage_each(3),
+            log(*full_log(range(3), 10, 14).values(), stream("r2.C", 12, 14)),
+            AT_10,
+            AUTO,
+        )
+        assert "r2.C begins at step 12, and step 10 is needed" in outcome.reason
+
+    def test_none_is_needed_if_nobody_replays(self) -> None:
+        outcome = decided(reports(10, None), one_stage_each(2), log(stream("r0.C", 0, 9)), AT_10, AUTO)
+        assert outcome.collective_source == -1
+
+
+@pytest.mark.parametrize(
+    ("held", "config", "refused", "why"),
+    [
+        ((None, None), AUTO, "", "no rank holds a state"),
+        ((15, None), AUTO, "rank 1 refused REPLAY: bits differ", "rank 1 refused REPLAY: bits differ"),
+        ((15, 15), AUTO, "bits differ", "bits differ"),
+        ((15, None), PlanConfig(strategy="checkpoint"), "", "the job is configured to restore checkpoints"),
+        ((7, None), AUTO, "", "no complete checkpoint at version 7 or before for rank 1"),
+    ],
+)
+def test_reasons_to_restore(held: tuple[int | None, ...], config: PlanConfig, refused: str, why: str) -> None:
+    checkpoints = Checkpoints(versions=(10, 20)) if held[0] == 7 else AT_10
+    outcome = decided(
+        reports(*held), one_stage_each(2), full_log(range(2), 0, 15), checkpoints, config, refused
+    )
+    assert outcome.restores
+    assert outcome.target_version == checkpoints.newest
+    assert why in outcome.reason
+
+
+def test_without_a_checkpoint_there_is_no_plan() -> None:
+    outcome, reason = plan(reports(3, None), one_stage_each(2), {}, Checkpoints(), AUTO)
+    assert outcome is None
+    assert reason.endswith("there is no complete checkpoint to go back to")
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="one report of every rank"):
+        plan(reports(3), one_stage_each(2), {}, AT_10, AUTO)
+    with pytest.raises(ValueError, match="must ascend"):
+        Checkpoints(versions=(5, 3))
+    with pytest.raises(ValueError, match="use one of auto, replay, checkpoint"):
+        PlanConfig(strategy="hope")
+
+
+# --- properties ---
+
+versions = st.integers(0, 6)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[list[Report], Layout, dict[str, StreamSummary], Checkpoints, str]:
+    ranks = draw(st.integers(1, 4))
+    looped = draw(st.booleans())
+    num_stages = 2 * ranks if looped else ranks
+    owner = draw(st.permutations([stage % ranks for stage in range(num_stages)]))
+    layout = Layout(
+        num_stages=num_stages,
+        stages={r: tuple(s for s in range(num_stages) if owner[s] == r) for r in range(ranks)},
+    )
+    names = [f"s{s}.{kind}" for s in range(num_stages) for kind in "FBXT"] + [f"r{r}.C" for r in range(ranks)]
+    streams = [
+        stream(name, draw(versions), draw(st.integers(3, 7)), corrupt=draw(st.integers(0, 9)) == 9)
+        for name in names
+        if draw(st.integers(0, 5))
+    ]
+    held = [
+        Report(rank=rank, version=draw(st.none() | versions), since_generation=draw(st.integers(1, 3)))
+        for rank in range(ranks)
+    ]
+    checkpoints = Checkpoints(versions=tuple(sorted(draw(st.sets(versions, max_size=2)))))
+    return held, layout, log(*streams), checkpoints, draw(st.sampled_from(["", "", "", "bits differ"]))
+
+
+@given(situations())
+def test_properties(
+    situation: tuple[list[Report], Layout, dict[str, StreamSummary], Checkpoints, str],
+) -> None:
+    held, layout, inventory, checkpoints, refused = situation
+    outcome, reason = plan(held, layout, inventory, checkpoints, AUTO, refused)
+    assert reason
+    again = plan(list(reversed(held)), layout, dict(reversed(inventory.items())), checkpoints, AUTO, refused)
+    assert again == (outcome, reason)
+    if outcome is None:
+        assert not checkpoints.versions
+        return
+
+    target = outcome.target_version
+    known = {report.rank: report.version for report in held}
+    newest_held = max((v for v in known.values() if v is not None), default=-1)
+    assert [r.rank for r in outcome.ranks] == sorted(known)
+    assert all(r.reason for r in outcome.ranks)
+    if outcome.restores:
+        assert target == checkpoints.newest
+        assert {r.from_version for r in outcome.ranks} == {target}
+    else:
+        assert not refused
+        assert target == newest_held
+        assert all(r.strategy is not CHECKPOINT for r in outcome.ranks)
+    if all(version == newest_held for version in known.values()) and not refused:
+        assert target == newest_held, "everyone could keep more"
+    for r in outcome.ranks:
+        if r.strategy is KEEP:
+            assert known[r.rank] == target == r.from_version
+        if r.strategy is CATCH_UP:
+            assert known[r.rank] == r.from_version
+            assert r.from_version < target
+        if r.strategy is REPLAY:
+            assert r.from_version in checkpoints.versions
+            assert r.from_version <= target
+    source = outcome.collective_source
+    assert source == -1 or outcome.of(source).strategy is KEEP
+    if not outcome.restores:
+        assert_fed(outcome, layout, inventory)
+
+
+def assert_fed(outcome: Plan, layout: Layout, inventory: dict[str, StreamSummary]) -> None:
+    """Walks every step of every replay: each input is logged, or generated again by its writer."""
+    owner = {stage: rank for rank, stages in layout.stages.items() for stage in stages}
+    for r in outcome.ranks:
+        for step in range(r.from_version, outcome.target_version):
+            for stage in layout.stages[r.rank]:
+                for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
+                    if neighbour not in owner or owner[neighbour] == r.rank:
+                        continue
+                    summary = inventory.get(f"s{neighbour}.{kind}")
+                    logged = summary is not None and summary.first_step <= step <= summary.last_step
+                    regenerated = step >= outcome.of(owner[neighbour]).from_version
+                    assert logged or regenerated
+                    assert summary is None or not summary.corrupt
+            if outcome.collective_source >= 0:
+                results = inventory[f"r{outcome.collective_source}.C"]
+                assert results.first_step <= step <= results.last_step
