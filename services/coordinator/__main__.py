@@ -30,8 +30,8 @@ from services.coordinator.servicer import Servicer
 from services.coordinator.store import SqliteStore, StoreFailed
 from services.coordinator.timing import Timing
 from swift import events
-from swift.arguments import Parser
 from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
 
 SERVER_OPTIONS = (
