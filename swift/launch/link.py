@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DRAIN_S = 5.0
 """How long the end of the launcher waits until the coordinator knows that the job failed."""
-DRAIN_UNSEEN_S = 1.0
+DRAIN_UNSEEN_S = 3.0
 """The same, if the coordinator has never answered: perhaps there is none, or no such job."""
 
 
