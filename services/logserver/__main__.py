@@ -6,8 +6,7 @@ import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,12 +118,27 @@ def _keep_freed_memory() -> None:
     mallopt(_M_TOP_PAD, 64 << 20)
 
 
+def _signals() -> Callable[[], None]:
+    """Takes SIGTERM and SIGINT from now on; the result waits for the first of them.
+
+    Through a wake-up descriptor: the kernel may give a signal to one of gRPC's threads, which wakes no main
+    thread that waits, and a handler that sets an Event can wait for the lock of the `wait` it interrupts.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writing)
+
+    def wait() -> None:
+        os.read(reading, 1)
+
+    return wait
+
+
 def run(config: ServerConfig) -> int:
     """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0."""
     _keep_freed_memory()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     storage = DirectoryStorage(config.directory, config.segment_bytes)
     engine = LogEngine(storage, config.engine)
     server, _ = make_server(engine)
@@ -136,6 +150,7 @@ def run(config: ServerConfig) -> int:
     if port == 0:
         raise UsageError(f"cannot listen on {config.listen}: the port is in use or not allowed; give another")
     engine.start(storage.recover())
+    wait_for_signal = _signals()
     server.start()
     engine.state.on_health(True)
     address = f"{host}:{port}"
@@ -145,7 +160,7 @@ def run(config: ServerConfig) -> int:
         aside.write_text(f"{address}\n")
         aside.rename(config.address_file)
     print(f"log server on {address}, directory {config.directory}", flush=True)
-    stop.wait()
+    wait_for_signal()
     events.emit("draining")
     engine.state.on_health(False)
     engine.drain()
@@ -164,8 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"logserver: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"logserver: {ServiceError(str(error))}", file=sys.stderr)
-        return 3
+        print(f"logserver: {error}", file=sys.stderr)
+        return ServiceError.exit_code
+    except KeyboardInterrupt:  # before it served
+        return 130
 
 
 if __name__ == "__main__":

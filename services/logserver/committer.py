@@ -1,4 +1,4 @@
-"""The one thread that writes: takes everything that waits, commits it as a group, then acknowledges it."""
+"""The one thread that writes: takes what waits, commits it as a group, then acknowledges it."""
 
 import threading
 import time
@@ -10,6 +10,8 @@ from services.logserver.storage import StorageFailed, StorageFull, Write
 from swift import events
 from swift._pb import log_pb2
 from swift.log.wire import Reason
+
+_BATCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Committer:
         self._queue: list[_Queued] = []
         self._accepted = 0  # frames that ever entered the queue, and those that left it for good
         self._settled = 0
-        self._sync_asked = 0  # numbers of the last sync asked for and of the last one done
-        self._sync_done = 0
+        self._synced = 0  # how many of these the last sync covers, and how many one is asked for
+        self._sync_target = 0
         self._unsynced_since: float | None = None
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="committer", daemon=True)
@@ -46,11 +48,11 @@ class Committer:
         """(holding ``changed``) Waits until everything accepted so far is durable, or was given up."""
         target = self._accepted
         if self._state.config.fsync is not Fsync.NEVER:
-            self._sync_asked += 1
-        ticket = self._sync_asked
+            self._sync_target = target
+        must_be_synced = self._sync_target
         self._changed.notify_all()
         self._changed.wait_for(
-            lambda: self._state.failed or (self._settled >= target and self._sync_done >= ticket)
+            lambda: self._state.failed or (self._settled >= target and self._synced >= must_be_synced)
         )
 
     def stop(self) -> None:
@@ -70,37 +72,47 @@ class Committer:
                 self._changed.wait_for(self._work_to_do, timeout_s)
                 if self._stop and not self._queue:
                     return
-                batch, self._queue = self._queue, []
+                batch = self._take()
                 sync = self._sync_due()
-                ticket = self._sync_asked
             if batch or sync:
-                self._commit(batch, sync, ticket)
+                self._commit(batch, sync)
+
+    def _take(self) -> list[_Queued]:
+        """What goes into the next commit: so much that a sync is shared, not so much that it is slow."""
+        size = count = 0
+        for queued in self._queue:
+            if size >= _BATCH_BYTES:
+                break
+            size += len(queued.write.frame)
+            count += 1
+        batch, self._queue = self._queue[:count], self._queue[count:]
+        return batch
 
     def _work_to_do(self) -> bool:
-        return bool(self._queue) or self._stop or self._sync_asked > self._sync_done
+        return bool(self._queue) or self._stop or self._sync_target > self._synced
 
     def _sync_due(self) -> bool:
         config = self._state.config
-        if config.fsync is Fsync.ALWAYS or self._sync_asked > self._sync_done:
+        if config.fsync is Fsync.ALWAYS or self._sync_target > self._synced:
             return True
         if config.fsync is Fsync.NEVER or self._unsynced_since is None:
             return False
         return time.monotonic() - self._unsynced_since >= config.fsync_interval_s
 
-    def _commit(self, batch: list[_Queued], sync: bool, ticket: int) -> None:
+    def _commit(self, batch: list[_Queued], sync: bool) -> None:
         try:
             self._state.storage.commit([queued.write for queued in batch], sync)
         except (StorageFull, StorageFailed) as error:
-            self._give_up(error, len(batch), ticket)
+            self._give_up(error, len(batch))
             return
         with self._changed:
+            self._settled += len(batch)
             if sync:
                 self._unsynced_since = None
-                self._sync_done = ticket
+                self._synced = self._settled
             elif batch and self._unsynced_since is None:
                 self._unsynced_since = time.monotonic()
             self._acknowledge(batch)
-            self._settled += len(batch)
             if batch and self._state.full_since is not None:
                 self._state.full_since = None
                 events.emit("disk_has_space")
@@ -123,7 +135,7 @@ class Committer:
             session.underway_bytes -= size
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
 
-    def _give_up(self, error: StorageFull | StorageFailed, taken: int, ticket: int) -> None:
+    def _give_up(self, error: StorageFull | StorageFailed, taken: int) -> None:
         """Nothing of the batch, nor of what came after it, is in the log. Writers are told, and resend."""
         state = self._state
         with self._changed:
@@ -137,7 +149,7 @@ class Committer:
                 events.emit("storage_failed", reason=str(error))
             state.core.abandon()
             self._settled += taken + len(self._queue)
-            self._sync_done = ticket
+            self._synced = self._settled
             self._queue.clear()
             state.end_sessions(refusal)
             state.on_health(False)

@@ -3,7 +3,7 @@
 Call sequence of an append::
 
     (pump of a session)  handle(): parse, check, core.append -> queue of the committer
-    (committer)          takes the whole queue: storage.commit (group commit), core.made_durable
+    (committer)          takes what waits: storage.commit (group commit), core.made_durable
     (committer)          acknowledgements and credit into the sessions' outboxes, readers are woken
     (handler)            session.replies(): what is in the outbox, merged into one message
 

@@ -283,7 +283,7 @@ class Link:
                 self._on_opened(self._streams[opened.stream], opened.next_sequence)
             for acked in reply.acked:
                 freed += self._on_acked(self._streams[acked.stream], acked.durable_sequence)
-            if reply.opened or reply.acked:
+            if freed:
                 self._progress_at = time.monotonic()
             self._cond.notify_all()
         if freed:

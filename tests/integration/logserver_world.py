@@ -1,0 +1,108 @@
+"""A real log server process on one port and directory, so that it can be killed and started again there."""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from swift.log import admin
+
+REPOSITORY = Path(__file__).parents[2]
+JOB = "job"
+TIMEOUT_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(directory: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "services.logserver", "--directory", str(directory), *flags]
+
+
+def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A start that is expected to fail."""
+    return subprocess.run(
+        command(directory, *flags),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+class LogServer:
+    """`start`, `kill`, `start` again. As a context manager it stops in the end."""
+
+    def __init__(self, directory: Path, *flags: str, file_bytes_max: int = 0) -> None:
+        self.directory = directory
+        self.flags = flags
+        self.file_bytes_max = file_bytes_max
+        self.events = directory.with_name(directory.name + "-events")
+        self.events.mkdir(exist_ok=True)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> "LogServer":
+        address_file = self.directory.with_suffix(".address")
+        address_file.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            command(
+                self.directory, "--listen", self.address, "--address-file", str(address_file), *self.flags
+            ),
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "SWIFT_EVENTS": str(self.events)},
+            preexec_fn=self._limit if self.file_bytes_max else None,  # noqa: PLW1509
+        )
+        deadline = time.monotonic() + TIMEOUT_S
+        while not address_file.exists():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "the log server does not serve"
+            time.sleep(0.005)
+        assert address_file.read_text() == f"{self.address}\n"
+        return self
+
+    def _limit(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.file_bytes_max, self.file_bytes_max))
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        assert self.process.wait(TIMEOUT_S) == -signal.SIGKILL
+        self.process.communicate()
+
+    def stop(self) -> int:
+        """SIGTERM; gives the exit code. Nothing may have been said on stderr."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        stderr = self.process.communicate(timeout=TIMEOUT_S)[1]
+        assert not stderr, stderr
+        return self.process.returncode
+
+    def fence(self, generation: int) -> None:
+        admin.fence(self.address, JOB, generation, TIMEOUT_S)
+
+    def segments(self, stream: str) -> Sequence[Path]:
+        return sorted((self.directory / JOB / stream).glob("*.seg"))
+
+    def __enter__(self) -> "LogServer":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGCONT)
+            assert self.stop() == 0

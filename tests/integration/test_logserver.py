@@ -1,0 +1,452 @@
+"""The log server as a process: killed, stopped, started wrongly, out of space."""
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from swift import events
+from swift.errors import LogUnavailable, RecordCorrupt, StaleGeneration, SwiftError
+from swift.log import admin
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.segment import FOOTER_BYTES, Ending, scan
+from swift.log.wire import SERVICE
+from swift.log.writer import LogWriter
+from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
+
+
+def key(step: int) -> RecordKey:
+    return RecordKey(step, 0, 0)
+
+
+def body_of(step: int, size: int = 20_000) -> bytes:
+    return random.Random(step).randbytes(size)
+
+
+def put(writer: LogWriter, step: int, stream: str = "s0.F", size: int = 20_000) -> None:
+    writer.append(stream, key(step), "uint8", (size,), body_of(step, size))
+
+
+def check_stream(server: LogServer, begin: int, end: int, stream: str = "s0.F", size: int = 20_000) -> None:
+    """Every record once, bit for bit, sequences without a gap."""
+    (found,) = [found for found in admin.inventory(server.address, JOB, TIMEOUT_S) if found.stream == stream]
+    assert (found.records, found.next_sequence, found.durable_sequence) == (end - begin, end, end)
+    assert not found.corrupt
+    reader = LogReader([server.address], JOB)
+    cursor = reader.follow(stream, begin)
+    for step in range(begin, end):
+        record = cursor.get(key(step), TIMEOUT_S, lambda: False)
+        assert record.body == body_of(step, size)
+        assert record.sequence == step
+    cursor.close()
+    reader.close()
+
+
+def healthy(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        reply = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT_S, wait_for_ready=True
+        )
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+# -- lives ------------------------------------------------------------------------------------------
+
+
+def test_append_stop_start_read(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "log", "--segment-bytes", "300000") as server:
+        assert healthy(server.address)
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1)
+        for step in range(40):
+            put(writer, step)
+            if step % 10 == 9:  # a segment is sealed between commits, never within one
+                writer.flush(TIMEOUT_S)
+        writer.close()
+        check_stream(server, 0, 40)
+        assert server.stop() == 0
+        assert len(server.segments("s0.F")) > 1
+        for path in server.segments("s0.F"):
+            assert scan(path).ending is Ending.SEALED
+        server.start()
+        check_stream(server, 0, 40)
+        writer = LogWriter([server.address], JOB, 1)
+        for step in range(40, 45):
+            put(writer, step)
+        writer.close()
+        check_stream(server, 0, 45)
+        # A trim gives the space back.
+        assert admin.trim(server.address, JOB, 45, TIMEOUT_S) == 45
+        deadline = time.monotonic() + TIMEOUT_S
+        while server.segments("s0.F"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.kill()
+        server.start()
+        writer = LogWriter([server.address], JOB, 1)
+        put(writer, 45)
+        writer.close()
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert (found.records, found.next_sequence, found.trimmed_below_step) == (1, 46, 45)
+
+
+def test_faults_10_and_25_killed_again_and_again_under_writers(tmp_path: Path) -> None:
+    """SIGKILL at random moments, same port and directory: nothing is lost, nothing is doubled."""
+    streams = ("s0.F", "s0.B", "s1.F")
+    count = 240
+    with LogServer(tmp_path / "log", "--segment-bytes", "500000") as server:
+        server.fence(1)
+        writers = [LogWriter([server.address], JOB, 1, queue_bytes=500_000) for _ in streams]
+        reader = LogReader([server.address], JOB)
+        cursors = [reader.follow(stream, 0) for stream in streams]
+        failures: list[SwiftError] = []
+
+        def write(writer: LogWriter, stream: str) -> None:
+            try:
+                for step in range(count):
+                    put(writer, step, stream)
+                writer.flush(TIMEOUT_S * 2)
+            except SwiftError as error:
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=write, args=(writer, stream)) for writer, stream in zip(writers, streams)
+        ]
+        for thread in threads:
+            thread.start()
+        draw = random.Random(7)
+        consumed = 0
+        for _ in range(4):
+            # Go on for a while, as the tail of one stream tells; then kill in the middle of it.
+            for _ in range(draw.randint(10, 40)):
+                record = cursors[0].get(key(consumed), TIMEOUT_S * 2, lambda: False)
+                assert record.body == body_of(consumed)
+                consumed += 1
+            server.kill()
+            server.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S * 3)
+        assert not failures, failures
+        for cursor, begin in zip(cursors, (consumed, 0, 0)):
+            for step in range(begin, count):
+                assert cursor.get(key(step), TIMEOUT_S, lambda: False).body == body_of(step)
+            cursor.close()
+        assert sum(writer.stats.resent for writer in writers) > 0
+        for writer in writers:
+            writer.close()
+        reader.close()
+        for stream in streams:
+            check_stream(server, 0, count, stream)
+
+
+def test_a_fence_survives_a_kill(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "log") as server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1, patience_s=0.5)
+        put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        server.fence(5)
+        server.kill()
+        server.start()
+        put(writer, 1)
+        with pytest.raises(StaleGeneration, match="5 is granted"):
+            writer.flush(TIMEOUT_S)
+        with pytest.raises(StaleGeneration):
+            server.fence(4)
+        writer.set_generation(5)
+        writer.close()
+        check_stream(server, 0, 2)
+
+
+def test_server_down_is_bounded_by_patience_and_then_forgotten(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "log") as server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1, patience_s=1.0)
+        put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        server.kill()
+        put(writer, 1)
+        begin = time.monotonic()
+        with pytest.raises(LogUnavailable, match="has acknowledged nothing"):
+            writer.flush(TIMEOUT_S)
+        assert 0.9 < time.monotonic() - begin < 3
+        server.start()
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                put(writer, 2)
+                break
+            except LogUnavailable:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        writer.close()
+        check_stream(server, 0, 3)
+
+
+ZOMBIE = """
+import sys
+from swift.errors import SwiftError
+from swift.log.record import RecordKey
+from swift.log.writer import LogWriter
+
+writer = LogWriter([sys.argv[1]], "job", 1, patience_s=1.0)
+step = 0
+for line in sys.stdin:
+    writer.append("s0.F", RecordKey(step, 0, 0), "uint8", (20000,), bytes(20000))
+    step += 1
+    try:
+        writer.flush(20.0)
+        print("durable", flush=True)
+    except SwiftError as error:
+        print(type(error).__name__, flush=True)
+        break
+writer.close(0.0)
+"""
+
+
+def test_faults_32_and_33_a_zombie_writes_nothing(tmp_path: Path) -> None:
+    """A writer that was stopped past its fence goes on as if nothing had happened."""
+    with LogServer(tmp_path / "log") as server:
+        server.fence(1)
+        zombie = subprocess.Popen(
+            [sys.executable, "-c", ZOMBIE, server.address],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert zombie.stdin is not None
+        assert zombie.stdout is not None
+        zombie.stdin.write("\n")
+        zombie.stdin.flush()
+        assert zombie.stdout.readline() == "durable\n"
+        zombie.send_signal(signal.SIGSTOP)
+        server.fence(2)
+        heir = LogWriter([server.address], JOB, 2)
+        for step in range(1, 4):
+            put(heir, step)
+        heir.close()
+        zombie.send_signal(signal.SIGCONT)
+        zombie.stdin.write("\n")
+        zombie.stdin.flush()
+        assert zombie.stdout.readline() == "StaleGeneration\n"
+        zombie.stdin.close()
+        assert zombie.wait(TIMEOUT_S) == 0
+        zombie.stdout.close()
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert (found.records, found.next_sequence) == (4, 4)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def fill(server: LogServer, count: int) -> None:
+    server.fence(1)
+    writer = LogWriter([server.address], JOB, 1)
+    for step in range(count):
+        put(writer, step)
+    writer.close()
+
+
+def test_fault_11_torn_tail_after_a_kill_is_cut_counted_and_written_again(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "log") as server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1)
+        for step in range(5):
+            put(writer, step)
+        writer.flush(TIMEOUT_S)
+        server.kill()
+        (path,) = server.segments("s0.F")
+        with path.open("ab") as file:
+            file.write(path.read_bytes()[256:5000])  # the beginning of a record that nobody was told about
+        server.start()
+        (torn,) = [event for event in events.read(server.events) if event["event"] == "torn_tail"]
+        assert (torn["stream"], torn["bytes"]) == ("s0.F", 4744)
+        put(writer, 5)
+        writer.close()
+        check_stream(server, 0, 6)
+
+
+def test_acknowledged_records_that_vanish_are_noticed_by_their_writer(tmp_path: Path) -> None:
+    """A file cut on a record boundary looks whole. The writer that comes back knows better."""
+    with LogServer(tmp_path / "log") as server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1)
+        for step in range(5):
+            put(writer, step)
+        writer.flush(TIMEOUT_S)
+        server.kill()
+        (path,) = server.segments("s0.F")
+        path.write_bytes(path.read_bytes()[: scan(path).records[3].offset])
+        server.start()
+        put(writer, 5)
+        writer.close()
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert found.corrupt
+        assert "records 3 to 4 were acknowledged and are gone" in found.reason
+        reader = LogReader([server.address], JOB)
+        with pytest.raises(RecordCorrupt):
+            reader.digests("s0.F", 0)
+        server.stop()
+        server.start()  # nor is it forgotten
+        with pytest.raises(RecordCorrupt):
+            reader.digests("s0.F", 0)
+        reader.close()
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_faults_12_and_14_a_flipped_bit_is_refused_after_a_restart(tmp_path: Path, clean: bool) -> None:
+    with LogServer(tmp_path / "log") as server:
+        fill(server, 5)
+        if clean:
+            server.stop()
+        else:
+            server.kill()
+        (path,) = server.segments("s0.F")
+        data = bytearray(path.read_bytes())
+        data[scan(path).records[2].offset + 5000] ^= 1
+        path.write_bytes(bytes(data))
+        server.start()
+        reader = LogReader([server.address], JOB)
+        cursor = reader.follow("s0.F", 0)
+        for step in (0, 1):
+            assert cursor.get(key(step), TIMEOUT_S, lambda: False).body == body_of(step)
+        with pytest.raises(RecordCorrupt, match=r"step 2 microbatch 0 slot 0"):
+            cursor.get(key(2), TIMEOUT_S, lambda: False)
+        cursor.close()
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert found.corrupt
+        # A checkpoint that covers it makes the log good again.
+        reader.digests("s0.F", 3)
+        assert admin.trim(server.address, JOB, 3, TIMEOUT_S) == 3
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert not found.corrupt
+        reader.close()
+
+
+def test_fault_15_a_sealed_file_cut_on_a_record_boundary(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "log") as server:
+        fill(server, 5)
+        server.stop()
+        (path,) = server.segments("s0.F")
+        found = scan(path)
+        assert found.size == found.end + FOOTER_BYTES
+        path.write_bytes(path.read_bytes()[: found.records[4].offset])
+        server.start()
+        (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert stream.corrupt
+        assert "records 4 to 4 were durable and are gone" in stream.reason
+
+
+def test_fault_23_out_of_space(tmp_path: Path) -> None:
+    """The file size limit stands in for the disk's end: the kernel refuses the write in the same way."""
+    with LogServer(tmp_path / "log", file_bytes_max=2 << 20) as server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1, patience_s=2.0)
+        for step in range(150):
+            put(writer, step)
+        with pytest.raises(LogUnavailable, match="no space left"):
+            writer.flush(TIMEOUT_S)
+        assert not healthy(server.address)
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert 0 < found.records < 105
+        (path,) = server.segments("s0.F")
+        assert scan(path).ending is Ending.CLEAN  # back on the record boundary
+        reader = LogReader([server.address], JOB)
+        cursor = reader.follow("s0.F", 0)
+        assert cursor.get(key(50), TIMEOUT_S, lambda: False).body == body_of(50)
+        cursor.close()
+        reader.close()
+        # A checkpoint, a trim, and the writer goes on by itself.
+        deadline = time.monotonic() + TIMEOUT_S
+        while admin.trim(server.address, JOB, found.records, TIMEOUT_S) < found.records:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while writer._links[server.address].pending:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        writer.close()
+        assert healthy(server.address)
+        (after,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert (after.records, after.next_sequence) == (150 - found.records, 150)
+
+
+# -- starts that fail ---------------------------------------------------------------------------------
+
+
+def one_line(result: subprocess.CompletedProcess[str], code: int, words: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_fault_29_and_port_in_use(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "log") as server:
+        one_line(run(tmp_path / "log"), 3, "in use by another log server")
+        one_line(run(tmp_path / "other", "--listen", server.address), 2, "the port is in use")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        one_line(run(tmp_path / "other", "--listen", address), 2, "the port is in use")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--listen", "0.0.0.0:0"], "not a loopback address"),
+        (["--listen", "nonsense"], "is not host:port"),
+        (["--listen", "127.0.0.1:99999"], "is not host:port"),
+        (["--segment-bytes", "10"], "too small"),
+        (["--fsync-interval", "0"], "must be positive"),
+        (["--address-file", "/nowhere/at/all"], "there is no directory"),
+    ],
+)
+def test_bad_flags(tmp_path: Path, flags: list[str], words: str) -> None:
+    one_line(run(tmp_path / "log", *flags), 2, words)
+
+
+def test_bad_directories(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    one_line(run(tmp_path / "file"), 2, "cannot use directory")
+    one_line(run(Path("/proc/swift")), 2, "cannot use directory")
+    (tmp_path / "log" / JOB).mkdir(parents=True)
+    (tmp_path / "log" / JOB / ".manifest").write_text("nonsense")
+    one_line(run(tmp_path / "log"), 3, "is damaged")
+
+
+def test_two_interrupts_and_a_terminate_end_it_once(tmp_path: Path) -> None:
+    server = LogServer(tmp_path / "log").start()
+    assert server.process is not None
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        server.process.send_signal(number)
+    assert server.stop() == 0
+
+
+def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:
+    address_file = tmp_path / "address"
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-m", "services.logserver", "--directory", str(tmp_path / "log")],
+            *["--listen", f"0.0.0.0:{free_port()}", "--insecure", "--address-file", str(address_file)],
+        ],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    while not address_file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(TIMEOUT_S) == 0
