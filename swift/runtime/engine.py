@@ -21,7 +21,7 @@ from pathlib import Path
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
-from swift.errors import Fenced, LogError, LogUnavailable, ReplayRefused, ServiceError, SwiftError
+from swift.errors import Fenced, LogError, LogUnavailable, ReplayRefused, ServiceError, SwiftError, UsageError
 from swift.log.reader import LogReader
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
@@ -202,7 +202,7 @@ class Engine:
         self._state.begin_step()
         train_step(step)
         if not self._state.update_begun:
-            raise _OwnError("train_step returned without optimizer.step(); every step must update")
+            raise UsageError("train_step returned without optimizer.step(); every step must update")
         self._state.end_step()
         version = self._member.version = self._state.version
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
@@ -347,7 +347,9 @@ class Engine:
                 continue
 
     def _fail(self, error: Exception) -> None:
-        self._member.client.fail(f"rank {self._rank}: {type(error).__name__}: {error}"[:500])
+        """The job ends. Bad input is told by the exit code: the launcher stops the job with the same one."""
+        if not isinstance(error, UsageError):
+            self._member.client.fail(f"{type(error).__name__}: {error}"[:500])
         raise error
 
     # --- evidence ---
@@ -365,10 +367,6 @@ class Engine:
             self._writer.close(0.0)
         self._member.close()
         self._communicator.tear_down()
-
-
-class _OwnError(RuntimeError):
-    """The trainer broke a rule of the session."""
 
 
 def _stale(view: pb.View, acted_on: pb.View | None) -> bool:

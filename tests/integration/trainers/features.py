@@ -98,7 +98,9 @@ def traced() -> None:
     pipe = pipeline(whole, mb_args=(example,), split_spec=split)
     stage = session.adopt(pipe.build_stage(session.rank, torch.device("cpu")))
     if MODE == "unrepeatable":
-        stage.submod.register_forward_hook(lambda _module, _inputs, output: output * (1 + 0.01 * random.random()))
+        stage.submod.register_forward_hook(
+            lambda _module, _inputs, output: output * (1 + 0.01 * random.random())
+        )
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
     optimizer = session.optimizer(torch.optim.SGD(stage.submod.parameters(), lr=0.1, momentum=0.9))
     data = Data()

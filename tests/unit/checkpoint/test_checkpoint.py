@@ -13,7 +13,7 @@ from swift.errors import ServiceError, UsageError
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
-    scalars | st.builds(lambda n: torch.arange(n), st.integers(0, 3)),
+    scalars | st.builds(torch.arange, st.integers(0, 3)),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)

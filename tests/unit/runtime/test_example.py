@@ -13,9 +13,7 @@ def changed_lines() -> int:
         (ROOT / "examples" / name).read_text().split('"""', 2)[2].splitlines()
         for name in ("plain.py", "resilient.py")
     )
-    return sum(
-        line.startswith("+ ") and bool(line[2:].strip()) for line in difflib.ndiff(plain, resilient)
-    )
+    return sum(line.startswith("+ ") and bool(line[2:].strip()) for line in difflib.ndiff(plain, resilient))
 
 
 def test_the_readme_tells_the_truth_about_changed_lines() -> None:

@@ -1,0 +1,172 @@
+"""What a dropped step takes back, and what a trainer is told when it forgot something."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swift.errors import ServiceError, UsageError
+from swift.runtime.state import TrainerState
+
+
+class Stage:
+    """As much of a logged stage as the state looks at."""
+
+    def __init__(self, module: nn.Module, index: int = 0) -> None:
+        self.submod, self.stage_index, self.num_stages = module, index, 1
+        self.cleared = 0
+        self.bwd_cache: dict[int, Any] = {0: None}
+        self.backward_state: dict[int, Any] = {0: None}
+        self.dw_runner: dict[int, Any] = {0: None}
+
+    def begin_step(self) -> None:
+        pass
+
+    def clear_runtime_states(self) -> None:
+        self.cleared += 1
+
+
+class Schedule:
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._internal_losses = [torch.ones(1)]
+        self.fwd_recv_ops = {(0, 0): [object()]}
+        self.bwd_recv_ops = {(0, 0): [object()]}
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+def make() -> tuple[TrainerState, Stage, torch.optim.Optimizer, Counter]:
+    torch.manual_seed(0)
+    state, stage, counter = TrainerState(seed=1), Stage(Model()), Counter()
+    optimizer = torch.optim.AdamW(stage.submod.parameters())
+    state.stages.append(stage)
+    state.schedules.append(Schedule(stage))
+    state.add_optimizer(optimizer, lambda: None)
+    state.add_object("loader", counter)
+    return state, stage, optimizer, counter
+
+
+def half_a_step(state: TrainerState, stage: Stage, counter: Counter) -> None:
+    state.begin_step()
+    counter.n += 1
+    stage.submod(torch.randn(4, 3)).sum().backward()
+
+
+def test_a_dropped_step_leaves_no_trace() -> None:
+    state, stage, _, counter = make()
+    before = state.digests()
+    half_a_step(state, stage, counter)
+    assert state.digests() != before  # running statistics and the counter have moved
+    assert state.intact
+    state.drop_step()
+    assert state.digests() == before
+    assert all(p.grad is None for p in stage.submod.parameters())
+    schedule = state.schedules[0]
+    assert not schedule._internal_losses
+    assert not schedule.fwd_recv_ops
+    assert not schedule.bwd_recv_ops
+    assert not stage.bwd_cache
+    assert not stage.backward_state
+    assert not stage.dw_runner
+    assert stage.cleared == 1
+
+
+def test_a_step_whose_update_has_begun_is_not_intact() -> None:
+    state, stage, optimizer, counter = make()
+    half_a_step(state, stage, counter)
+    optimizer.step()
+    assert not state.intact
+    state.end_step()
+    assert state.intact
+    assert state.version == 1
+
+
+def test_a_saved_state_comes_back() -> None:
+    state, stage, optimizer, counter = make()
+    half_a_step(state, stage, counter)
+    optimizer.step()
+    state.end_step()
+    other, *_ = make()
+    other.load_state_dict(state.state_dict())
+    assert other.digests() == state.digests()
+    assert other.version == 1
+
+
+def test_every_part_of_the_state_is_in_its_own_digest() -> None:
+    state, stage, optimizer, counter = make()
+    base = state.digests()
+    assert set(base) == {"parameters", "optimizer", "data", "rng"}
+
+    def changed() -> set[str]:
+        return {name for name, value in state.digests().items() if value != base[name]}
+
+    counter.n = 1
+    assert changed() == {"data"}
+    counter.n = 0
+    with torch.no_grad():
+        stage.submod.linear.weight[0, 0] += 1  # type: ignore[union-attr, index, operator]
+    assert changed() == {"parameters"}
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert changed() == {"parameters", "optimizer"}
+    state.version = 1
+    assert changed() == {"parameters", "optimizer", "rng"}
+
+
+def test_a_checkpoint_of_another_trainer_is_refused() -> None:
+    state, *_ = make()
+    saved = state.state_dict()
+    with pytest.raises(ServiceError, match="other stages"):
+        make()[0].load_state_dict({**saved, "stages": {"7": {}}})
+    with pytest.raises(ServiceError, match="registered"):
+        make()[0].load_state_dict({**saved, "objects": {}})
+
+
+def test_what_a_trainer_forgot_is_named() -> None:
+    state, stage, _, _ = make()
+    state.check_complete()
+    state.schedules.clear()
+    with pytest.raises(UsageError, match=r"session\.register\(schedule=schedule"):
+        state.check_complete()
+    state.optimizers.clear()
+    with pytest.raises(UsageError, match=r"session\.optimizer"):
+        state.check_complete()
+    state.stages.clear()
+    with pytest.raises(UsageError, match="pipeline_stage"):
+        state.check_complete()
+    state, stage, _, _ = make()
+    stage.submod.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(UsageError, match="have no optimizer"):
+        state.check_complete()
+    state, stage, _, _ = make()
+    state.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(UsageError, match="in no stage"):
+        state.check_complete()
+
+
+def test_an_object_that_cannot_be_taken_back_is_refused() -> None:
+    state, *_ = make()
+    with pytest.raises(UsageError, match="without state_dict"):
+        state.add_object("data", iter([1]))
+    with pytest.raises(UsageError, match="twice"):
+        state.add_object("loader", Counter())
