@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -75,7 +77,10 @@ class CheckpointStore:
         on_durable: Callable[[int], None],
     ) -> None:
         dcp_save(snapshot, checkpoint_id=str(shard / "tensors"), no_dist=True)
-        _write_durably(shard / "state.json", json.dumps({"version": version, "state": skeleton}))
+        checksum = _checksum(snapshot)
+        _write_durably(
+            shard / "state.json", json.dumps({"version": version, "checksum": checksum, "state": skeleton})
+        )
         on_durable(version)
 
     def wait(self) -> None:
@@ -85,19 +90,24 @@ class CheckpointStore:
         pending, self._pending = self._pending, None
         try:
             pending.result()
-        except Exception as error:
-            raise ServiceError(f"checkpoint in {self._directory} was not written: {error}") from error
+        except (OSError, RuntimeError, CheckpointException) as error:
+            cause = (
+                next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            )
+            raise ServiceError(f"a checkpoint in {self._directory} was not written: {cause}") from error
 
     def load(self, version: int) -> Any:
-        """The state saved as `version`. Raises ServiceError if it is not whole."""
+        """The state saved as `version`. Raises ServiceError if it is not whole or not what was saved."""
         shard = self._shard(version)
         try:
-            skeleton = json.loads((shard / "state.json").read_text())["state"]
-        except (OSError, ValueError, KeyError) as error:
+            saved = json.loads((shard / "state.json").read_text())
+            tensors: dict[str, torch.Tensor] = empty_tensors(saved["state"])
+            dcp_load(tensors, checkpoint_id=str(shard / "tensors"), no_dist=True)
+        except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
             raise ServiceError(f"checkpoint {shard} is not whole: {error}") from None
-        tensors: dict[str, torch.Tensor] = empty_tensors(skeleton)
-        dcp_load(tensors, checkpoint_id=str(shard / "tensors"), no_dist=True)
-        return join(skeleton, tensors)
+        if _checksum(tensors) != saved["checksum"]:
+            raise ServiceError(f"checkpoint {shard} is corrupt: its checksum does not match")
+        return join(saved["state"], tensors)
 
     def prune(self, keep: set[int]) -> None:
         """Removes this rank's shards of versions below the smallest one in `keep`."""
@@ -114,6 +124,15 @@ class CheckpointStore:
 
     def _shard(self, version: int) -> Path:
         return self._directory / f"v{version:08d}" / f"rank{self._rank}"
+
+
+def _checksum(tensors: dict[str, torch.Tensor]) -> str:
+    """DCP keeps none of its own, and a bit that flips in a checkpoint would be trained on."""
+    state = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        state.update(name.encode())
+        state.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -261,7 +261,10 @@ class Engine:
         if mine.strategy in (pb.REPLAY, pb.CHECKPOINT):
             events.emit("restore_begin", rank=self._rank, generation=plan.generation)
             self._has_state = False
-            self._state.load_state_dict(self._store.load(mine.from_version))
+            try:
+                self._state.load_state_dict(self._store.load(mine.from_version))
+            except ServiceError as error:
+                raise ReplayRefused(str(error)) from None  # the coordinator may know an older one
             self._has_state = True
             events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)
         if mine.strategy == pb.CHECKPOINT:

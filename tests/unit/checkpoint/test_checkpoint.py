@@ -86,6 +86,18 @@ def test_a_shard_without_its_last_file_is_not_whole(tmp_path: Path) -> None:
         store.load(1)
 
 
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, rank=0)
+    store.save(1, {"x": torch.zeros(1 << 12)}, lambda _version: None)
+    store.wait()
+    (data,) = (tmp_path / "v00000001" / "rank0" / "tensors").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ServiceError, match="corrupt"):
+        store.load(1)
+
+
 def test_a_failed_write_is_told_and_nothing_is_called_durable(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, rank=0)
     durable: list[int] = []
