@@ -1,5 +1,6 @@
 """What a person sees: progress while the drill runs, and the report in short."""
 
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -51,7 +52,7 @@ class LiveProgress:
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description:<13}"),
-            BarColumn(),
+            BarColumn(30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
@@ -61,6 +62,7 @@ class LiveProgress:
             disable=not console.is_terminal,
         )
         self._task: Any = None
+        self._drawn = 0.0
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -75,8 +77,16 @@ class LiveProgress:
         self._progress.stop()
 
     def begin(self, title: str, steps: int) -> None:
+        if self._task is not None:
+            self._progress.update(self._task, note="done")
         self._task = self._progress.add_task(title, total=steps, note="starting")
         self._progress.refresh()
+
+    def tick(self) -> None:
+        """(again and again) Draws, but not more often than an eye can follow."""
+        if time.monotonic() - self._drawn > 0.1:
+            self._drawn = time.monotonic()
+            self._progress.refresh()
 
     def see(self, event: Mapping[str, Any]) -> None:
         name = event["event"]
@@ -88,9 +98,6 @@ class LiveProgress:
             self._progress.update(self._task, note=f"generation {event['generation']}: {event['state']}")
         elif name == "service_killed":
             self._progress.update(self._task, note=f"{event['service']} killed")
-        else:
-            return
-        self._progress.refresh()
 
 
 def seconds(value: float | None) -> str:
@@ -188,12 +195,12 @@ def _phases(result: Mapping[str, Any]) -> list[Any]:
         if phases is None:
             shown.append(Text(f"recovery {number}: the trace does not say how long it took", style="yellow"))
             continue
-        names = Text()
-        for name, colour in PHASE_COLOURS.items():
-            if name in phases:
-                names.append(f"{name} {seconds(phases[name])}  ", style=colour)
+        names = [name for name in PHASE_COLOURS if name in phases]
+        legend = Table.grid(padding=(0, 2))
+        legend.add_row(*(Text(name, style=PHASE_COLOURS[name]) for name in names))
+        legend.add_row(*(seconds(phases[name]) for name in names))
         head = f"recovery {number}: {seconds(phases['total'])} from the kill to the first step after it"
-        shown += [Text(head, style="bold"), phase_bar(phases), names, Text()]
+        shown += [Text(head, style="bold"), phase_bar(phases), legend, Text()]
     return shown
 
 

@@ -37,6 +37,8 @@ class Progress(Protocol):
 
     def see(self, event: Mapping[str, Any]) -> None: ...
 
+    def tick(self) -> None: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Twin:
@@ -66,6 +68,7 @@ class _Watch:
             for event in self.cluster.tail.read():
                 self._see(event)
             each_turn()
+            self._progress.tick()
             if code is not None:
                 return code
             if time.monotonic() - self._moved > STALL_S:
@@ -204,7 +207,7 @@ def run_twin(
     config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
 ) -> Twin:
     """The failure-free run; what is needed of it stays in `directory`."""
-    progress.begin("without", config.topology.steps)
+    progress.begin("failure-free", config.topology.steps)
     cluster = Cluster(
         directory,
         ranks=config.topology.ranks,
