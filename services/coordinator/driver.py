@@ -6,7 +6,7 @@ their way before the next one. Log servers are asked in threads; what they answe
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -143,7 +143,7 @@ class Driver:
             raise NoSuchJob(name)
         return status_of(job, self._clock())
 
-    async def views(self, name: str) -> AsyncIterator[pb.View]:
+    async def views(self, name: str) -> AsyncGenerator[pb.View, None]:
         """The published view at once, then newer ones; a slow reader skips to the newest."""
         changed = asyncio.Event()
         self._watchers.setdefault(name, set()).add(changed)

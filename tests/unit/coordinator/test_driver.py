@@ -1,0 +1,249 @@
+"""The driver: effects carried out against log servers that fail, and a store that does."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+
+from services.coordinator import messages as m
+from services.coordinator.driver import Driver, NoSuchJob, Unavailable
+from services.coordinator.logs import GenerationRefused
+from services.coordinator.store import MemoryStore, StoreFailed
+from services.coordinator.timing import Timing
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import LogUnavailable, UsageError
+from swift.recovery import StreamSummary
+
+
+class FakeLogs:
+    """Log servers in memory. `troubles[address]` is raised while it is there."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.troubles: dict[str, Exception] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _called(self, *call: object) -> None:
+        self.calls.append(call)
+        self.gate.wait(10)
+        trouble = self.troubles.get(str(call[1]))
+        if trouble is not None:
+            raise trouble
+
+    def fence(self, address: str, job: str, generation: int) -> None:
+        self._called("fence", address, job, generation)
+
+    def trim(self, address: str, job: str, below_step: int) -> None:
+        self._called("trim", address, job, below_step)
+
+    def reset(self, address: str, job: str, generation: int) -> None:
+        self._called("reset", address, job, generation)
+
+    def inventory(self, address: str, job: str) -> list[StreamSummary]:
+        self._called("inventory", address, job)
+        return []
+
+
+def driver_of(logs: FakeLogs, store: MemoryStore, servers: tuple[str, ...] = ("l0", "l1")) -> Driver:
+    driver = Driver(store, logs, Timing(), list(servers))
+    driver.start()
+    return driver
+
+
+def join(rank: int = 0, incarnation: str = "a") -> m.Join:
+    return m.Join(
+        rank=rank, incarnation=incarnation, pid=1, host="h", world_size=1, config={}, fingerprint={}
+    )
+
+
+def sender(incarnation: str = "a") -> m.Sender:
+    return m.Sender(rank=0, incarnation=incarnation)
+
+
+async def view_with(driver: Driver, wanted: Callable[[pb.View], bool]) -> pb.View:
+    async with asyncio.timeout(5), aclosing(driver.views("j")) as views:
+        async for view in views:
+            if wanted(view):
+                return view
+    raise AssertionError("no such view")
+
+
+async def run_to_running(driver: Driver) -> None:
+    driver.join("j", join())
+    driver.apply("j", m.CheckpointDurable(sender=sender(), version=0, generation=0))
+    driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=1))
+    await view_with(driver, lambda view: view.state == pb.RUNNING)
+
+
+def scenario(test: Callable[[FakeLogs, MemoryStore], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(test(FakeLogs(), MemoryStore()))  # type: ignore[arg-type]
+
+    run.__name__ = test.__name__
+    return run
+
+
+@scenario
+async def test_every_log_server_is_fenced_before_planning(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    logs.troubles["l1"] = LogUnavailable("connection refused")
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    view = await view_with(driver, lambda view: "connection refused" in view.waiting_for)
+    assert view.state == pb.FENCING
+    assert "log server l1: connection refused" in view.waiting_for
+    assert ("fence", "l0", "j", 2) in logs.calls
+    await asyncio.sleep(0.2)
+    assert (await view_with(driver, lambda _: True)).state == pb.FENCING
+    logs.troubles.clear()
+    view = await view_with(driver, lambda view: view.state == pb.PLANNING)
+    assert view.generation == 2
+    assert "connection refused" not in view.waiting_for
+    driver.stop()
+
+
+@scenario
+async def test_a_newer_generation_does_not_wait_for_the_older_fence(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    logs.gate.clear()  # calls hang
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    driver.join("j", join(incarnation="b"))
+    await asyncio.sleep(0.05)
+    driver.apply("j", m.MemberExited(rank=0, incarnation="b", pid=1, exit_code=-9))
+    await asyncio.sleep(0.05)
+    assert [call[3] for call in logs.calls if call[0] == "fence"] == [1, 1, 2, 2, 3, 3]
+    logs.gate.set()
+    view = await view_with(driver, lambda view: view.state == pb.PLANNING)
+    assert view.generation == 3
+    driver.stop()
+
+
+@scenario
+async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: MemoryStore) -> None:
+    logs.troubles["l1"] = GenerationRefused("l1 holds generation 9")
+    driver = driver_of(logs, store)
+    driver.join("j", join())
+    view = await view_with(driver, lambda view: view.state == pb.FAILED)
+    assert view.reason == "l1 holds generation 9"
+    assert not driver.failed.done()
+    driver.stop()
+
+
+@scenario
+async def test_a_fall_back_empties_the_logs_first(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    driver.join("j", join(incarnation="b"))
+    await view_with(driver, lambda view: view.state == pb.PLANNING)
+    logs.calls.clear()
+    driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+    view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
+    assert view.plan.ranks[0].strategy == pb.CHECKPOINT
+    assert sorted(call[:2] for call in logs.calls) == [
+        ("inventory", "l0"),
+        ("inventory", "l1"),
+        ("reset", "l0"),
+        ("reset", "l1"),
+    ]
+    driver.stop()
+
+
+@scenario
+async def test_trims_are_tried_a_few_times_and_never_block(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    logs.troubles["l0"] = LogUnavailable("connection refused")
+    driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+    async with asyncio.timeout(5):
+        while len([call for call in logs.calls if call == ("trim", "l0", "j", 5)]) < 2:
+            await asyncio.sleep(0.01)
+    assert ("trim", "l1", "j", 5) in logs.calls
+    assert (await view_with(driver, lambda _: True)).state == pb.RUNNING
+    driver.stop()
+
+
+@scenario
+async def test_a_store_that_fails_ends_the_coordinator(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+
+    def save(*_arguments: object, **_named: object) -> None:
+        raise StoreFailed("database or disk is full")
+
+    shown = await view_with(driver, lambda _: True)
+    store.save = save  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="disk is full"):
+        driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    assert "disk is full" in driver.failed.result()
+    # Memory is ahead of the disk now, so nothing more is said.
+    assert (await view_with(driver, lambda _: True)) == shown
+    with pytest.raises(Unavailable):
+        driver.apply("j", m.Heartbeat(sender=sender(), version=1))
+    driver.stop()
+
+
+@scenario
+async def test_another_coordinator_on_the_same_store_ends_this_one(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    first = driver_of(logs, store)
+    await run_to_running(first)
+    second = driver_of(logs, store)
+    second.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    with pytest.raises(Unavailable, match="cannot be made durable: job j is at revision"):
+        first.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+    first.stop()
+    second.stop()
+
+
+@scenario
+async def test_a_bug_in_the_core_ends_the_coordinator(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    job = driver._jobs["j"]
+    job.become_planning = None  # type: ignore[assignment, method-assign]
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    async with asyncio.timeout(5):
+        assert "TypeError" in await driver.failed
+    driver.stop()
+
+
+@scenario
+async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    first = driver_of(logs, store)
+    await run_to_running(first)
+    first.stop()
+    with pytest.raises(UsageError, match="names 1, job j was begun with 2"):
+        driver_of(logs, store, ("l0",))
+    moved = driver_of(logs, store, ("l2", "l3"))
+    assert list((await view_with(moved, lambda _: True)).log_servers) == ["l2", "l3"]
+    moved.stop()
+
+
+@scenario
+async def test_a_row_that_cannot_be_read_is_named(logs: FakeLogs, store: MemoryStore) -> None:
+    store.save("j", "{}", expected_revision=0, revision=1)
+    with pytest.raises(StoreFailed, match="the row of job j cannot be read"):
+        driver_of(logs, store)
+
+
+@scenario
+async def test_jobs_do_not_mix(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    driver.join("k", join())
+    driver.apply("k", m.Fail(sender=None, reason="of k alone"))
+    assert driver.status("k").view.state == pb.FAILED
+    assert driver.status("j").view.state == pb.RUNNING
+    with pytest.raises(NoSuchJob):
+        driver.apply("l", m.Tick())
+    driver.stop()

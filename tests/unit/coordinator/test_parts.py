@@ -1,0 +1,131 @@
+"""The small parts: rows, timeouts, step times, what log servers say."""
+
+import json
+
+import pytest
+
+from services.coordinator.hang import StepClock
+from services.coordinator.logs import GenerationRefused, LogServers, merged
+from services.coordinator.row import Holder, JobRow, State
+from services.coordinator.timing import Timing
+from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration
+from swift.log import admin
+from swift.log.admin import StreamInventory
+from swift.recovery import Plan, RankPlan, Strategy, StreamSummary
+
+
+def row() -> JobRow:
+    holder = Holder(rank=1, incarnation="i", pid=3, host="h", since_generation=2, gone=True)
+    return JobRow(
+        job="j",
+        world_size=2,
+        config={"seed": "7"},
+        fingerprint={},
+        log_servers=["l:1"],
+        state=State.RECOVERING,
+        generation=3,
+        holders={1: holder},
+        fenced=[holder],
+        num_stages=2,
+        stages={0: [0], 1: [1]},
+        reports={0: None, 1: 5},
+        ready={1: 5},
+        plan=Plan(
+            target_version=5,
+            ranks=(
+                RankPlan(rank=0, strategy=Strategy.REPLAY, from_version=0, reason="why"),
+                RankPlan(rank=1, strategy=Strategy.KEEP, from_version=5, reason=""),
+            ),
+            collective_source=1,
+            reason="because",
+        ),
+        checkpoints=[0],
+        shards={10: [0]},
+    )
+
+
+def test_a_row_is_the_same_after_json() -> None:
+    text = row().to_json()
+    assert JobRow.from_json(text) == row()
+    assert JobRow.from_json(text).to_json() == text
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"state": "DREAMING"}, {"colour": "red"}])
+def test_a_row_of_another_version_is_refused(change: dict[str, object]) -> None:
+    text = json.dumps(json.loads(row().to_json()) | change)
+    with pytest.raises((ValueError, TypeError)):
+        JobRow.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"heartbeat_s": 0.0}, "heartbeat of 0 s"),
+        ({"heartbeat_s": 1.0, "lease_s": 2.0}, "lease of 2 s is too short for a heartbeat every 1 s"),
+        ({"step_bound_s": 4.0}, "step bound of 4 s is too short for a lease of 2.5 s"),
+        ({"step_bound_factor": 1.0}, "step bound factor 1"),
+    ],
+)
+def test_the_timeouts_are_a_hierarchy(values: dict[str, float], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Timing(**values)
+
+
+def test_the_step_bound_is_derived_from_observed_steps() -> None:
+    clock = StepClock(Timing(step_bound_s=10.0))
+    clock.see(0, 4, 0.0, running=True)
+    assert clock.overdue(1000.0) == []  # no step was seen to end: nothing to compare with
+    clock.see(0, 6, 8.0, running=True)
+    assert clock.bound_s == 40.0  # ten times the 4 s that each of the two took
+    assert clock.overdue(48.0) == []
+    assert clock.overdue(49.0) == [(0, 41.0)]
+    clock.see(0, 7, 50.0, running=False)  # steps of a replay teach nothing
+    assert clock.bound_s == 40.0
+    clock.restart(100.0)
+    assert clock.overdue(139.0) == []
+    clock.forget(0)
+    assert clock.overdue(1000.0) == []
+    assert clock.version(0) == 0
+
+
+def test_of_a_stream_on_two_servers_the_lesser_copy_counts() -> None:
+    def copy(last_step: int, *, corrupt: bool = False) -> StreamSummary:
+        return StreamSummary(stream="s0.F", records=1, first_step=0, last_step=last_step, corrupt=corrupt)
+
+    other = StreamSummary(stream="s1.B", records=0)
+    assert merged([[copy(5), other], [copy(3)]]) == {"s0.F": copy(3), "s1.B": other}
+    assert merged([[copy(5)], [copy(7, corrupt=True)], [copy(6)]]) == {"s0.F": copy(7, corrupt=True)}
+
+
+def test_the_log_client_s_errors_become_retry_or_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = LogServers(1.0)
+
+    def failing(error: Exception) -> None:
+        def fence(*_arguments: object) -> None:
+            raise error
+
+        monkeypatch.setattr(admin, "fence", fence)
+
+    failing(StaleGeneration("generation 9 is granted"))
+    with pytest.raises(GenerationRefused, match="is ahead of this coordinator for job j"):
+        servers.fence("l:1", "j", 2)
+    failing(LogUnavailable("no route"))
+    with pytest.raises(LogUnavailable, match="no route"):
+        servers.fence("l:1", "j", 2)
+    failing(RecordCorrupt("segment 3"))
+    with pytest.raises(ServiceError, match="log server l:1: segment 3"):
+        servers.fence("l:1", "j", 2)
+
+
+def test_an_inventory_becomes_summaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inventory(*_arguments: object) -> list[StreamInventory]:
+        return [
+            StreamInventory("s0.F", 4, 99, 10, 10, 13, 50, 50, False, ""),
+            StreamInventory("s1.B", 0, 0, 10, None, None, 7, 7, True, "a hole"),
+        ]
+
+    monkeypatch.setattr(admin, "inventory", inventory)
+    assert LogServers(1.0).inventory("l:1", "j") == [
+        StreamSummary(stream="s0.F", records=4, first_step=10, last_step=13, trimmed_below_step=10),
+        StreamSummary(stream="s1.B", records=0, trimmed_below_step=10, corrupt=True, reason="a hole"),
+    ]
