@@ -1,0 +1,308 @@
+"""The client and the watcher, against a scripted server."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from swift import control
+from swift._pb import coordinator_pb2 as pb
+from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.control import CoordinatorClient, View, make_member, newer
+from swift.errors import Fenced, JoinRefused, ServiceError, UsageError
+
+
+class Scripted:
+    """Answers each call with the next of its script: an answer, or a status code. The last one stays."""
+
+    def __init__(self) -> None:
+        self.script: list[object] = [pb.Ack()]
+        self.requests: list[object] = []
+        self.views: list[View] = []
+        self.changed = threading.Condition()
+
+    def _next(self, request: object, context: grpc.ServicerContext) -> object:
+        self.requests.append(request)
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if isinstance(answer, grpc.StatusCode):
+            context.abort(answer, f"scripted {answer.name}")
+        return answer
+
+    def show(self, view: View) -> None:
+        with self.changed:
+            self.views.append(view)
+            self.changed.notify_all()
+
+    def Watch(  # noqa: N802  (gRPC names its methods so)
+        self, request: pb.WatchRequest, context: grpc.ServicerContext
+    ) -> Iterator[View]:
+        sent = 0
+        while context.is_active():
+            with self.changed:
+                if len(self.views) == sent:
+                    self.changed.wait(0.05)
+                fresh, sent = self.views[sent:], len(self.views)
+            yield from fresh
+
+    Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
+    Finish = Fail = Status = _next
+
+
+class Served:
+    """A scripted server on one port, which can go away and come back."""
+
+    def __init__(self) -> None:
+        self.scripted = Scripted()
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        self.server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+        pb_grpc.add_CoordinatorServicer_to_server(self.scripted, self.server)  # type: ignore[arg-type]
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop(grace=0).wait()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[CoordinatorClient]:
+    with CoordinatorClient(served.address, "j", patience_s=5.0) as client:
+        client.member = make_member(2)
+        yield client
+
+
+def view(generation: int, revision: int, state: "pb.State.ValueType" = control.RUNNING) -> View:
+    return View(job="j", generation=generation, revision=revision, state=state)
+
+
+def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) -> None:
+    assert client.member is not None
+    me: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": client.member.incarnation}
+    client.report(3, None)
+    client.report(3, 0)
+    client.report(3, 7)
+    client.ready(3, 7, [1, 4], 8)
+    client.refuse(3, "bits differ")
+    client.checkpoint_durable(10, 3)
+    client.suspect(3, "reset by peer")
+    client.finish(30)
+    client.fail("no memory")
+    client.member_exited(2, 77, -9)
+    assert served.scripted.requests == [
+        pb.ReportRequest(**me, generation=3),
+        pb.ReportRequest(**me, generation=3, has_state=True),
+        pb.ReportRequest(**me, generation=3, has_state=True, version=7),
+        pb.ReadyRequest(**me, generation=3, version=7, stages=[1, 4], num_stages=8),
+        pb.RefuseRequest(**me, generation=3, reason="bits differ"),
+        pb.CheckpointRequest(**me, version=10, generation=3),
+        pb.SuspectRequest(**me, generation=3, reason="reset by peer"),
+        pb.FinishRequest(**me, version=30),
+        pb.FailRequest(**me, reason="no memory"),
+        pb.ExitRequest(job="j", rank=2, pid=77, exit_code=-9),
+    ]
+    served.scripted.script = [pb.HeartbeatReply(generation=3, interval_s=0.5)]
+    assert client.heartbeat(7).interval_s == 0.5
+    served.scripted.script = [pb.StatusReply(view=view(3, 1))]
+    assert client.status().view.generation == 3
+
+
+def test_a_launcher_speaks_for_no_rank(served: Served) -> None:
+    with CoordinatorClient(served.address, "j") as launcher:
+        launcher.fail("no replacement left")
+        assert served.scripted.requests == [pb.FailRequest(job="j", rank=-1, reason="no replacement left")]
+        with pytest.raises(UsageError, match="join the job"):
+            launcher.heartbeat(0)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
+def test_a_restarting_coordinator_is_waited_for(
+    client: CoordinatorClient, served: Served, code: grpc.StatusCode
+) -> None:
+    served.scripted.script = [code, code, code, pb.Ack()]
+    client.finish(3)
+    assert len(served.scripted.requests) == 4
+
+
+def test_a_coordinator_that_comes_back_on_its_port_is_found_at_once(
+    client: CoordinatorClient, served: Served
+) -> None:
+    client.finish(3)
+    served.stop()
+    back = threading.Timer(0.7, served.start)
+    back.start()
+    began = time.monotonic()
+    client.finish(3)
+    took_s = time.monotonic() - began
+    back.join()
+    assert 0.6 < took_s < 3.0
+
+
+def test_patience_ends_with_the_address(served: Served) -> None:
+    served.stop()
+    with CoordinatorClient(served.address, "j", patience_s=0.3) as client:
+        with pytest.raises(ServiceError, match=f"coordinator at {served.address} within 0.3 s: .*refused"):
+            client.status()
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "words"),
+    [
+        (grpc.StatusCode.FAILED_PRECONDITION, Fenced, "^scripted FAILED_PRECONDITION$"),
+        (grpc.StatusCode.INVALID_ARGUMENT, UsageError, "^scripted INVALID_ARGUMENT$"),
+        (grpc.StatusCode.NOT_FOUND, ServiceError, "NOT_FOUND: scripted"),
+        (grpc.StatusCode.INTERNAL, ServiceError, "INTERNAL: scripted"),
+    ],
+)
+def test_refusals_have_their_error(
+    client: CoordinatorClient, served: Served, code: grpc.StatusCode, error: type[Exception], words: str
+) -> None:
+    served.scripted.script = [code]
+    with pytest.raises(error, match=words) as caught:
+        client.finish(3)
+    assert type(caught.value) is error
+    assert len(served.scripted.requests) == 1
+
+
+class TestJoin:
+    def join(self, client: CoordinatorClient, takeover_s: float = 10.0) -> View:
+        return client.join(make_member(1), 4, {"seed": "7"}, {"torch": "2.13.0"}, takeover_s=takeover_s)
+
+    def test_the_view_comes_back_and_the_member_is_known(
+        self, client: CoordinatorClient, served: Served
+    ) -> None:
+        served.scripted.script = [view(1, 1)]
+        assert self.join(client).generation == 1
+        request = served.scripted.requests[0]
+        assert isinstance(request, pb.JoinRequest)
+        assert client.member == request.member
+        assert dict(request.config) == {"seed": "7"}
+
+    def test_another_fingerprint_is_refused_at_once(self, client: CoordinatorClient, served: Served) -> None:
+        served.scripted.script = [grpc.StatusCode.FAILED_PRECONDITION]
+        with pytest.raises(JoinRefused, match="scripted"):
+            self.join(client)
+
+    def test_a_predecessor_that_is_about_to_be_known_dead_is_waited_for(
+        self, client: CoordinatorClient, served: Served
+    ) -> None:
+        taken = grpc.StatusCode.ALREADY_EXISTS
+        served.scripted.script = [taken, taken, view(2, 1)]
+        assert self.join(client).generation == 2
+
+    def test_a_live_holder_is_respected(self, client: CoordinatorClient, served: Served) -> None:
+        served.scripted.script = [grpc.StatusCode.ALREADY_EXISTS]
+        with pytest.raises(JoinRefused, match="scripted") as caught:
+            self.join(client, takeover_s=0.2)
+        assert type(caught.value) is JoinRefused
+
+
+def test_close_ends_a_call_that_waits(served: Served) -> None:
+    served.stop()
+    client = CoordinatorClient(served.address, "j", patience_s=60.0)
+    threading.Timer(0.2, client.close).start()
+    began = time.monotonic()
+    with pytest.raises(ServiceError, match="was closed"):
+        client.status()
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(ServiceError, match="was closed"):
+        client.status()
+
+
+class TestWatcher:
+    def test_callbacks_get_every_newer_view_in_order(self, client: CoordinatorClient, served: Served) -> None:
+        seen: list[tuple[int, int]] = []
+
+        def remember(view: View) -> None:
+            assert threading.current_thread().name == "view-watcher-j"
+            seen.append((view.generation, view.revision))
+
+        watcher = client.watch(remember)
+        for shown in (view(1, 1), view(1, 4), view(1, 3), view(2, 2), view(1, 9), view(2, 2), view(2, 7)):
+            served.scripted.show(shown)
+        assert watcher.wait_for(lambda v: v.revision == 7, 5).generation == 2
+        assert watcher.latest == view(2, 7)
+        late: list[View] = []
+        watcher.subscribe(late.append)
+        served.scripted.show(view(3, 1))
+        watcher.wait_for(lambda _: bool(late), 5)
+        assert seen == [(1, 1), (1, 4), (2, 2), (2, 7), (3, 1)]
+        assert late == [view(3, 1)]
+
+    def test_it_reconnects_and_takes_old_news_for_no_news(
+        self, client: CoordinatorClient, served: Served
+    ) -> None:
+        seen: list[View] = []
+        watcher = client.watch(seen.append)
+        served.scripted.show(view(4, 1))
+        watcher.wait_for(lambda v: v.generation == 4, 5)
+        for generation in (5, 6):
+            served.stop()
+            served.scripted.views = [view(4, 1), view(generation, 1)]
+            served.start()
+            watcher.wait_for(lambda v, wanted=generation: v.generation == wanted, 5)  # type: ignore[misc]
+        assert [v.generation for v in seen] == [4, 5, 6]
+
+    def test_wait_for_names_what_it_waits_for(self, client: CoordinatorClient, served: Served) -> None:
+        watcher = client.watch()
+        with pytest.raises(ServiceError, match=r"waited 0\.1 s for job j: no view of it"):
+            watcher.wait_for(lambda _: True, 0.1)
+        waiting = view(2, 1, control.PLANNING)
+        waiting.waiting_for = "rank 1 to join"
+        served.scripted.show(waiting)
+        watcher.wait_for(lambda _: True, 5)
+        with pytest.raises(ServiceError, match="PLANNING in generation 2, waiting for rank 1 to join"):
+            watcher.wait_for(lambda v: v.state == control.RUNNING, 0.1)
+
+    def test_close_frees_who_waits(self, client: CoordinatorClient, served: Served) -> None:
+        watcher = client.watch()
+        threading.Timer(0.2, watcher.close).start()
+        with pytest.raises(ServiceError, match="the watcher of job j was closed"):
+            watcher.wait_for(lambda _: False, None)
+
+    def test_a_callback_may_close_the_client(self, client: CoordinatorClient, served: Served) -> None:
+        closed = threading.Event()
+
+        def close(_view: View) -> None:
+            client.close()
+            closed.set()
+
+        client.watch(close)
+        served.scripted.show(view(1, 1))
+        assert closed.wait(5)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_callback_that_fails_is_not_silent(self, client: CoordinatorClient, served: Served) -> None:
+        def fail(_view: View) -> None:
+            raise RuntimeError("a bug of the callback")
+
+        watcher = client.watch(fail)
+        served.scripted.show(view(1, 1))
+        with pytest.raises(ServiceError, match="a callback of the watcher of job j failed"):
+            watcher.wait_for(lambda v: v.revision == 2, 5)
+
+
+def test_views_are_ordered_by_generation_then_revision() -> None:
+    assert newer(view(1, 1), None)
+    ordered: list[Callable[[], View]] = [lambda: view(1, 9), lambda: view(2, 1), lambda: view(2, 2)]
+    for older, younger in itertools.pairwise(ordered):
+        assert newer(younger(), older())
+        assert not newer(older(), younger())
+        assert not newer(older(), older())
