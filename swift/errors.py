@@ -6,6 +6,7 @@ SwiftError
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
 │       └── LogInterrupted     the wait was called off: a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
+├── JobFailed                  the job cannot go on, for another rank's reason; exit code 1
 ├── JoinRefused                the coordinator will not have this rank (fingerprint, configuration, holder)
 ├── LogError
 │   ├── StaleGeneration        an append under a fenced generation
@@ -45,6 +46,12 @@ class LogInterrupted(LogUnavailable):
 
 class Fenced(SwiftError):
     """This process belongs to an older generation; somebody else holds its rank."""
+
+
+class JobFailed(SwiftError):
+    """The job cannot go on; the message is the coordinator's reason."""
+
+    exit_code = 1
 
 
 class JoinRefused(SwiftError):

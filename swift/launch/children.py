@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable
 
 from swift.errors import UsageError
-from swift.launch.worker import Assignment
+from swift.launch.worker import ENV_WORD_FD, Assignment
 
 CONTROL_PIPE_BYTES = 1 << 20
 """An assignment fits, so writing it never waits for a child that is not reading yet."""
@@ -75,7 +75,7 @@ class Child:
         return self.exit_code
 
 
-def spawn(env: dict[str, str], path0: str, preload: str) -> Child:
+def spawn(env: dict[str, str], path0: str, preload: str, word_fd: int) -> Child:
     """Starts a worker; it imports `preload` (comma-separated) and then waits for its `assign`."""
     control_read, control_write = os.pipe()
     warm_read, warm_write = os.pipe()
@@ -84,7 +84,10 @@ def spawn(env: dict[str, str], path0: str, preload: str) -> Child:
     command += [str(control_read), str(warm_write), str(os.getpid()), path0, preload]
     try:
         process = subprocess.Popen(
-            command, env=env, pass_fds=(control_read, warm_write), start_new_session=True
+            command,
+            env=env | {ENV_WORD_FD: str(word_fd)},
+            pass_fds=(control_read, warm_write, word_fd),
+            start_new_session=True,
         )
     finally:
         os.close(control_read)
@@ -103,6 +106,9 @@ class Nursery:
         self._path0 = path0
         self._preload = preload
         self._selector = selectors.DefaultSelector()
+        # One byte for all children: who reads it may print a mistake that all of them make.
+        self._word_read, self._word_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.write(self._word_write, b"w")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self.children: list[Child] = []
@@ -120,7 +126,7 @@ class Nursery:
         )
 
     def spawn(self) -> Child:
-        child = spawn(self._env, self._path0, self._preload)
+        child = spawn(self._env, self._path0, self._preload, self._word_read)
         self.children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         self._selector.register(child.warm_fd, selectors.EVENT_READ, child)

@@ -26,8 +26,9 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 from swift import events
-from swift.errors import SwiftError
+from swift.errors import JobFailed, SwiftError, UsageError
 
+ENV_WORD_FD = "SWIFT_WORD_FD"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -136,8 +137,22 @@ def run_script(assignment: Assignment) -> None:
     except SwiftError as error:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        print("swift:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        if _has_word(error):
+            print("swift:", " ".join(str(error).split()), file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+
+
+def _has_word(error: SwiftError) -> bool:
+    """Whether this rank prints the error: bad input is the same on all ranks and is said once, and that the
+    job failed is the launcher's to say."""
+    if isinstance(error, JobFailed):
+        return False
+    if error.exit_code != UsageError.exit_code or ENV_WORD_FD not in os.environ:
+        return True
+    try:
+        return os.read(int(os.environ[ENV_WORD_FD]), 1) != b""
+    except BlockingIOError:
+        return False
 
 
 def main(argv: list[str]) -> None:

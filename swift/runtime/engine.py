@@ -21,14 +21,23 @@ from pathlib import Path
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
-from swift.errors import Fenced, LogError, LogUnavailable, ReplayRefused, ServiceError, SwiftError, UsageError
+from swift.errors import (
+    Fenced,
+    JobFailed,
+    LogError,
+    LogUnavailable,
+    ReplayRefused,
+    ServiceError,
+    SwiftError,
+    UsageError,
+)
 from swift.log.reader import LogReader
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
-from swift.runtime.member import JobFailed, Member
+from swift.runtime.member import Member
 from swift.runtime.state import TrainerState
 
 TrainStep = Callable[[int], object]

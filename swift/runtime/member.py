@@ -12,14 +12,8 @@ from collections.abc import Callable, Mapping
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
-from swift.errors import Fenced, ServiceError, SwiftError
+from swift.errors import Fenced, JobFailed, ServiceError
 from swift.runtime.communicator import Interrupted
-
-
-class JobFailed(SwiftError):
-    """The job cannot go on; the message is the coordinator's reason."""
-
-    exit_code = 1
 
 
 class Member:
