@@ -188,13 +188,16 @@ def work_directory(config: DrillConfig) -> Iterator[tuple[Path, Callable[[], Non
 def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
     """Runs it and shows the report; the exit code."""
     with work_directory(config) as (place, keep), LiveProgress() as progress:
-        twin_place = config.twin.resolve() if config.twin is not None else place / "twin"
         outputs: list[str] = []
 
         def twin() -> run.Twin:
-            stored = run.stored_twin(config, twin_place) if config.twin is not None else None
-            made = stored or run.run_twin(config, twin_place, progress, check_stop)
+            stored = run.stored_twin(config, config.twin) if config.twin is not None else None
+            if stored is not None:
+                return stored
+            made = run.run_twin(config, place / "twin", progress, check_stop)
             outputs.append(made.output)
+            if config.twin is not None:
+                run.store_twin(config, made, config.twin)
             return made
 
         faulted = run.FaultedRun(config, place / "run", progress, check_stop)
@@ -236,6 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SwiftError as error:
         print(f"swift: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"swift: {error.filename or 'the drill'}: {error.strerror or error}", file=sys.stderr)
+        return ServiceError.exit_code
     except Stopped as stopped:
         name = signal.Signals(stopped.signum).name
         print(f"swift: {name}: the drill was ended, nothing of it is left running", file=sys.stderr)

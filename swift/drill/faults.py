@@ -31,7 +31,7 @@ MICROBATCH_PHASES = ("forward", "backward", "replay")
 STATES = ("running", "fencing", "planning", "recovering")
 
 _NUMBER = re.compile(r"[0-9]{1,9}\Z")
-_STREAM = re.compile(r"(s[0-9]{1,4}\.[FBXT])\Z")
+_STREAM = re.compile(r"(s[0-9]{1,4}\.[FB])\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ def _corrupt_fault(spec: str, fields: dict[str, str]) -> CorruptFault:
     stream = fields.get("stream", "")
     stream = stream[:1].lower() + stream[1:].upper()
     if stream and not _STREAM.match(stream):
-        raise UsageError(f"--kill {spec!r}: a stream is s<stage>.F, .B, .X or .T (such as s1.F)")
+        raise UsageError(f"--kill {spec!r}: a stream is s<stage>.F or s<stage>.B (such as s1.F)")
     return CorruptFault(step=_number(spec, fields, "step"), stream=stream)
 
 

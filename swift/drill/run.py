@@ -194,10 +194,13 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
     """The finished twin in `directory`; None: there is none yet. UsageError: it is of another run."""
     path = directory / TWIN_FILE
     if not path.exists():
-        if directory.exists() and any(directory.iterdir()):
+        if any(entry.name != "digests" for entry in directory.glob("*")):
             raise UsageError(f"--twin {directory}: neither a finished twin nor empty; give another directory")
         return None
-    stored = json.loads(path.read_text())
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--twin {directory}: {TWIN_FILE} cannot be read ({error}); give another") from None
     if not same_identity(stored["identity"], config.identity()):
         raise UsageError(f"--twin {directory}: made with other settings or versions; give another directory")
     return Twin(digests=read_digests(directory / "digests"), exit_code=0)
@@ -206,7 +209,7 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
 def run_twin(
     config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
 ) -> Twin:
-    """The failure-free run; what is needed of it stays in `directory`."""
+    """The failure-free run, in `directory`; `store_twin` keeps what it is needed for."""
     progress.begin("failure-free", config.topology.steps)
     cluster = Cluster(
         directory,
@@ -221,6 +224,14 @@ def run_twin(
         output = cluster.output_tail() if code != 0 else ""
     found = len(timeline.recoveries(events.read(directory / "events")))
     digests = read_digests(directory / "digests")
-    if code == 0 and not found:
-        (directory / TWIN_FILE).write_text(json.dumps({"identity": config.identity()}))
     return Twin(digests=digests, exit_code=code, recoveries=found, output=output)
+
+
+def store_twin(config: DrillConfig, twin: Twin, directory: Path) -> None:
+    """Keeps a finished twin for other drills. The file that says so comes last."""
+    if twin.exit_code != 0 or twin.recoveries:
+        return
+    (directory / "digests").mkdir(parents=True, exist_ok=True)
+    for name, digest in twin.digests.items():
+        (directory / "digests" / f"{name}.json").write_text(json.dumps(digest))
+    (directory / TWIN_FILE).write_text(json.dumps({"identity": config.identity()}))

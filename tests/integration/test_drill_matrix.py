@@ -36,8 +36,9 @@ def test_one_kill(schedule: str, rank: int, phase: str, twins: Path, tmp_path: P
     assert report["exact"] is True
 
 
-@pytest.mark.parametrize("stream", ["s0.X", "s1.B", "s0.F"])
-def test_any_corrupt_stream_is_noticed(stream: str, twins: Path, tmp_path: Path) -> None:
-    specs = ["rank=0,step=8", f"corrupt=log,step=8,stream={stream}"]
+@pytest.mark.parametrize(("rank", "stream"), [(0, "s1.B"), (2, "s3.B"), (3, "s2.F")])
+def test_any_corrupt_stream_is_noticed(rank: int, stream: str, twins: Path, tmp_path: Path) -> None:
+    specs = [f"rank={rank},step=8", f"corrupt=log,step=8,stream={stream}"]
     report = passed(drill(*kills(*specs), twins=twins, at=tmp_path))
     assert report["exact"] is False
+    assert stream in report["reason"]

@@ -1,0 +1,52 @@
+"""Twins in a directory: used only if they are finished and of the same run."""
+
+from pathlib import Path
+
+import pytest
+
+from swift.drill.run import Twin, store_twin, stored_twin
+from swift.errors import UsageError
+from tests.unit.drill.evidence import config
+
+DIGESTS = {"rank0-v3": {"parameters": "ab", "optimizer": "cd"}}
+
+
+def test_a_stored_twin_comes_back(tmp_path: Path) -> None:
+    assert stored_twin(config(), tmp_path) is None
+    assert stored_twin(config(), tmp_path / "not there") is None
+    store_twin(config(), Twin(digests=DIGESTS, exit_code=0), tmp_path)
+    stored = stored_twin(config(), tmp_path)
+    assert stored is not None
+    assert stored.digests == DIGESTS
+    assert stored.exit_code == 0
+
+
+def test_other_faults_have_the_same_twin(tmp_path: Path) -> None:
+    store_twin(config(), Twin(digests=DIGESTS, exit_code=0), tmp_path)
+    other = config("rank=0,step=1", "service=logserver,step=3", strategy="checkpoint", spares=0)
+    assert stored_twin(other, tmp_path) is not None
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"model": "tiny"}])
+def test_another_run_has_not(changes: dict[str, object], tmp_path: Path) -> None:
+    store_twin(config(), Twin(digests=DIGESTS, exit_code=0), tmp_path)
+    with pytest.raises(UsageError, match="other settings"):
+        stored_twin(config(**changes), tmp_path)
+
+
+@pytest.mark.parametrize(("exit_code", "recoveries"), [(1, 0), (None, 0), (0, 1)])
+def test_a_run_that_failed_is_no_twin(exit_code: int | None, recoveries: int, tmp_path: Path) -> None:
+    store_twin(config(), Twin(digests=DIGESTS, exit_code=exit_code, recoveries=recoveries), tmp_path)
+    assert stored_twin(config(), tmp_path) is None
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="neither a finished twin nor empty"):
+        stored_twin(config(), tmp_path)
+
+
+def test_a_torn_twin_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twin.json").write_text('{"identity"')
+    with pytest.raises(UsageError, match="cannot be read"):
+        stored_twin(config(), tmp_path)
