@@ -25,6 +25,7 @@ from swift.errors import (
     Fenced,
     JobFailed,
     LogError,
+    LogInterrupted,
     LogUnavailable,
     ReplayRefused,
     ServiceError,
@@ -48,6 +49,7 @@ ENV_DIGESTS_EVERY = "SWIFT_DIGESTS_EVERY"
 # How long a statement to the coordinator stands before it is said again (after a restart it is forgotten).
 _RESAY_S = 0.5
 _FLUSH_TIMEOUT_S = 60.0
+_NOTICE_POLL_S = 0.005
 # What torch's communication errors say. Anything else that a step raises is the trainer's own error.
 _COMMUNICATION_WORDS = (
     "gloo",
@@ -110,8 +112,8 @@ class Engine:
                     return
                 else:
                     self._await_change(view)
-            except Interrupted:
-                continue
+            except (Interrupted, LogInterrupted):
+                continue  # a newer generation came meanwhile
             except RuntimeError as error:  # a peer was lost while the groups were being built
                 self._member.client.suspect(view.generation, str(error))
                 self._await_notice(error)
@@ -334,11 +336,10 @@ class Engine:
     def _handle(self, error: Exception) -> None:
         """Returns if the error is a failure's consequence (a newer generation is there); else raises it."""
         _let_go(error)
-        if self._member.noticed or isinstance(error, Interrupted):
-            self._member.watcher.wait_for(lambda view: not _stale(view, self._view), None)
-            return
         generation = self._view.generation if self._view is not None else 0
-        if isinstance(error, ReplayRefused | LogError):
+        if self._member.noticed:
+            self._await_notice(error)
+        elif isinstance(error, ReplayRefused | LogError):
             self._member.client.refuse(generation, str(error))
             self._await_notice(error)
         elif _is_communication(error) or isinstance(error, LogUnavailable):
@@ -349,14 +350,16 @@ class Engine:
             self._fail(error)
 
     def _await_notice(self, error: Exception) -> None:
+        """Returns once a newer generation is there. Raises Fenced or JobFailed; the error itself if none comes."""
         deadline = time.monotonic() + self._config.suspicion_timeout_s
         while not self._member.noticed:
             if time.monotonic() > deadline:
                 self._fail(error)
-            try:
-                self._member.watcher.wait_for(lambda view: not _stale(view, self._view), 0.1)
-            except ServiceError:
-                continue
+            time.sleep(_NOTICE_POLL_S)
+        try:
+            self._member.check()
+        except Interrupted:
+            return
 
     def _fail(self, error: Exception) -> None:
         """The job ends. Bad input is told by the exit code: the launcher stops the job with the same one."""
@@ -379,10 +382,6 @@ class Engine:
             self._writer.close(0.0)
         self._member.close()
         self._communicator.tear_down()
-
-
-def _stale(view: pb.View, acted_on: pb.View | None) -> bool:
-    return acted_on is not None and view.generation <= acted_on.generation and view.state != pb.FAILED
 
 
 def _is_communication(error: BaseException) -> bool:
