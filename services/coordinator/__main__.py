@@ -28,7 +28,7 @@ from services.coordinator.logs import LogServers
 from services.coordinator.row import JobRow, State
 from services.coordinator.servicer import Servicer
 from services.coordinator.store import SqliteStore, StoreFailed
-from services.coordinator.timing import Timing
+from services.coordinator.timing import LEASE_HEARTBEATS, Timing
 from swift import events
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.arguments import Parser
@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--insecure", action="store_true", help="allow --listen off loopback, in clear text")
     parser.add_argument("--address-file", type=Path, help="gets host:port once it serves")
     parser.add_argument("--heartbeat-s", type=float, default=0.5, help="default %(default)s")
-    parser.add_argument("--lease-s", type=float, help="default: 5 heartbeats")
+    parser.add_argument("--lease-s", type=float, help=f"default: {LEASE_HEARTBEATS} heartbeats")
     parser.add_argument(
         "--step-bound-s",
         type=float,
@@ -102,7 +102,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def checked_timing(arguments: argparse.Namespace) -> Timing:
-    lease_s = arguments.lease_s if arguments.lease_s is not None else 5 * arguments.heartbeat_s
+    lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * arguments.heartbeat_s
     bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
     try:
         return Timing(heartbeat_s=arguments.heartbeat_s, lease_s=lease_s, step_bound_s=bound_s)

@@ -2,15 +2,19 @@
 
 from dataclasses import dataclass
 
+HEARTBEAT_S = 0.5
+LEASE_HEARTBEATS = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
     """heartbeat_s < lease_s < step_bound_s, with room between them."""
 
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = HEARTBEAT_S
     """How often a rank renews its lease."""
-    lease_s: float = 2.5
-    """A rank that was not heard for so long is dead."""
+    lease_s: float = LEASE_HEARTBEATS * HEARTBEAT_S
+    """A rank that was not heard for so long is dead. A launcher tells of an exit at once, so this is for hangs and
+    lost machines; an import or a trace may keep a healthy rank's other threads quiet for seconds."""
     step_bound_s: float = 30.0
     """No step is called hung before it has run for so long, however short the steps before it were."""
     step_bound_factor: float = 10.0

@@ -35,8 +35,6 @@ STOP_GRACE_S = {"launcher": 8.0}
 STOP_GRACE_S_DEFAULT = 3.0
 KILL_WAIT_S = 10.0
 POLL_S = 0.01
-LEASE_S = 10.0
-"""Ranks, spares and services share a few cores here: one that is only slow must not be taken for dead."""
 TAIL_LINES = 12
 
 LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
@@ -215,7 +213,7 @@ class Cluster:
         arguments += ["--address-file", str(self.directory / f"{name}.address")]
         arguments += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
         if name == COORDINATOR:
-            arguments += ["--log-servers", self._addresses[LOG_SERVER], "--lease-s", str(LEASE_S)]
+            arguments += ["--log-servers", self._addresses[LOG_SERVER]]
             if self._die_at:
                 arguments += ["--die-at", self._die_at[0][1]]
                 self._to_be_killed.add(name)

@@ -62,7 +62,7 @@ def test_a_row_of_another_version_is_refused(change: dict[str, object]) -> None:
     [
         ({"heartbeat_s": 0.0}, "heartbeat of 0 s"),
         ({"heartbeat_s": 1.0, "lease_s": 2.0}, "lease of 2 s is too short for a heartbeat every 1 s"),
-        ({"step_bound_s": 4.0}, "step bound of 4 s is too short for a lease of 2.5 s"),
+        ({"step_bound_s": 4.0}, "step bound of 4 s is too short for a lease of 10 s"),
         ({"step_bound_factor": 1.0}, "step bound factor 1"),
     ],
 )
@@ -72,7 +72,7 @@ def test_the_timeouts_are_a_hierarchy(values: dict[str, float], why: str) -> Non
 
 
 def test_the_step_bound_is_derived_from_observed_steps() -> None:
-    clock = StepClock(Timing(step_bound_s=10.0))
+    clock = StepClock(Timing(lease_s=2.5, step_bound_s=10.0))
     clock.see(0, 4, 0.0, running=True)
     assert clock.overdue(1000.0) == []  # no step was seen to end: nothing to compare with
     clock.see(0, 6, 8.0, running=True)
