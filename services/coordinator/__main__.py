@@ -183,10 +183,23 @@ async def serve(
     """Serves until SIGTERM. ServiceError: the store failed."""
     driver = Driver(store, LogServers(timing.log_call_s), timing, log_servers, after_durable=after_durable)
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     server = grpc.aio.server(options=SERVER_OPTIONS)
+    try:
+        port = await started(server, driver, listen)
+        address = f"{listen.rpartition(':')[0]}:{port}"
+        if address_file is not None:
+            write_address(address_file, address)
+        events.emit("serving", address=address)
+        await until_stopped(driver, stopped)
+    finally:
+        driver.stop()
+        await server.stop(grace=0.2)
+
+
+async def started(server: grpc.aio.Server, driver: Driver, listen: str) -> int:
+    """Brings up services and jobs; the port."""
     pb_grpc.add_CoordinatorServicer_to_server(Servicer(driver), server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -201,24 +214,21 @@ async def serve(
     await server.start()
     for service in ("", "swift.coordinator.v1.Coordinator"):
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
-    address = f"{listen.rpartition(':')[0]}:{port}"
-    if address_file is not None:
-        write_address(address_file, address)
-    events.emit("serving", address=address)
+    return port
+
+
+async def until_stopped(driver: Driver, stopped: asyncio.Event) -> None:
+    """Looks after leases until a signal comes. ServiceError: this process must not go on."""
     ticks = asyncio.create_task(driver.run_ticks())
     stop = asyncio.create_task(stopped.wait())
+    ends: list[asyncio.Future[Any]] = [ticks, stop, driver.failed]
     try:
-        ends: list[asyncio.Future[Any]] = [ticks, stop, driver.failed]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         ticks.cancel()
         stop.cancel()
-        driver.stop()
-        await server.stop(grace=0.2)
     if driver.failed.done():
         raise ServiceError(driver.failed.result())
-    if not stopped.is_set():
-        await ticks
 
 
 def write_address(path: Path, address: str) -> None:
@@ -231,4 +241,8 @@ def write_address(path: Path, address: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: it would wait for a call to a log server that hangs. All that matters is durable.
+    os._exit(exit_code)

@@ -39,7 +39,7 @@ class Timing:
     @property
     def log_call_s(self) -> float:
         """One attempt of a call to a log server, which may have to sync its disk. Then it is tried again."""
-        return max(1.0, self.lease_s)
+        return max(1.0, 6 * self.heartbeat_s)
 
     @property
     def tick_s(self) -> float:

@@ -110,13 +110,13 @@ class CoordinatorClient:
         config: Mapping[str, str],
         fingerprint: Mapping[str, str],
         *,
-        takeover_s: float = 10.0,
+        takeover_s: float = 15.0,
     ) -> pb.View:
         """Become the holder of `member.rank`. JoinRefused: another fingerprint or configuration, or the rank
         still has a live holder after `takeover_s`; the message is the coordinator's.
 
         A replacement may be there before the coordinator knows that its predecessor is dead: from the
-        launcher's notice, or from the lease.
+        launcher's notice, or from the lease, which `takeover_s` should outlast.
         """
         request = pb.JoinRequest(
             job=self.job,

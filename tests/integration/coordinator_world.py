@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swift import control
@@ -39,7 +39,7 @@ class Coordinator:
         address_file = self.directory.with_suffix(".address")
         address_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "services.coordinator", "--directory", str(self.directory)]
-        command += ["--listen", self.address, "--address-file", str(address_file), "--heartbeat-s", "0.1"]
+        command += ["--listen", self.address, "--address-file", str(address_file)]
         self.process = subprocess.Popen(
             [*command, *self.flags, *flags], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
         )
@@ -72,7 +72,7 @@ class Coordinator:
 class FakeMember:
     """A rank without a trainer: it does what each View says, and its steps are sleeps.
 
-    `hold()` is asked before a step; it may block.
+    It says everything once: what was acknowledged must survive the coordinator.
     """
 
     def __init__(
@@ -83,14 +83,20 @@ class FakeMember:
         world_size: int,
         *,
         steps: int = 1_000_000,
+        stages: Sequence[int] = (),
+        num_stages: int = 0,
         refuses: Callable[[View], str] = lambda view: "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.steps = steps
+        self.stages = list(stages)
+        self.num_stages = num_stages
         self.refuses = refuses
         self.version: int | None = None
         self.versions_at_running: dict[int, int] = {}
+        self.silent = threading.Event()
+        """While set, it does not renew its lease."""
         self.fenced = False
         self.ended: View | None = None
         self.error: BaseException | None = None
@@ -110,6 +116,11 @@ class FakeMember:
         for thread in self._threads:
             thread.start()
         return self
+
+    def report_exit(self) -> None:
+        """What its launcher says once it is dead."""
+        with CoordinatorClient(self.client.address, self.client.job) as launcher:
+            launcher.member_exited(self.rank, self.member.pid, -signal.SIGKILL, self.member.incarnation)
 
     def kill(self) -> None:
         """It says nothing any more, as if by SIGKILL."""
@@ -134,7 +145,8 @@ class FakeMember:
 
     def _beat(self) -> None:
         while not self._killed.is_set() and self.ended is None:
-            self.client.heartbeat(self.version or 0)
+            if not self.silent.is_set():
+                self.client.heartbeat(self.version or 0)
             self._killed.wait(0.1)
 
     def _live(self) -> None:
@@ -171,7 +183,7 @@ class FakeMember:
         if view.state == control.FORMING:
             self.version = 0
             self.client.checkpoint_durable(0)
-            self.client.ready(view.generation, 0, [self.rank], self.world_size)
+            self.client.ready(view.generation, 0, self.stages, self.num_stages)
         elif view.state == control.PLANNING:
             self.client.report(view.generation, self.version)
         elif view.state == control.RECOVERING:
@@ -180,4 +192,4 @@ class FakeMember:
                 self.client.refuse(view.generation, reason)
                 return
             self.version = view.plan.target_version
-            self.client.ready(view.generation, self.version, [self.rank], self.world_size)
+            self.client.ready(view.generation, self.version, self.stages, self.num_stages)

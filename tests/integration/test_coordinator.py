@@ -1,44 +1,380 @@
-"""The coordinator as a process, against fake members."""
+"""The coordinator as a process, against fake members over real gRPC."""
 
+import os
 import signal
-from collections.abc import Iterator
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift import control
-from tests.integration.coordinator_world import Coordinator, FakeMember
+from swift import control, events
+from swift.control import CoordinatorClient, View
+from swift.errors import JoinRefused, ServiceError, UsageError
+from tests.integration.coordinator_world import (
+    CONFIG,
+    FINGERPRINT,
+    REPOSITORY,
+    Coordinator,
+    FakeMember,
+    free_port,
+)
+
+RANKS = 3
+
+
+class Job:
+    """A coordinator and the members of one job."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.coordinators: list[Coordinator] = []
+        self.members: list[FakeMember] = []
+
+    def coordinator(self, *flags: str) -> Coordinator:
+        self.coordinators.append(
+            Coordinator(self.directory / f"meta{len(self.coordinators)}", *flags).start()
+        )
+        return self.coordinators[-1]
+
+    def member(self, rank: int, job: str = "a", **named: object) -> FakeMember:
+        member = FakeMember(self.coordinators[-1].address, job, rank, RANKS, **named)  # type: ignore[arg-type]
+        self.members.append(member)
+        return member.start()
+
+    def form(self, job: str = "a", **named: object) -> list[FakeMember]:
+        members = [self.member(rank, job, **named) for rank in range(RANKS)]
+        self.wait(members[0], lambda view: view.state == control.RUNNING)
+        return members
+
+    def wait(self, member: FakeMember, predicate: Callable[[View], bool]) -> View:
+        """Watched by `member`, which must live."""
+        return member.watcher.wait_for(predicate, 20)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.kill()
+        for coordinator in self.coordinators:
+            coordinator.stop()
+        assert [(m.rank, m.error) for m in self.members if m.error is not None] == []
 
 
 @pytest.fixture
-def members() -> Iterator[list[FakeMember]]:
-    started: list[FakeMember] = []
-    yield started
-    for member in started:
-        member.kill()
-    assert [m.error for m in started if m.error] == []
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.close()
 
 
-def test_a_job_forms_loses_a_rank_recovers_and_finishes(tmp_path: Path, members: list[FakeMember]) -> None:
-    coordinator = Coordinator(tmp_path / "meta").start()
-    members += [FakeMember(coordinator.address, "a", rank, 3, steps=10**9).start() for rank in range(3)]
-    watcher = members[0].watcher
-    watcher.wait_for(lambda view: view.state == control.RUNNING, 10)
+def recovered(generation: int) -> Callable[[View], bool]:
+    return lambda view: view.state == control.RUNNING and view.generation == generation
 
-    victim = members[1]
-    victim.kill()
-    launcher = control.CoordinatorClient(coordinator.address, "a")
-    launcher.member_exited(1, victim.member.pid, -signal.SIGKILL)
-    view = watcher.wait_for(lambda view: view.state == control.PLANNING, 10)
-    assert view.generation == 2
-    assert [member.rank for member in view.fenced] == [1]
-    members.append(FakeMember(coordinator.address, "a", 1, 3, steps=10**9).start())
-    watcher.wait_for(lambda view: view.state == control.RUNNING and view.generation == 2, 10)
-    for member in members:
-        member.steps = (member.version or 0) + 50  # each at its own pace, so:
-    last = max(member.steps for member in members)
+
+def finish(job: Job, members: list[FakeMember]) -> None:
+    """Lets the members run to one last step, and waits for the end."""
+    last = max(member.version or 0 for member in members) + 20
     for member in members:
         member.steps = last
-    watcher.wait_for(lambda view: view.state == control.FINISHED, 10)
-    launcher.close()
+    job.wait(members[0], lambda view: view.state == control.FINISHED)
+
+
+def test_a_job_forms_loses_a_rank_recovers_and_finishes(job: Job) -> None:
+    job.coordinator()
+    members = job.form()
+    incarnation = members[1].member.incarnation
+    members[1].kill()
+    members[1].report_exit()
+    view = job.wait(members[0], lambda view: view.state == control.PLANNING)
+    assert view.generation == 2
+    assert [member.incarnation for member in view.fenced] == [incarnation]
+    assert view.reason == "rank 1 was killed by signal 9"
+    members[1] = job.member(1)
+    view = job.wait(members[0], recovered(2))
+    assert [r.strategy for r in view.plan.ranks][1] == control.REPLAY
+    versions = {member.versions_at_running.get(2, view.plan.target_version) for member in members}
+    assert versions == {view.plan.target_version}
+    finish(job, members)
+    with CoordinatorClient(job.coordinators[0].address, "a") as client, pytest.raises(JoinRefused) as caught:
+        client.join(control.make_member(0), RANKS, CONFIG, FINGERPRINT)
+    assert str(caught.value) == "job a has finished: start it under another name"
+
+
+@pytest.mark.parametrize("state", ["FENCING", "PLANNING", "RECOVERING", "RUNNING", "FINISHED"])
+def test_killed_right_after_a_transition_it_goes_on_from_there(
+    job: Job, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
+    coordinator = job.coordinator("--die-at", state)
+
+    def succeed() -> None:
+        coordinator.wait_killed()
+        coordinator.start()
+
+    successor = threading.Thread(target=succeed)
+    successor.start()
+    members = job.form()
+    members[1].kill()
+    members[1].report_exit()  # not answered by the one that dies of it, so said again to its successor
+    members[1] = job.member(1)
+    job.wait(members[0], recovered(2))
+    finish(job, members)
+    successor.join()
+
+    trace = [event for event in events.read(tmp_path) if event["who"] == "coordinator"]
+    died = [event for event in trace if event["event"] == "die_at"]
+    assert [event["state"] for event in died] == [state]
+    resumed = [event for event in trace if event["event"] == "resumed"]
+    assert [(event["state"], event["generation"]) for event in resumed] == [(state, 2)]
+    # What it was killed before was said by its successor, and no state was skipped or said twice.
+    said = [event["state"] for event in trace if event["event"] == "state"] + [state]
+    wanted = ["FORMING", "RUNNING", "FENCING", "PLANNING", "RECOVERING", "RUNNING", "FINISHED"]
+    assert sorted(said) == sorted(wanted)
+
+
+@pytest.mark.parametrize("after", ["FORMING", "RUNNING", "PLANNING"])
+def test_killed_at_rest_it_goes_on(job: Job, after: str) -> None:
+    coordinator = job.coordinator()
+    if after == "FORMING":
+        members = [job.member(0), job.member(1)]
+        job.wait(members[0], lambda view: len(view.members) == 2)
+        coordinator.kill()
+        coordinator.start()
+        members.append(job.member(2))
+        job.wait(members[0], recovered(1))
+    else:
+        members = job.form()
+        if after == "PLANNING":
+            members[2].kill()
+            members[2].report_exit()
+            job.wait(members[0], lambda view: view.state == control.PLANNING)
+            time.sleep(0.1)  # the survivors have reported by now, and do not say it again
+        coordinator.kill()
+        coordinator.start()
+        if after == "PLANNING":
+            members[2] = job.member(2)
+            job.wait(members[0], recovered(2))
+    finish(job, members)
+
+
+def test_a_silent_member_is_fenced_and_a_zombie_is_told(job: Job) -> None:
+    job.coordinator("--heartbeat-s", "0.2", "--lease-s", "1.2")
+    members = job.form()
+    zombie = members[1]
+    zombie.silent.set()  # it trains and watches, but its lease is not renewed
+    view = job.wait(members[0], lambda view: view.generation == 2)
+    assert "rank 1 was silent for" in view.reason
+    members[1] = job.member(1)
+    job.wait(members[0], recovered(2))
+    zombie.silent.clear()
+    deadline = time.monotonic() + 10
+    while not zombie.fenced and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert zombie.fenced
+    finish(job, members)
+
+
+def test_nobody_is_blamed_for_the_coordinator_s_own_silence(job: Job) -> None:
+    coordinator = job.coordinator("--heartbeat-s", "0.2", "--lease-s", "1.2")
+    members = job.form()
+    assert coordinator.process is not None
+    coordinator.process.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)  # two leases
+    coordinator.process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    with CoordinatorClient(coordinator.address, "a") as client:
+        assert client.status().view.generation == 1
+    finish(job, members)
+
+
+def test_a_refusal_restores_the_checkpoint(job: Job) -> None:
+    job.coordinator()
+
+    def once(view: View) -> str:
+        return "" if view.plan.ranks[0].strategy == control.CHECKPOINT else "s1.B@4 is corrupt"
+
+    members = job.form(refuses=once)
+    members[0].kill()
+    members[0].report_exit()
+    members[0] = job.member(0)
+    view = job.wait(members[1], recovered(3))
+    assert {r.strategy for r in view.plan.ranks} == {control.CHECKPOINT}
+    assert "refused" in view.reason
+    assert "s1.B@4 is corrupt" in view.plan.reason
+    assert view.plan.target_version == 0
+    finish(job, members)
+
+
+def test_a_second_death_during_the_recovery_supersedes_it(job: Job) -> None:
+    job.coordinator()
+    members = job.form()
+    members[0].kill()
+    members[0].report_exit()
+    job.wait(members[1], lambda view: view.state == control.PLANNING)
+    members[2].kill()
+    members[2].report_exit()
+    job.wait(members[1], lambda view: view.generation == 3)
+    members[0], members[2] = job.member(0), job.member(2)
+    view = job.wait(members[1], recovered(3))
+    assert [r.strategy for r in view.plan.ranks] == [control.REPLAY, control.KEEP, control.REPLAY]
+    finish(job, members)
+
+
+def test_two_jobs_and_a_launcher_that_gives_up(job: Job) -> None:
+    coordinator = job.coordinator()
+    first, second = job.form("a"), job.form("b")
+    with CoordinatorClient(coordinator.address, "b") as launcher:
+        launcher.fail("no replacement left")
+        assert launcher.status().view.reason == "no replacement left"
+    job.wait(second[0], lambda view: view.state == control.FAILED)
+    assert job.wait(first[0], lambda view: True).state == control.RUNNING
+    with CoordinatorClient(coordinator.address, "c") as client:
+        with pytest.raises(ServiceError, match="NOT_FOUND: no rank has joined a job c here"):
+            client.status()
+    with CoordinatorClient(coordinator.address, "../c") as client:
+        with pytest.raises(UsageError, match="job name"):
+            client.status()
+    finish(job, first)
+
+
+def test_status_shows_versions_leases_and_suspicions(job: Job) -> None:
+    coordinator = job.coordinator()
+    members = job.form()
+    members[2].client.suspect(1, "connection reset by rank 1")
+    deadline = time.monotonic() + 10
+    with CoordinatorClient(coordinator.address, "a") as client:
+        while True:
+            status = client.status()
+            if all(rank.version > 0 for rank in status.ranks):
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert [rank.rank for rank in status.ranks] == [0, 1, 2]
+    assert all(rank.lease_age_s < 2.5 for rank in status.ranks)
+    assert [(s.rank, s.reason) for s in status.suspicions] == [(2, "connection reset by rank 1")]
+    assert status.view.state == control.RUNNING  # shown, and nobody is fenced for it
+
+
+def test_the_log_server_is_fenced_and_waited_for(job: Job, tmp_path: Path) -> None:
+    port = free_port()
+
+    def log_server() -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "services.logserver", "--directory", str(tmp_path / "log")]
+        return subprocess.Popen([*command, "--listen", f"127.0.0.1:{port}"], cwd=REPOSITORY)
+
+    log = log_server()
+    try:
+        job.coordinator("--log-servers", f"127.0.0.1:{port}")
+        members = job.form()
+        assert list(members[0].watcher.latest.log_servers) == [f"127.0.0.1:{port}"]  # type: ignore[union-attr]
+        log.kill()
+        log.wait()
+        members[1].kill()
+        members[1].report_exit()
+        members[1] = job.member(1)
+        view = job.wait(members[0], lambda view: f"log server 127.0.0.1:{port}: " in view.waiting_for)
+        assert view.state == control.FENCING
+        log = log_server()
+        job.wait(members[0], recovered(2))
+        finish(job, members)
+        for member in members:
+            member.kill()
+        # The log knows generation 2 of this job: another coordinator cannot begin it anew.
+        job.coordinator("--log-servers", f"127.0.0.1:{port}")
+        late = job.member(0)
+        view = job.wait(late, lambda view: view.state == control.FAILED)
+        assert "is ahead of this coordinator for job a" in view.reason
+        assert "start the job under another name" in view.reason
+    finally:
+        log.kill()
+        log.wait()
+
+
+# --- the program ---
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "services.coordinator", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--directory"),
+        (["--directory", "{file}"], "--directory {file}: "),
+        (["--directory", "{file}/below"], "--directory {file}/below: "),
+        (["--directory", "{used}"], "another coordinator uses it"),
+        (
+            ["--directory", "{free}", "--listen", "{port}"],
+            "--listen {port}: cannot listen there: is the port",
+        ),
+        (["--directory", "{free}", "--listen", "here"], "--listen here: write HOST:PORT"),
+        (
+            ["--directory", "{free}", "--listen", "0.0.0.0:0"],
+            "--listen 0.0.0.0:0 is not loopback: add --insecure",
+        ),
+        (["--directory", "{free}", "--log-servers", "a:1,b"], "--log-servers b: write HOST:PORT"),
+        (["--directory", "{free}", "--log-servers", "a:1,a:1"], "the same address twice"),
+        (["--directory", "{free}", "--heartbeat-s", "0"], "heartbeat of 0 s: choose"),
+        (
+            ["--directory", "{free}", "--lease-s", "0.6"],
+            "lease of 0.6 s is too short for a heartbeat every 0.5 s",
+        ),
+        (["--directory", "{free}", "--step-bound-s", "1"], "step bound of 1 s is too short"),
+        (["--directory", "{free}", "--die-at", "NOWHERE"], "NOWHERE"),
+        (["--directory", "{free}", "--address-file", "{file}/x"], "--address-file {file}/x: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, job: Job, arguments: list[str], words: str
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    names = {"file": str(tmp_path / "file"), "free": str(tmp_path / "free")}
+    if {"{used}", "{port}"} & set(arguments):
+        coordinator = job.coordinator()
+        names |= {"used": str(coordinator.directory), "port": coordinator.address}
+    done = run(*[argument.format(**names) for argument in arguments])
+    assert done.returncode == 2, done
+    assert words.format(**names) in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not done.stdout
+
+
+def test_damaged_state_is_one_line_and_exit_code_3(tmp_path: Path) -> None:
+    directory = tmp_path / "meta"
+    directory.mkdir()
+    with sqlite3.connect(directory / "coordinator.sqlite") as db:
+        db.execute("CREATE TABLE jobs (job TEXT PRIMARY KEY, revision INTEGER NOT NULL, row TEXT NOT NULL)")
+        db.execute("INSERT INTO jobs VALUES ('a', 1, '{}')")
+    db.close()
+    done = run("--directory", str(directory))
+    assert done.returncode == 3
+    assert "the row of job a cannot be read" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_health_and_a_clean_end(job: Job) -> None:
+    coordinator = job.coordinator()
+    members = job.form()
+    with grpc.insecure_channel(coordinator.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "swift.coordinator.v1.Coordinator"):
+            reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    # With watchers and heartbeats under way: no noise, exit code 0, and all of it is still there afterwards.
     assert coordinator.stop() == 0
+    coordinator.start()
+    finish(job, members)
+    assert os.listdir(coordinator.directory)
