@@ -139,6 +139,7 @@ def test_faults_10_and_25_killed_again_and_again_under_writers(tmp_path: Path) -
         for cursor, begin in zip(cursors, (consumed, 0, 0)):
             for step in range(begin, count):
                 assert cursor.get(key(step), TIMEOUT_S, lambda: False).body == body_of(step)
+            assert cursor._held_bytes == 0  # nothing came twice
             cursor.close()
         assert sum(writer.stats.resent for writer in writers) > 0
         for writer in writers:

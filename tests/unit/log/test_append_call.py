@@ -256,8 +256,13 @@ def test_credit_that_is_overdrawn_is_refused() -> None:
     with InProcess(config=EngineConfig(credit_bytes=400, body_bytes_max=100)) as server:
         call = Call(server)
         call.open()
+        for sequence in range(20):
+            call.send(frame_of(sequence)[1])
+            call.until_acked(sequence + 1)
+        call = Call(server)
+        call.open()
         # Frames of one message are taken together: more than the credit and one frame under way.
-        call.send(*[frame_of(sequence)[1] for sequence in range(20)])
+        call.send(*[frame_of(sequence)[1] for sequence in range(20, 40)])
         assert call.refused()[1] == "invalid"
 
 

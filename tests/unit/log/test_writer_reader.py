@@ -319,7 +319,8 @@ def test_one_record_larger_than_the_queue_is_taken_alone(server: InProcess) -> N
         writer.flush(TIMEOUT_S)
 
 
-def test_interrupt_wakes_a_blocked_append_and_a_flush() -> None:
+def test_interrupt_wakes_a_blocked_append_and_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift.log.writer._POLL_S", TIMEOUT_S)  # it is woken, it does not look by itself
     gate = Gate()
     with InProcess(gate) as server, writing(server, queue_bytes=2_000) as writer:
         gate.open.clear()
@@ -334,12 +335,13 @@ def test_interrupt_wakes_a_blocked_append_and_a_flush() -> None:
 
         thread = threading.Thread(target=work)
         thread.start()
-        eventually(lambda: writer._held_bytes > 1000)
+        eventually(lambda: writer._held_bytes > 1000 and not writer._inbox and writer._working is None)
+        time.sleep(0.05)  # nothing moves any more that would wake it too
         begin = time.monotonic()
         writer.interrupt()
         thread.join(TIMEOUT_S)
         assert raised
-        assert raised[0] - begin < 0.15
+        assert raised[0] - begin < TIMEOUT_S / 2
         with pytest.raises(LogInterrupted):
             put(writer, 99)
         with pytest.raises(LogInterrupted):
