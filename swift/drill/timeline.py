@@ -220,8 +220,7 @@ def _states(events: Iterable[Event]) -> list[Event]:
 
 
 def _named(events: Iterable[Event], name: str) -> list[Event]:
-    """Those of that name; steps that a replay does again are no steps here."""
-    return [event for event in events if event["event"] == name and not event.get("replay")]
+    return [event for event in events if event["event"] == name]
 
 
 def fault_ids(events: Iterable[Event]) -> set[str]:

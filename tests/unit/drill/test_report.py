@@ -153,10 +153,22 @@ def test_some_events_only_make_the_phases_finer(event: str) -> None:
     assert result["verdict"] == PASS, result["reason"]
 
 
-def test_no_steps_after_the_recovery_is_inconclusive() -> None:
+def test_a_fault_that_left_no_trace_did_not_happen() -> None:
+    events = without("child_exit")(without("fault")(good_trace().events))
+    result = report.build(config(), good(events=events))
+    assert result["verdict"] != PASS
+    assert "never happened: rank=2" in result["reason"]
+
+
+@pytest.mark.parametrize("ranks", [{0, 1, 2, 3}, {3}])
+def test_a_rank_without_a_step_after_the_recovery_is_inconclusive(ranks: set[int]) -> None:
     trace = good_trace()
     back = next(e["t"] for e in trace.events if e.get("state") == "RUNNING" and e["generation"] == 2)
-    events = [e for e in trace.events if e["t"] <= back or e["event"] not in ("step_begin", "finished")]
+    events = [
+        e
+        for e in trace.events
+        if e["t"] <= back or e["event"] not in ("step_begin", "finished") or e["rank"] not in ranks
+    ]
     result = report.build(config(), good(events=events))
     assert result["verdict"] == INCONCLUSIVE
     assert result["recovery_seconds"] is None
@@ -305,6 +317,34 @@ def test_two_victims_one_after_the_other() -> None:
     assert result["recovery_seconds"]["total"] == pytest.approx(total)
     only_one = good(trace, fired=frozenset({"fault0"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3)))
     assert report.build(planned, only_one)["verdict"] == INCONCLUSIVE
+
+
+def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
+    """Rank 1 dies before it has begun a step after the first recovery: that one lasts until it really does."""
+    trace = Trace()
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        trace.step(step)
+    for generation, victim in ((2, 2), (3, 1)):
+        trace.rank(victim, "fault", id=f"fault{generation - 2}", phase="idle", step=KILL_STEP, microbatch=0)
+        trace.pids[victim] = NEW_PID + victim
+        for state in ("FENCING", "PLANNING"):
+            trace.state(state, generation)
+        trace.plan(generation, KILL_STEP, kept(victim=victim))
+        trace.state("RECOVERING", generation)
+        trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
+        trace.state("RUNNING", generation)
+    for step in range(KILL_STEP, STEPS):
+        trace.step(step)
+    trace.finish()
+    planned = config(*(f"rank={rank},step={KILL_STEP},phase=idle" for rank in (2, 1)))
+    result = report.build(
+        planned,
+        good(trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))),
+    )
+    assert result["verdict"] == PASS, result["reason"]
+    first, second = (recovery["recovery_seconds"] for recovery in result["recoveries"])
+    assert first["rejoin"] > second["total"]
 
 
 def test_a_drill_on_services_alone_needs_no_recovery() -> None:
