@@ -91,7 +91,9 @@ def test_survivors_are_freed_and_meet_again(operation: str, tmp_path: Path) -> N
     def wait_for(name: str) -> dict[str, object]:
         deadline = time.monotonic() + 40
         while not (tmp_path / name).exists():
-            assert time.monotonic() < deadline, f"{name} never came: {sorted(p.name for p in tmp_path.iterdir())}"
+            assert time.monotonic() < deadline, (
+                f"{name} never came: {sorted(p.name for p in tmp_path.iterdir())}"
+            )
             time.sleep(0.005)
         return dict(json.loads((tmp_path / name).read_text() or "{}"))
 

@@ -1,0 +1,143 @@
+"""The rules of the house, executable: what a reviewer would otherwise have to look for."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE_LINES_MAX = 520
+FUNCTION_LINES_MAX = 75
+README_LINES_MAX = 120
+
+# Each is allowed only with a reason, and so far nobody had one.
+FORBIDDEN = {
+    "pickle": re.compile(r"\bimport pickle|\bpickle\.|\btorch\.(load|save)\("),
+    "an error that is swallowed": re.compile(r"except( Exception| BaseException)?:\s*\n\s*pass\b"),
+    "a note to self": re.compile(r"\b(TODO|FIXME|XXX)\b"),
+    "something left out": re.compile(r"\bNotImplementedError\b"),
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if "_pb" not in path.parts]
+
+
+def run(*words: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        words, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def imported_by(statement: str) -> set[str]:
+    """Top-level packages that are there after it."""
+    code = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_import_swift_is_light() -> None:
+    assert imported_by("import swift, swift.cli").isdisjoint({"torch", "numpy", "grpc", "google", "rich"})
+
+
+def test_torch_comes_with_the_session_only() -> None:
+    assert "torch" in imported_by("import swift; swift.Session")
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "services.logserver.__main__, services.coordinator.__main__",
+        "swift.log.writer, swift.log.reader, swift.log.admin, swift.control.client, swift.recovery",
+        # The drill's own process: it starts everything else and must come up, and answer, at once.
+        "swift.drill.command, swift.drill.report, swift.drill.cluster",
+    ],
+)
+def test_no_torch_here(modules: str) -> None:
+    assert imported_by(f"import {modules}").isdisjoint({"torch", "numpy"})
+
+
+def test_import_contracts_hold() -> None:
+    done = run(
+        sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", NO_COLOR="1"
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_stubs_are_what_proto_generates(tmp_path: Path) -> None:
+    done = run(str(ROOT / "scripts" / "gen_proto"), str(tmp_path), PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    made = {path.name: path.read_text() for path in (tmp_path / "swift" / "_pb").iterdir()}
+    stored = {
+        path.name: path.read_text()
+        for path in (ROOT / "swift" / "_pb").iterdir()
+        if path.is_file() and path.name != "__init__.py"
+    }
+    assert made.keys() == stored.keys()
+    different = [name for name in made if made[name] != stored[name]]
+    assert different == [], "run scripts/gen_proto"
+
+
+@pytest.mark.parametrize("path", sources("swift", "services"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_small_rooms_and_nothing_forbidden(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= FILE_LINES_MAX
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
+    for what, pattern in FORBIDDEN.items():
+        assert pattern.search(text) is None, what
+
+
+@pytest.mark.parametrize("path", sources("swift", "services"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree) or not tree.body, "a docstring first"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").iterdir()), ids=lambda path: path.name)
+def test_scripts_are_short_and_run(path: Path) -> None:
+    assert path.name.startswith("_") or os.access(path, os.X_OK)
+    assert len(path.read_text().splitlines()) <= 40
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+
+
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
+    missing = [
+        target
+        for target in targets
+        if not re.match(r"[a-z]+:", target) and not (path.parent / target).exists()
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill"])
+def test_help_begins_with_what_it_does(command: str) -> None:
+    done = run(sys.executable, "-m", "swift.cli", command, "--help")
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    assert not first.startswith("usage")
+    assert first.endswith(".")
+
+
+@pytest.mark.parametrize("command", ["", "fly", "run", "logserver", "coordinator"])
+def test_what_is_missing_is_said_in_one_line(command: str) -> None:
+    done = run(sys.executable, "-m", "swift.cli", *command.split())
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
