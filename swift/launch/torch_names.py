@@ -1,6 +1,6 @@
 """Every torch name that the launcher needs and that torch does not promise to keep, checked at import.
 
-torch 2.11 to 2.13. What is missing is named, before anything is started.
+torch 2.13. What is missing is named, before anything is started.
 """
 
 import importlib
@@ -60,7 +60,7 @@ def missing_names() -> list[str]:
 _missing = missing_names()
 if _missing:
     raise ServiceError(
-        f"torch {torch.__version__} lacks {', '.join(_missing)}: install a torch from 2.11 to 2.13"
+        f"torch {torch.__version__} lacks {', '.join(_missing)}: install torch 2.13"
     )
 
 from torch.distributed.elastic.agent.server.api import (  # noqa: E402
