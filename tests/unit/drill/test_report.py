@@ -336,6 +336,9 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
         trace.state("RECOVERING", generation)
         trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
         trace.state("RUNNING", generation)
+        if generation == 2:
+            for rank in (0, 2, 3):
+                trace.rank(rank, "step_begin", step=KILL_STEP)
     for step in range(KILL_STEP, STEPS):
         trace.step(step)
     trace.finish()
