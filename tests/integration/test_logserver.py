@@ -14,12 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift import events
-from swift.errors import LogUnavailable, RecordCorrupt, StaleGeneration, SwiftError
+from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration, SwiftError
 from swift.log import admin
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.segment import FOOTER_BYTES, Ending, scan
-from swift.log.wire import SERVICE
+from swift.log.wire import SERVICE, client_options
 from swift.log.writer import LogWriter
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
 
@@ -451,3 +451,28 @@ def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.terminate()
     assert process.wait(TIMEOUT_S) == 0
+
+
+def test_fault_30_a_peer_that_is_gone_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process keeps its connections open, as a machine does that lost its power."""
+    stated = dict(client_options(1))
+    for timeout in ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
+        assert stated["grpc.keepalive_time_ms"] + stated[timeout] <= 20_000
+    quick = {**stated, "grpc.http2.ping_timeout_ms": 500, "grpc.keepalive_timeout_ms": 500}
+    monkeypatch.setattr(
+        "swift.log.rpc.client_options", lambda size: [*{**dict(client_options(size)), **quick}.items()]
+    )
+    with LogServer(tmp_path / "log") as server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1)
+        put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        put(writer, 1)
+        with pytest.raises(ServiceError, match="has not acknowledged everything"):
+            writer.flush(3.0)
+        assert "timeout" in writer._links[server.address]._trouble  # of a ping: the call was given up
+        server.process.send_signal(signal.SIGCONT)
+        writer.close()
+        check_stream(server, 0, 2)
