@@ -6,7 +6,7 @@ The log: streams of records, each written by one rank, kept until they are trimm
 A frame (docs/format.md) is the same bytes on the wire and on disk. It carries its stream's tag, so
 one message can hold frames of several streams, one after the other. Every number called *_sequence
 that bounds a range is exclusive: durable_sequence is the first sequence that is not durable yet.
-A refused call carries a word for the reason in the trailing metadata `swift-reason` (docs/protocol-log.md).
+A refused call carries a word for the reason in the trailing metadata `swift-reason` (docs/protocol.md).
 """
 
 from collections import abc as _abc
