@@ -33,6 +33,7 @@ _MARKS = (
     "plan",
     "refused",
     "notice",
+    "freed",
     "spare_assigned",
     "group_built",
     "restore_begin",
@@ -41,7 +42,7 @@ _MARKS = (
     "replay_end",
     "ready",
 )
-_MERGED = ("notice", "group_built", "ready", "restore_begin", "restore_end")
+_MERGED = ("notice", "freed", "group_built", "ready", "restore_begin", "restore_end")
 """Every rank says them at about the same time: one line for all."""
 
 
@@ -143,7 +144,8 @@ def describe(event: Mapping[str, Any]) -> str:
                 f"{event.get('verified')} sends verified, {event.get('filled')} filled"
             )
     words = {
-        "notice": "freed by the notice",
+        "notice": "told to stop",
+        "freed": "out of the half-done step",
         "group_built": "has the new group",
         "ready": "ready",
         "restore_begin": "loads the checkpoint",

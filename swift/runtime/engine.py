@@ -172,6 +172,8 @@ class Engine:
                 raise
             except Exception as error:  # noqa: BLE001  (a lost peer shows as any error; _handle re-raises the rest)
                 self._handle(error)
+            latest = self._member.watcher.latest
+            events.emit("freed", rank=self._rank, generation=latest.generation if latest is not None else 0)
             self._drop_step()
             self.form()
 
