@@ -220,7 +220,10 @@ def _facts(result: Mapping[str, Any]) -> Table:
         f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "
         f"{result['microbatches_recomputed']} microbatches computed again",
     )
-    table.add_row("survivors kept", {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]])
+    kept = {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]]
+    if result["survivors_freed_seconds"] is not None:
+        kept += f"; out of their step {seconds(result['survivors_freed_seconds'])} after the notice"
+    table.add_row("survivors kept", kept)
     megabytes = f"{log['bytes'] / 1e6:.1f} MB" if log["bytes"] is not None else "?"
     table.add_row("log", f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified")
     rate = {name: "-" if value is None else f"{value:.2f}" for name, value in rates.items()}

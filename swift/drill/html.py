@@ -238,6 +238,7 @@ def _facts(result: Mapping[str, Any]) -> str:
             "recovered by",
             ", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items()) or "-",
         ),
+        ("survivors out of their step", f"{seconds(result['survivors_freed_seconds'])} after the notice"),
         ("steps replayed", result["steps_replayed"]),
         ("steps lost", result["steps_lost"]),
         ("microbatches computed again", result["microbatches_recomputed"]),

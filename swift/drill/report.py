@@ -114,6 +114,9 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         **_cost(config, found),
         "recoveries": [_recovery(config, recovery) for recovery in found],
         "survivors_kept": None if survivors is None else all(survivors.values()),
+        "survivors_freed_seconds": max(
+            (r.freed_seconds for r in found if r.freed_seconds is not None), default=None
+        ),
         "log": _log(evidence, found),
         "corruption": evidence.corruption,
         "negative_control": evidence.negative_control or {"caught": None},
@@ -332,6 +335,7 @@ def _recovery(config: DrillConfig, recovery: Recovery) -> dict[str, Any]:
         "verified_sends": recovery.replayed("verified"),
         "filled_sends": recovery.replayed("filled"),
         "records_read": recovery.replayed("records"),
+        "survivors_freed_seconds": recovery.freed_seconds,
     }
 
 

@@ -47,6 +47,8 @@ class Recovery:
     missing: list[str] = field(default_factory=list)
     """Milestones and events that are not in the trace."""
     steps_lost: int | None = None
+    freed_seconds: float | None = None
+    """From the notice to the last survivor being out of whatever it waited in; None: nobody waited."""
 
     @property
     def generation(self) -> int:
@@ -134,9 +136,22 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
     if recovery.replay_expected and not recovery.replays:
         recovery.missing.append("replay_end")
     recovery.seconds = _phases(recovery, window, after)
+    recovery.freed_seconds = _freed(window)
     reached = [event["step"] + 1 for event in _named(events, "step_end") if event["t"] < recovery.began_t]
     if recovery.target_version is not None:
         recovery.steps_lost = max(0, max(reached, default=0) - recovery.target_version)
+
+
+def _freed(window: list[Event]) -> float | None:
+    """The longest time between a rank's notice and its next "freed"."""
+    noticed: dict[int, float] = {}
+    took = []
+    for event in window:
+        if event["event"] == "notice":
+            noticed.setdefault(event["rank"], event["t"])
+        elif event["event"] == "freed" and event["rank"] in noticed:
+            took.append(event["t"] - noticed.pop(event["rank"]))
+    return max(took, default=None)
 
 
 def _of_generation(found: list[Event], generation: int, window: list[Event]) -> list[Event]:

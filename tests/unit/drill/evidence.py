@@ -107,6 +107,10 @@ def good_trace() -> Trace:
         trace.step(step)
     trace.kill(2, KILL_STEP)
     trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
+    for rank in (0, 1, 3):
+        trace.rank(rank, "notice", 0.001, generation=2)
+    for rank in (0, 1, 3):
+        trace.rank(rank, "freed", 0.003, generation=2)
     trace.state("PLANNING", 2, 0.03)
     trace.plan(2, KILL_STEP, kept())
     trace.state("RECOVERING", 2, 0.04)

@@ -59,12 +59,18 @@ def test_a_good_run_passes_with_every_field_of_the_contract() -> None:
     assert all(check["answer"] for check in result["checks"])
 
 
+def test_how_long_survivors_were_blocked() -> None:
+    assert report.build(config(), good())["survivors_freed_seconds"] == pytest.approx(0.009)
+    events = without("freed")(good_trace().events)
+    assert report.build(config(), good(events=events))["survivors_freed_seconds"] is None
+
+
 def test_phases_sum_to_the_total() -> None:
     seconds = report.build(config(), good())["recovery_seconds"]
     assert set(seconds) == {"detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total"}
     assert sum(seconds.values()) - seconds["total"] == pytest.approx(seconds["total"])
     assert seconds["detect"] == pytest.approx(0.03)
-    assert seconds["fence"] == pytest.approx(0.03)
+    assert seconds["fence"] == pytest.approx(0.042)
     assert seconds["plan"] == pytest.approx(0.05)
     assert seconds["rebuild"] == pytest.approx(0.06)
     assert seconds["restore"] == pytest.approx(0.03)
