@@ -165,6 +165,8 @@ def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
         name = event["event"]
         if event["t"] < start or (name == "child_exit" and event.get("code") == 0):
             continue
+        if name == "freed" and "rank" not in event:  # bytes, by a log server
+            continue
         if name in _MERGED and "rank" in event:
             key = (name, event.get("generation"))
             if key in merged:

@@ -149,7 +149,7 @@ def _freed(window: list[Event]) -> float | None:
     for event in window:
         if event["event"] == "notice":
             noticed.setdefault(event["rank"], event["t"])
-        elif event["event"] == "freed" and event["rank"] in noticed:
+        elif event["event"] == "freed" and event.get("rank") in noticed:  # a log server frees bytes
             took.append(event["t"] - noticed.pop(event["rank"]))
     return max(took, default=None)
 

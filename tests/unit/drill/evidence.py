@@ -111,6 +111,7 @@ def good_trace() -> Trace:
         trace.rank(rank, "notice", 0.001, generation=2)
     for rank in (0, 1, 3):
         trace.rank(rank, "freed", 0.003, generation=2)
+    trace.add("logserver", "freed", 0.0, job="drill", stream="s1.F", bytes=4096)
     trace.state("PLANNING", 2, 0.03)
     trace.plan(2, KILL_STEP, kept())
     trace.state("RECOVERING", 2, 0.04)
