@@ -70,6 +70,7 @@ class Session:
         except KeyError as error:
             raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
         events.configure(f"rank{rank}")
+        checkpoints = os.path.join(checkpoints, job)  # two jobs may share a directory
         member = Member(coordinator, job, rank, incarnation)
         return cls(rank=rank, world_size=world_size, member=member, checkpoint_dir=checkpoints, config=config)
 
