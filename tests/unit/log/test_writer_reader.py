@@ -600,3 +600,15 @@ def test_threads_end(server: InProcess) -> None:
             ]
         )
     )
+
+
+def test_what_still_waits_is_compared_although_its_step_is_forgotten(server: InProcess) -> None:
+    """The end of a step forgets its keys while its last records may still wait for the background thread."""
+    with writing(server) as writer:
+        writer.expect("s1.F", {key(5): digest_of("uint8", (4,), bytes(4))})
+        large = 32 << 20
+        writer.append("s1.F", key(4), "uint8", (large,), bytes(large))  # keeps the thread busy
+        writer.append("s1.F", key(5), "uint8", (4,), b"\1\1\1\1")
+        writer.forget_below(10)
+        with pytest.raises(Divergence, match=r"s1\.F"):
+            writer.flush(TIMEOUT_S)
