@@ -81,6 +81,8 @@ class Channel:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._ordinal = 0
+        for cursor in self._cursors.values():
+            cursor.drop_below(step)  # what was sent to other stages is never asked for, and would stay
         _torch.set_generator_seed(seed_for(self._seed, step, OUTSIDE_STAGES, self._rank), self._device)
 
     # --- replay ---
