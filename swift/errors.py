@@ -16,7 +16,8 @@ SwiftError
 │   ├── RecordMissing          the record is not in the log and nobody will write it
 │   └── SequenceConflict       same key or sequence with other bytes
 └── ReplayRefused              replay would not be exact: a regenerated send differs, or one of the LogErrors
-    └── Divergence             computed bits differ from the logged ones
+    ├── Divergence             computed bits differ from the logged ones
+    └── ReplicaDiffers         replicas hold different states, or what arrived is not what was sent
 """
 
 
@@ -94,3 +95,7 @@ class ReplayRefused(SwiftError):
 
 class Divergence(ReplayRefused):
     """Bits that were computed again differ from the logged ones."""
+
+
+class ReplicaDiffers(ReplayRefused):
+    """Replicas hold different states, or what arrived is not what was sent. Names the ranks and a path."""

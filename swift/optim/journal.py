@@ -1,0 +1,351 @@
+"""Which buckets of the step under way are applied to a stock torch optimizer, exactly; and how to take them back.
+
+A bucket is applied by the optimizer's own `step`, which for the moment sees the bucket's parameters only. So the
+step through the journal has the same bits as the plain one, whichever implementation (for-loop, foreach, fused)
+runs. What says that a bucket is done is the journal alone: `state["step"]` and `_version` do not tell (the fused
+kernels bump neither).
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from swift.errors import ServiceError, UsageError
+from swift.optim import error, kinds
+from swift.optim.inverse import Arithmetic, Bucket, numbers, snapshot, unfit
+from swift.optim.preimage import PreImage
+from swift.optim.residue import Exact
+from swift.optim.rules import RULES
+from swift.optim.torch_names import bare_step, post_hooks, pre_hooks
+from swift.optim.units import Pool
+
+MODES = ("none", "exact", "arithmetic", "preimage")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UndoResult:
+    """What was taken back, and how well."""
+
+    mode: str
+    exact: bool
+    """Parameters and state have the bits they had before the step."""
+    buckets: int
+    ulps_max: float | None = None
+    """Largest error of a parameter's element, in units of the last place of its true value; if measured."""
+    ulps_mean: float | None = None
+    exact_share: float | None = None
+    """Share of the parameters' elements that came back bit for bit; if measured."""
+    step_error: float | None = None
+    """Norm of the parameters' error over the norm of the step that was taken back; if measured."""
+
+
+class Record(Protocol):
+    """What is kept of one applied bucket."""
+
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def extra_bytes(self) -> int: ...
+    def after(self) -> None: ...
+    def undo(self) -> None: ...
+
+
+class Journal:
+    """The buckets of one optimizer.
+
+    (runtime) per step ``begin(step)`` → ``apply(bucket)`` of some, in any order → ``apply_rest()`` of all others,
+    with the optimizer's step hooks around it. After a failure, before the next ``begin``: ``undo()``.
+
+    Raises UsageError for an optimizer that should be taken back and cannot be.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, undo: str = "none", bucket_bytes: int = 25 << 20
+    ) -> None:
+        if undo not in MODES:
+            raise UsageError(f"undo={undo!r} is unknown; there are: {', '.join(MODES)}")
+        self._optimizer = optimizer
+        self._bucket_bytes = bucket_bytes
+        self._bare = bare_step(type(optimizer))
+        self._known = known = kinds.stock_step(type(optimizer))
+        self._pool = Pool()
+        self.whole = known is None
+        """The class is unknown: one bucket, its step called as it is (`apply_whole` if it wants a closure)."""
+        self.why = ""
+        """Why `mode` is not what was asked for, in one line; empty if it is."""
+        self.mode = self._mode_for(undo, known)
+        """How buckets are taken back: none, exact, arithmetic or preimage."""
+        self.measure = False
+        """Keep copies besides, so that UndoResult tells the true error."""
+        self._step = -1
+        self._rebuild()
+
+    def _mode_for(self, undo: str, known: type[torch.optim.Optimizer] | None) -> str:
+        name = type(self._optimizer).__name__
+        if undo != "none" and kinds.needs_closure(self._optimizer):
+            raise UsageError(
+                f"{name} calls a closure in its step, so it can be neither cut into buckets nor taken back; "
+                "use updates='after_backward' with it"
+            )
+        if undo in ("none", "preimage"):
+            return undo
+        if known is None:
+            self.why = f"{name} is no class that swift knows: one bucket, and copies of it are kept"
+            return "preimage"
+        reasons = [self._refusal(group) for group in self._optimizer.param_groups]
+        if any(reasons):
+            reason = next(filter(None, reasons))
+            which = "" if all(reasons) else " of some groups"
+            self.why = f"{name} has no inverse ({reason}): copies of the buckets{which} in flight are kept"
+        return "preimage" if all(reasons) else undo
+
+    def _refusal(self, group: dict[str, Any]) -> str:
+        """Why this group's steps cannot be computed backwards; empty if they can."""
+        if self._known not in RULES:
+            return "none is known"
+        if self._known is torch.optim.SGD and group["fused"]:
+            if any(p.device.type == "cpu" and p.element_size() == 2 for p in group["params"]):
+                # pytorch issue 191763: parameters stay, momentum is trash.
+                return "torch's fused SGD is wrong for 16 bits on a CPU"
+            if getattr(self._optimizer, "found_inf", None) is not None:
+                return "fused SGD changes its momentum in steps that a scaler skips"
+        return RULES[self._known].refuses(numbers(snapshot(group)))
+
+    def _rebuild(self) -> None:
+        groups = self._optimizer.param_groups
+        self._layout = [list(group["params"]) for group in groups]
+        size = self._bucket_bytes if not self.whole else None
+        found = make_buckets(groups, size)
+        self.buckets: list[list[torch.nn.Parameter]] = [parameters for _, parameters in found]
+        self._group_of = [group for group, _ in found]
+        self._pinned = [not self.whole and _mixed(group) for group in groups]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._records: dict[int, Record | None] = {}
+        self._copies: dict[int, PreImage] = {}
+        self._torn: int | None = None
+        self._hooked = False  # step pre-hooks have been called
+        self._ended = False  # and post-hooks too
+
+    # --- one step ---
+
+    @property
+    def step(self) -> int:
+        """The step under way, as given to `begin`."""
+        return self._step
+
+    @property
+    def early(self) -> bool:
+        """A bucket may be applied before `apply_rest`. Not so with step pre-hooks: they are to see all gradients
+        and no update."""
+        return not pre_hooks(self._optimizer)
+
+    @property
+    def applied(self) -> tuple[int, ...]:
+        """Buckets that are applied, in the order in which they were."""
+        return tuple(self._records)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._records) == len(self.buckets)
+
+    @property
+    def partial(self) -> bool:
+        return self._torn is not None or (bool(self._records) and not self.complete)
+
+    def begin(self, step: int) -> None:
+        """A new step: forgets the last one, with the gradients and what was kept to take it back.
+
+        Parameters or groups that were added to the optimizer since are cut into buckets here.
+        """
+        self._step = step
+        self._forget()
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._layout) or any(
+            len(group["params"]) != len(known) or any(a is not b for a, b in zip(group["params"], known))
+            for group, known in zip(groups, self._layout)
+        ):
+            self._rebuild()
+
+    def apply(self, bucket: int) -> None:
+        """The optimizer's own step for this bucket, with the gradients that its parameters have now.
+
+        Raises UsageError if there are step pre-hooks that have not been called (see `early`).
+        """
+        assert bucket not in self._records, f"bucket {bucket} of step {self._step} is applied already"
+        assert self._torn is None, "a bucket failed half-way in this step, or its undo"
+        if not self._hooked and not self.early:
+            raise UsageError(
+                "the optimizer has a step pre-hook, which must see all gradients before any update; "
+                "use updates='after_backward'"
+            )
+        parameters = [p for p in self.buckets[bucket] if p.grad is not None]
+        self._torn = bucket
+        record = self._before(bucket, parameters)
+        with self._only(bucket):
+            self._bare(self._optimizer)
+        if record is not None:
+            record.after()
+        self._records[bucket] = record
+        self._torn = None
+
+    def apply_rest(self, between: Callable[[int], None] | None = None) -> None:
+        """All buckets that are not applied, between the optimizer's step hooks (each is called once in a step).
+
+        `between(n)` is called between buckets, `n` of them being applied. What it raises passes through; the
+        buckets are then partial, and calling again goes on.
+        """
+        if self._ended:
+            raise UsageError("optimizer.step() twice in one step; every step of the session must update once")
+        self._call_pre_hooks()
+        for bucket in range(len(self.buckets)):
+            if bucket in self._records:
+                continue
+            self.apply(bucket)
+            if between is not None and not self.complete:
+                between(len(self._records))
+        self._ended = True
+        for hook in post_hooks(self._optimizer):
+            hook(self._optimizer, (self._optimizer,), {})
+
+    def _call_pre_hooks(self) -> None:
+        if not self._hooked:
+            for hook in pre_hooks(self._optimizer):
+                hook(self._optimizer, (self._optimizer,), {})
+            self._hooked = True
+
+    def apply_whole(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The step of an optimizer that is one bucket, called as it is; returns what it returns."""
+        assert self.whole
+        if self.complete:
+            self.apply_rest()
+            return None
+        self._ended = True
+        arguments = () if closure is None else (closure,)
+        self._torn = 0
+        self._hooked = True
+        record = self._before(0, self.buckets[0])
+        result = type(self._optimizer).step(self._optimizer, *arguments)
+        if record is not None:
+            record.after()
+        self._records[0] = record
+        self._torn = None
+        return result
+
+    def _before(self, bucket: int, parameters: list[torch.nn.Parameter]) -> Record | None:
+        if self.mode == "none":
+            return None
+        if self.measure:
+            self._copies[bucket] = PreImage(self._optimizer, parameters, whole=False)
+        if self.mode == "preimage":
+            return PreImage(self._optimizer, parameters, whole=self.whole)
+        assert self._known is not None
+        group, rule = self._optimizer.param_groups[self._group_of[bucket]], RULES.get(self._known)
+        if rule is None or self._refusal(group):
+            return PreImage(self._optimizer, parameters, whole=False)
+        known = Bucket(self._optimizer, rule, group, parameters)
+        if unfit(self._optimizer, parameters, known.names):
+            return PreImage(self._optimizer, parameters, whole=False)
+        return Arithmetic(known) if self.mode == "arithmetic" else Exact(known, self._pool, bucket)
+
+    @contextmanager
+    def _only(self, bucket: int) -> Any:
+        """The optimizer sees this bucket and nothing else."""
+        if self.whole:
+            yield
+            return
+        groups = self._optimizer.param_groups
+        group = groups[self._group_of[bucket]]
+        everything, foreach = group["params"], group.get("foreach")
+        group["params"] = self.buckets[bucket]
+        self._optimizer.param_groups = [group]
+        if self._pinned[self._group_of[bucket]]:
+            group["foreach"] = False
+        try:
+            yield
+        finally:
+            group["params"] = everything
+            self._optimizer.param_groups = groups
+            if self._pinned[self._group_of[bucket]]:
+                group["foreach"] = foreach
+
+    # --- after a failure ---
+
+    def undo(self) -> UndoResult:
+        """Takes every applied bucket back: parameters, optimizer state, step counters.
+
+        Raises ServiceError if the step cannot be taken back.
+        """
+        if self.mode == "none" and self._records:
+            raise ServiceError(
+                "this step cannot be taken back: the journal keeps nothing to undo it (undo='none')"
+            )
+        if self._torn is not None:
+            raise ServiceError("this step cannot be taken back: its optimizer, or its undo, failed half-way")
+        stepped = {bucket: copy.distances() for bucket, copy in self._copies.items()}
+        records = dict(self._records)
+        self._torn = -1  # until all is taken back
+        for record in reversed(records.values()):
+            assert record is not None
+            record.undo()
+        found = error.Error()
+        for bucket, copy in self._copies.items():
+            for parameter, truth, squares in zip(copy.parameters, copy.values, stepped[bucket], strict=True):
+                found.add(truth, parameter, squares)
+        measured = bool(self._copies)
+        self._forget()
+        return UndoResult(
+            mode=self.mode,
+            exact=all(record.exact for record in records.values() if record is not None),
+            buckets=len(records),
+            ulps_max=found.ulps_max if measured else None,
+            ulps_mean=found.ulps_mean if measured else None,
+            exact_share=found.exact_share if measured else None,
+            step_error=found.step_error if measured else None,
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that are kept of the buckets applied in this step, until the next one."""
+        return sum(record.extra_bytes for record in self._records.values() if record is not None)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of buffers that the exact undo holds for the passing copy of its largest bucket."""
+        return self._pool.bytes_of("old", "estimate", "nibble")
+
+
+def make_buckets(
+    groups: list[dict[str, Any]], bucket_bytes: int | None
+) -> list[tuple[int, list[torch.nn.Parameter]]]:
+    """(index of the group, parameters) of each bucket, in reverse parameter order.
+
+    A bucket is closed once it holds `bucket_bytes`; it has one group, dtype and device. None: one for everything.
+    """
+    if bucket_bytes is None:
+        return [(0, [parameter for group in reversed(groups) for parameter in reversed(group["params"])])]
+    done: list[tuple[int, list[torch.nn.Parameter]]] = []
+    for index in range(len(groups) - 1, -1, -1):
+        open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        for parameter in reversed(groups[index]["params"]):
+            key = (parameter.dtype, parameter.device)
+            open_.setdefault(key, []).append(parameter)
+            sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
+            if sizes[key] >= bucket_bytes:
+                done.append((index, open_.pop(key)))
+                del sizes[key]
+        done += [(index, parameters) for parameters in open_.values()]
+    return done
+
+
+def _mixed(group: dict[str, Any]) -> bool:
+    """True if torch, left to choose, takes the for-loop for the group but might take foreach for a part of it."""
+    if group.get("foreach") is not None or group.get("fused") or "foreach" not in group:
+        return False
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return len({(parameter.device.type, type(parameter) in plain) for parameter in group["params"]}) > 1

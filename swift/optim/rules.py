@@ -1,0 +1,423 @@
+"""How each optimizer's step is computed backwards: parameters and state before it, out of those after it.
+
+Sources: torch.optim (2.13), `swift.optim.lamb`, `swift.optim.lion`. None of the inverses gives back the same bits,
+because the step rounds; what they miss is a few units of the last place wherever the old value is not much smaller
+than what was added to it.
+
+A kernel works in place on flat tensors of one length N: parameters `p`, gradients `g` (not changed), state `s`.
+`sane` asks for values that training can go on with where rounding has eaten the old one: a second moment that is
+never negative nor smaller than its own rounding error, and no NaN. Without it the values are only repeatable,
+which is what the exact undo needs.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swift.optim import torch_names as many
+from swift.optim.lamb import Lamb
+from swift.optim.lion import Lion
+
+Tensor = torch.Tensor
+Kernel = Callable[[Tensor, Tensor, list[Tensor]], None]
+Hyper = dict[str, Any]
+
+FORGETS_BELOW = 0.1
+"""A decay rate under this keeps so little of the old value that there is nothing to compute it from."""
+SHRINKS_BELOW = 0.05
+"""The same for the factor 1 - lr·weight_decay on parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """One step as it was applied to parameters of one group that are equally old."""
+
+    hyper: Hyper
+    """The group's values at the time, tensors as floats."""
+    step: float
+    """Steps of these parameters, this one included; 0 if the optimizer does not count."""
+    scalars: dict[str, float]
+    """Other state of one number per parameter, after the step."""
+    first: bool
+    """There was no state before: only parameters need a value, the state goes."""
+    sane: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """How one class of optimizer is taken back."""
+
+    tensors: Callable[[Hyper], tuple[str, ...]]
+    """Names of the state that has the parameter's shape, in the order in which kernels take it."""
+    refuses: Callable[[Hyper], str]
+    """Why a step with these hyperparameters has no inverse; empty if it has one."""
+    kernel: Callable[[Applied], Kernel]
+    scalars: tuple[str, ...] = ()
+    """Names of the state of one number that the kernel needs, other than `step`."""
+
+
+# --- what several have in common ---
+
+
+def _sign(hyper: Hyper) -> float:
+    return -1.0 if hyper.get("maximize") else 1.0
+
+
+def _decayed(g: Tensor, p: Tensor, sign: float, decay: float) -> Tensor:
+    """±g + decay·p: the gradient as the step used it. May be `g` itself."""
+    if decay:
+        return torch.add(g, p, alpha=decay) if sign > 0 else torch.mul(p, decay).sub_(g)
+    return g if sign > 0 else -g
+
+
+def _forget_first(m: Tensor, g: Tensor, beta: float) -> None:
+    """Undoes m ← β·m + (1 - β)·g."""
+    m.lerp_(g, -(1 - beta) / beta)
+
+
+def _forget_second(v: Tensor, g: Tensor, beta: float, sane: bool, *others: Tensor) -> None:
+    """Undoes v ← β·v + (1 - β)·g²."""
+    v.mul_(1 / beta).addcmul_(g, g, value=-(1 - beta) / beta)
+    if sane:
+        _make_sane(v, g, beta, 1 - beta, *others)
+
+
+def _make_sane(v: Tensor, g: Tensor, old: float, new: float, *others: Tensor) -> None:
+    """v, an estimate before v ← old·v + new·g², gets a floor where rounding has eaten it.
+
+    The estimate carries an error of the size of the last place of the value after the step; whatever is smaller
+    than that means nothing, and a small v makes large steps. Where the value after the step has overflowed,
+    v and `others` start again from zero.
+    """
+    least, most = torch.aminmax(v)
+    if least.item() > 0 and most.item() < math.inf:
+        return
+    after = torch.addcmul(v * old, g, g, value=new)
+    lost = ~(torch.isfinite(v) & torch.isfinite(after))
+    torch.maximum(v, after.mul_(torch.finfo(v.dtype).eps), out=v)
+    v.clamp_(min=0)
+    for tensor in (v, *others):
+        tensor.masked_fill_(lost, 0)
+
+
+def _solve(p: Tensor, g: Tensor, denominator: Tensor, rate: float, decay: float, bound: float) -> None:
+    """Undoes p ← p - rate·(g + decay·p)/denominator, where the fraction is never beyond ±bound.
+
+    Where the decay is as strong as the denominator there is no inverse; the bound keeps the value near by.
+    """
+    if not decay:
+        p.addcdiv_(g, denominator, value=rate)
+        return
+    denominator = torch.maximum(denominator - rate * decay, denominator * 0.5)
+    p.add_(torch.add(g, p, alpha=decay).div_(denominator).clamp_(-bound, bound), alpha=rate)
+
+
+def _shrink(hyper: Hyper) -> str:
+    """Why decoupled weight decay cannot be taken back, if it cannot."""
+    factor = 1 - hyper["lr"] * hyper["weight_decay"]
+    return "" if factor >= SHRINKS_BELOW else f"lr·weight_decay leaves {factor:.3g} of a parameter"
+
+
+def _forgets(**rates: float) -> str:
+    """Which of the decay rates is too small, if one is."""
+    for name, rate in rates.items():
+        if not rate >= FORGETS_BELOW:
+            return f"{name}={rate:.3g} forgets the old value"
+    return ""
+
+
+def _none(hyper: Hyper) -> tuple[str, ...]:
+    return ()
+
+
+# --- SGD ---
+
+
+def _sgd(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    lr, momentum, decay = h["lr"], h["momentum"], h["weight_decay"]
+
+    def plain(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        p.add_(g, alpha=sign * lr)
+        if decay:
+            p.mul_(1 / (1 - lr * decay))
+
+    def with_momentum(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        buffer = s[0]
+        if h["nesterov"]:
+            p.add_(buffer, alpha=lr * momentum)
+            plain(p, g, s)
+        else:
+            p.add_(buffer, alpha=lr)
+        if a.first:
+            return
+        used = _decayed(g, p, sign, decay)
+        buffer.sub_(used, alpha=1 - h["dampening"]).mul_(1 / momentum)
+
+    return with_momentum if momentum else plain
+
+
+def _sgd_refuses(h: Hyper) -> str:
+    if h["momentum"] and not h["nesterov"]:
+        return _forgets(momentum=h["momentum"])
+    return (_forgets(momentum=h["momentum"]) if h["momentum"] else "") or _shrink(h)
+
+
+# --- Adam and its kin ---
+
+
+def _adam(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    lr, eps, decay = h["lr"], h["eps"], h["weight_decay"]
+    (beta1, beta2), decoupled = h["betas"], h.get("decoupled_weight_decay", False)
+    root = math.sqrt(1 - beta2**a.step)
+    size = lr * root / (1 - beta1**a.step)
+    grow = 1 / (1 - lr * decay) if decoupled else 1.0
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        # torch's fused AdamW does each half in one pass, given constants that nobody trains with:
+        # first p ← (p + size·m/(√v + eps·root))·grow, the moments standing still,
+        m, v = s
+        if size:
+            many.adamw_(p, m, m, v, lr=-size * grow, decay=(grow - 1) / (size * grow), eps=eps * root)
+        if a.first:
+            return
+        # then the moments backwards, with rates over 1 and a parameter that is thrown away.
+        used = _decayed(g, p, 1.0 if decoupled or not decay else sign, 0.0 if decoupled else decay)
+        flip = sign < 0 and used is g
+        many.adamw_(torch.empty_like(p), used, m, v, betas=(1 / beta1, 1 / beta2), maximize=flip)
+        if a.sane:
+            _make_sane(v, used, beta2, 1 - beta2, m)
+
+    return kernel
+
+
+def _betas_refuse(h: Hyper) -> str:
+    beta1, beta2 = h["betas"]
+    if h.get("amsgrad"):
+        return "AMSGrad keeps a maximum"
+    return _forgets(beta1=beta1, beta2=beta2) or (_shrink(h) if h.get("decoupled_weight_decay") else "")
+
+
+def _radam(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    lr, eps, decay = h["lr"], h["eps"], h["weight_decay"]
+    (beta1, beta2), decoupled = h["betas"], h["decoupled_weight_decay"]
+    correction2 = 1 - beta2**a.step
+    rho_end = 2 / (1 - beta2) - 1
+    rho = rho_end - 2 * a.step * beta2**a.step / correction2
+    size = lr / (1 - beta1**a.step)
+    if rho > 5:
+        size *= math.sqrt((rho - 4) * (rho - 2) * rho_end / ((rho_end - 4) * (rho_end - 2) * rho))
+        size *= math.sqrt(correction2)
+    grow = 1 / (1 - lr * decay) if decoupled else 1.0
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        m, v = s
+        if rho > 5:
+            p.addcdiv_(m, v.sqrt().add_(eps), value=size)
+        else:
+            p.add_(m, alpha=size)
+        if grow != 1:
+            p.mul_(grow)
+        if a.first:
+            return
+        used = _decayed(g, p, sign, 0.0 if decoupled else decay)
+        _forget_first(m, used, beta1)
+        _forget_second(v, used, beta2, a.sane, m)
+
+    return kernel
+
+
+def _nadam(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    lr, eps, decay = h["lr"], h["eps"], h["weight_decay"]
+    (beta1, beta2), decoupled = h["betas"], h["decoupled_weight_decay"]
+    root = math.sqrt(1 - beta2**a.step)
+    mu = beta1 * (1 - 0.5 * 0.96 ** (a.step * h["momentum_decay"]))
+    mu_next = beta1 * (1 - 0.5 * 0.96 ** ((a.step + 1) * h["momentum_decay"]))
+    product = a.scalars["mu_product"]
+    by_gradient = root * lr * (1 - mu) / (1 - product)
+    by_moment = root * lr * mu_next / (1 - product * mu_next)
+    grow = 1 / (1 - lr * decay) if decoupled else 1.0
+    bound = (by_gradient + by_moment) / math.sqrt(1 - beta2)
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        m, v = s
+        denominator = v.sqrt().add_(eps * root)
+        if decay and not decoupled:
+            pull = torch.mul(m, by_moment).add_(g, alpha=sign * by_gradient)
+            _solve(p, pull, denominator, 1.0, by_gradient * decay, bound)
+        else:
+            p.addcdiv_(m, denominator, value=by_moment).addcdiv_(g, denominator, value=sign * by_gradient)
+        if grow != 1:
+            p.mul_(grow)
+        if a.first:
+            return
+        used = _decayed(g, p, sign, 0.0 if decoupled else decay)
+        _forget_first(m, used, beta1)
+        _forget_second(v, used, beta2, a.sane, m)
+
+    return kernel
+
+
+def _lamb(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    beta1, beta2 = h["betas"]
+    root = math.sqrt(1 - beta2**a.step)
+    rate = h["lr"] * a.scalars["trust_ratio"]
+    size = rate * root / (1 - beta1**a.step)
+    # The trust ratio is known after the step only, so this cannot be refused beforehand; it bounds the value.
+    grow = 1 / max(1 - rate * h["weight_decay"], SHRINKS_BELOW)
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        m, v = s
+        p.addcdiv_(m, v.sqrt().add_(h["eps"] * root), value=size).mul_(grow)
+        if a.first:
+            return
+        used = _decayed(g, p, sign, 0.0)
+        _forget_first(m, used, beta1)
+        _forget_second(v, used, beta2, a.sane, m)
+
+    return kernel
+
+
+def _lion(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    lr, (beta1, beta2) = h["lr"], h["betas"]
+    grow = 1 / (1 - lr * h["weight_decay"])
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        used = _decayed(g, p, sign, 0.0)
+        if a.first:
+            p.add_(torch.sign(used), alpha=lr).mul_(grow)
+            return
+        (m,) = s
+        _forget_first(m, used, beta2)
+        if a.sane and not bool(m.sum(dtype=_wide(m)).isfinite()):
+            m.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        p.add_(torch.lerp(m, used, 1 - beta1).sign_(), alpha=lr).mul_(grow)
+
+    return kernel
+
+
+def _lion_refuses(h: Hyper) -> str:
+    return _forgets(beta2=h["betas"][1]) or _shrink(h)
+
+
+# --- Adagrad, RMSprop, Adadelta ---
+
+
+def _adagrad(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    rate = h["lr"] / (1 + (a.step - 1) * h["lr_decay"])
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        (total,) = s
+        denominator = total.sqrt().add_(h["eps"])
+        # p ← p - rate·(±g + decay·p)/d is p ← p - (±rate)·(g ± decay·p)/d.
+        _solve(p, g, denominator, sign * rate, sign * h["weight_decay"], 1.0)
+        if a.first:
+            return
+        used = _decayed(g, p, sign, h["weight_decay"])
+        total.addcmul_(used, used, value=-1)
+        if a.sane:
+            _make_sane(total, used, 1.0, 1.0)
+
+    return kernel
+
+
+def _rmsprop_tensors(h: Hyper) -> tuple[str, ...]:
+    return (
+        "square_avg",
+        *(("momentum_buffer",) if h["momentum"] > 0 else ()),
+        *(("grad_avg",) if h["centered"] else ()),
+    )
+
+
+def _rmsprop(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    lr, alpha, momentum, decay = h["lr"], h["alpha"], h["momentum"], h["weight_decay"]
+    bound = (1 - alpha) ** -0.5 if alpha < 1 else math.inf
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        v = s[0]
+        mean = s[-1] if h["centered"] else None
+        root = v.sqrt() if mean is None else torch.addcmul(v, mean, mean, value=-1).sqrt_()
+        root.add_(h["eps"])
+        if momentum > 0:
+            p.add_(s[1], alpha=lr)
+        else:
+            _solve(p, g, root, sign * lr, sign * decay, bound)
+        if a.first:
+            return
+        used = _decayed(g, p, sign, decay)
+        if momentum > 0:
+            s[1].addcdiv_(used, root, value=-1).mul_(1 / momentum)
+        if mean is not None:
+            _forget_first(mean, used, alpha)
+        _forget_second(v, used, alpha, a.sane, *s[1:])
+        if a.sane and mean is not None:
+            # A variance that rounding has made negative would be a NaN in the next step.
+            torch.maximum(v, mean * mean * (1 + 64 * torch.finfo(v.dtype).eps), out=v)
+
+    return kernel
+
+
+def _rmsprop_refuses(h: Hyper) -> str:
+    return _forgets(alpha=h["alpha"]) or (_forgets(momentum=h["momentum"]) if h["momentum"] > 0 else "")
+
+
+def _adadelta(a: Applied) -> Kernel:
+    h, sign = a.hyper, _sign(a.hyper)
+    lr, rho, eps, decay = h["lr"], h["rho"], h["eps"], h["weight_decay"]
+
+    def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
+        v, deltas = s
+        root = torch.add(v, eps).sqrt_()
+        # With weight decay the gradient depends on the old parameter; each round gains the digits of lr·decay.
+        after = p.clone() if decay else p
+        for _ in range((6 if p.dtype == torch.float64 else 3) if decay else 1):
+            used = _decayed(g, p, sign, decay)
+            ratio = torch.div(used, root)
+            square = ratio * ratio
+            old = torch.sub(deltas, square, alpha=(1 - rho) * eps).div_(square.mul_(1 - rho).add_(rho))
+            old.clamp_(min=0)
+            torch.addcmul(after, ratio, torch.add(old, eps).sqrt_(), value=lr, out=p)
+        if a.first:
+            return
+        deltas.copy_(old)
+        _forget_second(v, _decayed(g, p, sign, decay), rho, a.sane, deltas)
+
+    return kernel
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """A type in which a sum over many elements does not overflow."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _moments(h: Hyper) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq")
+
+
+RULES: dict[type[torch.optim.Optimizer], Rule] = {
+    torch.optim.SGD: Rule(
+        tensors=lambda h: ("momentum_buffer",) if h["momentum"] else (), refuses=_sgd_refuses, kernel=_sgd
+    ),
+    torch.optim.Adam: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_adam),
+    torch.optim.RAdam: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_radam),
+    torch.optim.NAdam: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_nadam, scalars=("mu_product",)),
+    torch.optim.Adagrad: Rule(tensors=lambda h: ("sum",), refuses=lambda h: "", kernel=_adagrad),
+    torch.optim.RMSprop: Rule(tensors=_rmsprop_tensors, refuses=_rmsprop_refuses, kernel=_rmsprop),
+    torch.optim.Adadelta: Rule(
+        tensors=lambda h: ("square_avg", "acc_delta"),
+        refuses=lambda h: _forgets(rho=h["rho"]),
+        kernel=_adadelta,
+    ),
+    Lamb: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_lamb, scalars=("trust_ratio",)),
+    Lion: Rule(tensors=lambda h: ("exp_avg",), refuses=_lion_refuses, kernel=_lion),
+}
