@@ -13,6 +13,7 @@ PROGRAMS = {
 }
 OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
+    "bench": "measure one part against the limit of the machine: undo, replica",
     "version": "print the version",
 }
 
@@ -36,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         os.execv(sys.executable, [sys.executable, "-m", module, *rest])
     if command == "drill":
         return int(importlib.import_module("swift.drill.command").main(rest))
+    if command == "bench":
+        return int(importlib.import_module("swift.bench.command").main(rest))
     if command in ("version", "--version"):
         print(f"swift-ft {metadata.version('swift-ft')}")
         return 0

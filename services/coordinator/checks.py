@@ -67,6 +67,8 @@ def check_stages(row: JobRow, ready: m.Ready) -> None:
     if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
         stages = ", ".join(map(str, ready.stages))
         raise Refusal(Refused.INVALID, f"rank {rank} runs stages {stages} of {ready.num_stages}")
+    if ready.shard < 0:
+        raise Refusal(Refused.INVALID, f"rank {rank} holds shard {ready.shard}: shards are numbered from 0")
     others = [other for other in row.ready if other != rank]
     if row.state is State.FORMING and others and row.num_stages != ready.num_stages:
         raise Refusal(
@@ -77,6 +79,11 @@ def check_stages(row: JobRow, ready: m.Ready) -> None:
         raise Refusal(
             Refused.INVALID,
             f"rank {rank} runs stages {list(ready.stages)}, its predecessor ran {row.stages[rank]}",
+        )
+    if row.state is State.RECOVERING and ready.stages and ready.shard != row.stage_shards[rank]:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {rank} holds shard {ready.shard}, its predecessor held {row.stage_shards[rank]}",
         )
 
 

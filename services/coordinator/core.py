@@ -21,10 +21,11 @@ from services.coordinator import messages as m
 from services.coordinator.checks import check_holder, check_join, check_stages, is_stale
 from services.coordinator.hang import StepClock
 from services.coordinator.messages import Effect, Refusal, Refused
+from services.coordinator.planning import config_of, count_refusal, decide, layout_of
 from services.coordinator.row import Holder, JobRow, State
 from services.coordinator.timing import Timing
-from services.coordinator.words import exit_words, versions_words
-from swift.recovery import Checkpoints, Layout, PlanConfig, Report, Strategy, plan
+from services.coordinator.words import exit_words, plan_fields, report_fields, versions_words
+from swift.recovery import Refusals, Report
 
 LEGAL: Mapping[State, frozenset[State]] = {
     State.FORMING: frozenset({State.RUNNING, State.FAILED}),
@@ -62,7 +63,7 @@ class Job:
         if join.world_size < 1:
             raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
         try:
-            PlanConfig(strategy=join.config.get("strategy", "auto"))
+            config_of(join.config)
         except ValueError as error:
             raise Refusal(Refused.INVALID, str(error)) from None
         row = JobRow(
@@ -140,8 +141,9 @@ class Job:
 
     def become_running(self, now: float) -> list[Effect]:
         self._enter(State.RUNNING)
-        self.row.refused = ""
+        self.row.refused = Refusals()
         self.row.refusals = 0
+        self.row.distrusted = []
         self._suspicions.clear()
         self.steps.restart(now)
         return [*self._transition(), *self._trim()]
@@ -171,21 +173,20 @@ class Job:
         self._enter(State.RECOVERING)
         row = self.row
         assert row.plan is not None
-        if all(r.strategy is Strategy.CHECKPOINT for r in row.plan.ranks):
+        if row.plan.restores:
             # What was saved after that version belongs to a history that is given up.
             row.rolled_back_in = row.generation
             row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
+        elif not row.plan.exact:
+            # What is saved from now on has other bits: no checkpoint is made of both.
+            row.rolled_back_in = row.generation
+            row.shards = {}
         return [*self._transition(), self._plan_event()]
 
     def _plan_event(self) -> m.Emit:
         """The plan in the trace. Said again after a restart: the drill's report cannot do without it."""
-        plan = self.row.plan
-        assert plan is not None
-        ranks = [
-            {"rank": r.rank, "strategy": str(r.strategy), "from_version": r.from_version, "reason": r.reason}
-            for r in plan.ranks
-        ]
-        return self._event("plan", target_version=plan.target_version, ranks=ranks, reason=plan.reason)
+        assert self.row.plan is not None
+        return self._event("plan", **plan_fields(self.row.plan))
 
     def become_finished(self) -> list[Effect]:
         self._enter(State.FINISHED)
@@ -235,19 +236,28 @@ class Job:
         self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
         return []
 
-    def _report(self, report: m.MemberReport) -> list[Effect]:
+    def _report(self, said: m.MemberReport) -> list[Effect]:
         row = self.row
         done = row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over
-        if is_stale(row, report.sender, report.generation) or done:
+        if is_stale(row, said.sender, said.generation) or done:
             return []
         if row.state is not State.PLANNING:
             raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
-        rank = report.sender.rank
-        if row.plan is not None or (rank in row.reports and row.reports[rank] == report.version):
+        holder = row.holders[said.sender.rank]
+        report = Report(
+            rank=holder.rank,
+            version=said.version,
+            undo_to=said.undo_to,
+            undo_exact=said.undo_exact,
+            forward_to=said.forward_to,
+            since_generation=holder.since_generation,
+            host=holder.host,
+        )
+        if row.plan is not None or row.reports.get(holder.rank) == report:
             return []
-        row.reports[rank] = report.version
+        row.reports[holder.rank] = report
         fetch = [m.FetchInventory(generation=row.generation)] if self._all_reported() else []
-        return [self._persist(), self._event("reported", rank=rank, version=report.version), *fetch]
+        return [self._persist(), self._event("reported", **report_fields(report)), *fetch]
 
     def _ready(self, ready: m.Ready, now: float) -> list[Effect]:
         row = self.row
@@ -267,6 +277,7 @@ class Job:
         if row.state is State.FORMING:
             row.num_stages = ready.num_stages
             row.stages[rank] = list(ready.stages)
+            row.stage_shards[rank] = ready.shard
         row.ready[rank] = ready.version
         return self._run_if_ready(now) or [self._persist()]
 
@@ -276,10 +287,9 @@ class Job:
             return []
         if len(set(row.ready.values())) > 1:
             return self.become_failed(f"ranks begin at different versions: {versions_words(row.ready)}")
-        run = {stage for stages in row.stages.values() for stage in stages}
-        missing = sorted(set(range(row.num_stages)) - run)
-        if missing:
-            return self.become_failed(f"no rank runs stage {missing[0]} of {row.num_stages}")
+        problem = layout_of(row).problem()
+        if problem:
+            return self.become_failed(problem)
         return self.become_running(now)
 
     def _refuse(self, refuse: m.Refuse) -> list[Effect]:
@@ -294,15 +304,8 @@ class Job:
                 "before the job was formed" if row.state is State.FORMING else f"no. {row.refusals} in a row"
             )
             return [refused, *self.become_failed(f"rank {rank} refused, {what}: {refuse.reason}")]
-        row.refused = f"rank {rank} refused: {refuse.reason}"
-        if row.state is State.RECOVERING:
-            assert row.plan is not None
-            mine = row.plan.of(rank)
-            row.refused = f"rank {rank} refused {mine.strategy}: {refuse.reason}"
-            if mine.strategy is Strategy.CHECKPOINT:
-                # It cannot be loaded, so it is none: the one before it, or nothing, is left.
-                row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
-        return [*self.become_fencing({}, row.refused), refused]
+        count_refusal(row, rank, refuse.reason)
+        return [*self.become_fencing({}, row.refused.reason), refused]
 
     def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
         row = self.row
@@ -428,26 +431,15 @@ class Job:
         ):
             return []
         row.blocked = {}
-        row.plan, reason = plan(
-            [
-                Report(
-                    rank=rank, version=row.reports[rank], since_generation=row.holders[rank].since_generation
-                )
-                for rank in range(row.world_size)
-            ],
-            Layout(num_stages=row.num_stages, stages={rank: tuple(s) for rank, s in row.stages.items()}),
-            inventory.streams,
-            Checkpoints(versions=tuple(row.checkpoints)),
-            PlanConfig(strategy=row.config.get("strategy", "auto")),
-            row.refused,
-        )
+        row.plan, reason = decide(row, inventory.streams)
         if row.plan is None:
             return self.become_failed(reason)
-        if not row.plan.restores:
+        if not row.plan.gives_up_log:
             return self.become_recovering()
         # What is in the log belongs to a history that is given up. It goes before anybody restores, and
         # whatever comes before RUNNING restores as well.
-        row.refused = row.refused or row.plan.ranks[0].reason
+        if row.plan.restores:
+            row.refused = row.refused.and_everything(row.plan.ranks[0].reason)
         row.rolled_back_in = row.generation
         row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
         return [self._persist(), m.ResetLogs(generation=row.generation)]

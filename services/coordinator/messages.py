@@ -41,6 +41,9 @@ class MemberReport:
     generation: int
     version: int | None
     """None: holds no state."""
+    undo_to: int | None = None
+    undo_exact: bool = False
+    forward_to: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,7 @@ class Ready:
     version: int
     stages: tuple[int, ...]
     num_stages: int
+    shard: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

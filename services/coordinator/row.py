@@ -8,9 +8,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from swift.recovery import Plan, RankPlan, Strategy
+from swift.recovery import Plan, RankPlan, Refusals, Report, Strategy
 
-FORMAT = 1
+FORMAT = 2
 
 
 class State(enum.StrEnum):
@@ -66,21 +66,25 @@ class JobRow:
     """Incarnations that must not run."""
     num_stages: int = 0
     stages: dict[int, list[int]] = field(default_factory=dict)
+    stage_shards: dict[int, int] = field(default_factory=dict)
+    """Which shard of the state of its stages each rank holds."""
     granted: int = 0
     """The newest generation that every log server holds. granted <= generation."""
     blocked: dict[str, str] = field(default_factory=dict)
     """Log servers that do not answer, with the reason."""
 
-    reports: dict[int, int | None] = field(default_factory=dict)
-    """Of this generation: the version each rank holds; None: no state."""
+    reports: dict[int, Report] = field(default_factory=dict)
+    """Of this generation: what each rank holds and can get to."""
     ready: dict[int, int] = field(default_factory=dict)
     """Of this generation: the version each rank is ready at."""
     finished: dict[int, int] = field(default_factory=dict)
     """Of this generation: the version each rank finished at."""
     plan: Plan | None = None
     """Of this generation, since PLANNING."""
-    refused: str = ""
-    """Why this recovery replays nothing any more; empty once RUNNING."""
+    refused: Refusals = field(default_factory=Refusals)
+    """What this recovery does without; nothing once RUNNING."""
+    distrusted: list[int] = field(default_factory=list)
+    """Ranks whose state came of what was refused: they count as holding none, until RUNNING."""
     refusals: int = 0
     """Since the job ran last."""
 
@@ -89,8 +93,8 @@ class JobRow:
     shards: dict[int, list[int]] = field(default_factory=dict)
     """Incomplete checkpoints: version -> the ranks whose shard is durable."""
     rolled_back_in: int = 0
-    """The last generation that restored a checkpoint: what was saved after that version, and what is saved
-    in older generations, belongs to a history that was given up."""
+    """The last generation that restored a checkpoint, or undid a step inexactly: what was saved after that version,
+    and what is saved in older generations, belongs to a history that was given up."""
 
     def dead_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.holders]
@@ -106,13 +110,21 @@ class JobRow:
         values["state"] = State(values["state"])
         values["holders"] = {int(rank): Holder(**holder) for rank, holder in values["holders"].items()}
         values["fenced"] = [Holder(**holder) for holder in values["fenced"]]
-        for name in ("stages", "reports", "ready", "finished", "shards"):
+        for name in ("stages", "stage_shards", "reports", "ready", "finished", "shards"):
             values[name] = {int(key): value for key, value in values[name].items()}
+        values["reports"] = {rank: Report(**report) for rank, report in values["reports"].items()}
+        values["refused"] = Refusals(
+            strategies=tuple(Strategy(name) for name in values["refused"]["strategies"]),
+            reason=values["refused"]["reason"],
+        )
         if values["plan"] is not None:
             values["plan"] = _plan(values["plan"])
         return JobRow(**values)
 
 
 def _plan(values: dict[str, Any]) -> Plan:
-    ranks = tuple(RankPlan(**{**r, "strategy": Strategy(r["strategy"])}) for r in values["ranks"])
+    ranks = tuple(
+        RankPlan(**{**r, "strategy": Strategy(r["strategy"]), "sources": tuple(r["sources"])})
+        for r in values["ranks"]
+    )
     return Plan(**{**values, "ranks": ranks})

@@ -69,6 +69,9 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 sender=_sender(request),
                 generation=request.generation,
                 version=request.version if request.has_state else None,
+                undo_to=request.undo_to if request.HasField("undo_to") else None,
+                undo_exact=request.undo_exact,
+                forward_to=request.forward_to if request.HasField("forward_to") else None,
             ),
         )
 
@@ -82,6 +85,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 version=request.version,
                 stages=tuple(sorted(request.stages)),
                 num_stages=request.num_stages,
+                shard=request.shard,
             ),
         )
 

@@ -52,6 +52,7 @@ def _plan(plan: Plan, generation: int) -> pb.Plan:
             strategy=pb.Strategy.Value(r.strategy),
             from_version=r.from_version,
             reason=r.reason,
+            sources=r.sources,
         )
         for r in plan.ranks
     ]
@@ -61,4 +62,5 @@ def _plan(plan: Plan, generation: int) -> pb.Plan:
         ranks=ranks,
         collective_source=plan.collective_source,
         reason=plan.reason,
+        exact=plan.exact,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from services.coordinator.row import JobRow, State
+from swift.recovery import Plan, RankPlan, Report
 
 
 def waiting_for(row: JobRow) -> str:
@@ -28,6 +29,37 @@ def exit_words(code: int) -> str:
 
 def versions_words(versions: Mapping[int, int]) -> str:
     return ", ".join(f"rank {rank} at {version}" for rank, version in sorted(versions.items()))
+
+
+def report_fields(report: Report) -> dict[str, object]:
+    """A report in the trace: the version held, and what else there is to go to."""
+    fields: dict[str, object] = {"rank": report.rank, "version": report.version}
+    if report.undo_to is not None:
+        fields |= {"undo_to": report.undo_to, "undo_exact": report.undo_exact}
+    if report.forward_to is not None:
+        fields["forward_to"] = report.forward_to
+    return fields
+
+
+def plan_fields(plan: Plan) -> dict[str, object]:
+    """A plan in the trace."""
+    return {
+        "target_version": plan.target_version,
+        "exact": plan.exact,
+        "ranks": [_rank_fields(r) for r in plan.ranks],
+        "reason": plan.reason,
+    }
+
+
+def _rank_fields(r: RankPlan) -> dict[str, object]:
+    sources = {"sources": list(r.sources)} if r.sources else {}
+    return {
+        "rank": r.rank,
+        "strategy": str(r.strategy),
+        "from_version": r.from_version,
+        **sources,
+        "reason": r.reason,
+    }
 
 
 def _ranks(ranks: Collection[int], what: str) -> list[str]:

@@ -71,6 +71,12 @@ class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.Val
     """holds nothing; loads the checkpoint, replays from it out of the log"""
     CHECKPOINT: _Strategy.ValueType  # 4
     """loads the checkpoint of the target version; nothing is replayed"""
+    ROLL_FORWARD: _Strategy.ValueType  # 5
+    """finishes the step that is under way: all its gradients are reduced"""
+    UNDO: _Strategy.ValueType  # 6
+    """takes the buckets that are applied back"""
+    REPLICA: _Strategy.ValueType  # 7
+    """receives the state from ranks that hold the same one (`sources`)"""
 
 class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper): ...
 
@@ -83,6 +89,12 @@ REPLAY: Strategy.ValueType  # 3
 """holds nothing; loads the checkpoint, replays from it out of the log"""
 CHECKPOINT: Strategy.ValueType  # 4
 """loads the checkpoint of the target version; nothing is replayed"""
+ROLL_FORWARD: Strategy.ValueType  # 5
+"""finishes the step that is under way: all its gradients are reduced"""
+UNDO: Strategy.ValueType  # 6
+"""takes the buckets that are applied back"""
+REPLICA: Strategy.ValueType  # 7
+"""receives the state from ranks that hold the same one (`sources`)"""
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
 
 @_typing.final
@@ -137,11 +149,16 @@ class RankPlan(_message.Message):
     STRATEGY_FIELD_NUMBER: _builtins.int
     FROM_VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     strategy: Global___Strategy.ValueType
     from_version: _builtins.int
-    """the version replay starts from (== target: nothing to replay)"""
+    """what the strategy leads to, and where replay starts (== target: nothing to replay)"""
     reason: _builtins.str
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """REPLICA: the ranks to copy from, nearest first; they share the work"""
+
     def __init__(
         self,
         *,
@@ -149,10 +166,11 @@ class RankPlan(_message.Message):
         strategy: Global___Strategy.ValueType = ...,
         from_version: _builtins.int = ...,
         reason: _builtins.str = ...,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_version", b"from_version", "rank", b"rank", "reason", b"reason", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_version", b"from_version", "rank", b"rank", "reason", b"reason", "sources", b"sources", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,11 +185,14 @@ class Plan(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     COLLECTIVE_SOURCE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     target_version: _builtins.int
     collective_source: _builtins.int
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: _builtins.str
+    exact: _builtins.bool
+    """false: an undo that is not bit for bit is used"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlan]: ...
     def __init__(
@@ -182,10 +203,11 @@ class Plan(_message.Message):
         ranks: _abc.Iterable[Global___RankPlan] | None = ...,
         collective_source: _builtins.int = ...,
         reason: _builtins.str = ...,
+        exact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "generation", b"generation", "ranks", b"ranks", "reason", b"reason", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "ranks", b"ranks", "reason", b"reason", "target_version", b"target_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -417,6 +439,9 @@ class ReportRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    UNDO_TO_FIELD_NUMBER: _builtins.int
+    UNDO_EXACT_FIELD_NUMBER: _builtins.int
+    FORWARD_TO_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -425,6 +450,14 @@ class ReportRequest(_message.Message):
     """false: fresh process, or an update was interrupted half-way"""
     version: _builtins.int
     """meaningful if has_state"""
+    undo_to: _builtins.int
+    """What the step under way allows besides. Both may be given without has_state: parameters in between.
+    applied buckets can be taken back to this version
+    """
+    undo_exact: _builtins.bool
+    """bit for bit"""
+    forward_to: _builtins.int
+    """all gradients are reduced: the step can be finished"""
     def __init__(
         self,
         *,
@@ -434,12 +467,22 @@ class ReportRequest(_message.Message):
         generation: _builtins.int = ...,
         has_state: _builtins.bool = ...,
         version: _builtins.int = ...,
+        undo_to: _builtins.int | None = ...,
+        undo_exact: _builtins.bool = ...,
+        forward_to: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__forward_to: _TypeAlias = _typing.Literal["forward_to"]  # noqa: Y015
+    _WhichOneofArgType__forward_to: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to"]  # noqa: Y015
+    _WhichOneofReturnType__undo_to: _TypeAlias = _typing.Literal["undo_to"]  # noqa: Y015
+    _WhichOneofArgType__undo_to: _TypeAlias = _typing.Literal["_undo_to", b"_undo_to"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__forward_to) -> _WhichOneofReturnType__forward_to | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__undo_to) -> _WhichOneofReturnType__undo_to | None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
 
@@ -454,12 +497,15 @@ class ReadyRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     NUM_STAGES_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     generation: _builtins.int
     version: _builtins.int
     num_stages: _builtins.int
+    shard: _builtins.int
+    """Which shard of those stages' state it holds. Ranks with the same stages and shard are replicas."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The stages this rank runs; together with the others' it is the job's layout."""
@@ -474,10 +520,11 @@ class ReadyRequest(_message.Message):
         version: _builtins.int = ...,
         stages: _abc.Iterable[_builtins.int] | None = ...,
         num_stages: _builtins.int = ...,
+        shard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "num_stages", b"num_stages", "rank", b"rank", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "num_stages", b"num_stages", "rank", b"rank", "shard", b"shard", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -138,8 +138,9 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Refuse(self, request, context):
-        """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
-        differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
+        """(rank, RECOVERING or RUNNING after it) I will not do what the plan says: a record is corrupt or missing,
+        my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
+        without what was refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,8 +57,9 @@ class CoordinatorStub:
     Ready: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReadyRequest, _coordinator_pb2.Ack]
     """(rank, FORMING or RECOVERING) I hold the plan's target version and my groups are built."""
     Refuse: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RefuseRequest, _coordinator_pb2.Ack]
-    """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
-    differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
+    """(rank, RECOVERING or RUNNING after it) I will not do what the plan says: a record is corrupt or missing,
+    my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
+    without what was refused.
     """
     CheckpointDurable: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]
     """(rank) My shard of the checkpoint of this version is durable."""
@@ -94,8 +95,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Ready: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReadyRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, FORMING or RECOVERING) I hold the plan's target version and my groups are built."""
     Refuse: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RefuseRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
-    """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
-    differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
+    """(rank, RECOVERING or RUNNING after it) I will not do what the plan says: a record is corrupt or missing,
+    my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
+    without what was refused.
     """
     CheckpointDurable: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank) My shard of the checkpoint of this version is durable."""
@@ -164,8 +166,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RefuseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
-        """(rank, RECOVERING or RUNNING after it) I will not replay: a record is corrupt, missing, or my sends
-        differ; or I cannot load the checkpoint. A new generation follows; it replays nothing.
+        """(rank, RECOVERING or RUNNING after it) I will not do what the plan says: a record is corrupt or missing,
+        my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
+        without what was refused.
         """
 
     @_abc_1.abstractmethod

@@ -19,6 +19,8 @@ def split(state: Any, prefix: str = "") -> tuple[dict[str, torch.Tensor], Any]:
 
 def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise UsageError(f"the state holds two tensors that are both called {path}; rename one")
         tensors[path] = value
         return {
             "tensor": path,

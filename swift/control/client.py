@@ -5,7 +5,7 @@
                client.ready(generation, version, stages, num_stages)       state FORMING
                client.heartbeat(version)                                   every HeartbeatReply.interval_s
                client.checkpoint_durable(version)                          every K steps
-               client.report(generation, version or None)                  state PLANNING
+               client.report(generation, version or None, ...)             state PLANNING
                client.ready(...) or client.refuse(...)                     state RECOVERING
                client.finish(version)                                      state RUNNING, after the last step
 (launcher)     client.member_exited(rank, pid, exit_code); client.fail(reason)
@@ -141,8 +141,21 @@ class CoordinatorClient:
         request = pb.HeartbeatRequest(job=self.job, **self._me(), version=version)
         return self._call(self._stub.Heartbeat, request)
 
-    def report(self, generation: int, version: int | None) -> None:
-        """(state PLANNING, own log flushed under `generation`) `version` of the state held; None: none."""
+    def report(
+        self,
+        generation: int,
+        version: int | None,
+        *,
+        undo_to: int | None = None,
+        undo_exact: bool = False,
+        forward_to: int | None = None,
+    ) -> None:
+        """(state PLANNING, own log flushed under `generation`) `version` of the state held; None: none.
+
+        What the step under way allows besides: `undo_to`, the version that taking the applied buckets back
+        leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
+        gradients being reduced.
+        """
         self._call(
             self._stub.Report,
             pb.ReportRequest(
@@ -151,11 +164,25 @@ class CoordinatorClient:
                 generation=generation,
                 has_state=version is not None,
                 version=version or 0,
+                undo_to=undo_to,
+                undo_exact=undo_exact,
+                forward_to=forward_to,
             ),
         )
 
-    def ready(self, generation: int, version: int, stages: Iterable[int] = (), num_stages: int = 0) -> None:
-        """(state FORMING or RECOVERING) Groups are built and `version` (the plan's target) is held."""
+    def ready(
+        self,
+        generation: int,
+        version: int,
+        stages: Iterable[int] = (),
+        num_stages: int = 0,
+        shard: int = 0,
+    ) -> None:
+        """(state FORMING or RECOVERING) Groups are built and `version` (the plan's target) is held.
+
+        `stages` of `num_stages` are what this rank runs, `shard` is which shard of their state it holds: ranks
+        that say the same of both are replicas of each other.
+        """
         self._call(
             self._stub.Ready,
             pb.ReadyRequest(
@@ -165,11 +192,12 @@ class CoordinatorClient:
                 version=version,
                 stages=list(stages),
                 num_stages=num_stages,
+                shard=shard,
             ),
         )
 
     def refuse(self, generation: int, reason: str) -> None:
-        """(state RECOVERING) What the plan says cannot be done exactly. A plan without replay follows."""
+        """(state RECOVERING) What the plan says cannot be done exactly. A plan without that strategy follows."""
         self._call(
             self._stub.Refuse,
             pb.RefuseRequest(job=self.job, **self._me(), generation=generation, reason=reason),

@@ -141,10 +141,12 @@ class Cluster:
         faults: str = "[]",
         die_at: Sequence[tuple[str, str]] = (),
         digests_every: bool = False,
+        settings: Mapping[str, str] | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) of the coordinator, one after the other.
+        `settings`: more of the environment.
 
         `check_stop` is called while waiting and raises to end the run.
         """
@@ -170,6 +172,7 @@ class Cluster:
             "SWIFT_DIGESTS": str(directory / "digests"),
             ENV_FAULTS: faults,
             ENV_FAULTS_DIR: str(directory / "faults"),
+            **(settings or {}),
         }
         if digests_every:
             self._env["SWIFT_DIGESTS_EVERY"] = "1"

@@ -15,21 +15,36 @@ from typing import Any
 
 from swift.arguments import Parser
 from swift.drill import faults, html, report, run
-from swift.drill.config import MODELS, STRATEGIES, DrillConfig
+from swift.drill.config import (
+    DATA_PARALLEL,
+    IMPLEMENTATIONS,
+    MODELS,
+    OPTIMIZERS,
+    REDUCTIONS,
+    STRATEGIES,
+    UNDOS,
+    UPDATES,
+    DrillConfig,
+)
 from swift.drill.console import LiveProgress, show
 from swift.drill.topology import SCHEDULES, Topology, schedule_name
 from swift.errors import ServiceError, SwiftError, UsageError
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
 EPILOG = """\
-what --kill takes (several are carried out in the order in which the run meets them):
+what --kill takes (several are carried out in the order in which the run meets them; several with the same step
+make victims at once):
   rank=2,step=17,microbatch=3,phase=backward    SIGKILL of a rank by itself, exactly there; phases: forward,
-                                                backward, reduce, optimizer, idle, replay
+                                                backward, reduce, update, optimizer, idle, replay, copy
   rank=2,phase=replay                           at the first replay that runs while rank 2 lives
+  rank=2,phase=copy                             while rank 2 sends or receives a replica's state for the first time
   service=logserver,step=12                     SIGKILL of the log server; it is started again
   service=coordinator,state=recovering          the coordinator kills itself there: fencing, planning,
                                                 recovering, running
   corrupt=log,step=17[,stream=s1.F]             a bit of the live log, before the rank killed at that step dies
+
+reduce is the middle of a step's gradient reduction (needs --replicas); update the middle of a wait-free update
+(needs --updates wait_free); optimizer the middle of optimizer.step(). Rank = pipeline rank * replicas + replica.
 
 exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or the environment, 130 interrupted
 """
@@ -54,16 +69,18 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("--stages", type=int, default=4, metavar="P", help="pipeline ranks (default %(default)s)")
-    add("--replicas", type=int, default=1, metavar="D", help="data-parallel replicas; only 1 for now")
+    add("--replicas", type=int, default=1, metavar="D", help="of every stage (default %(default)s)")
     add("--steps", type=int, default=30, metavar="N", help="optimizer steps (default %(default)s)")
-    add("--microbatches", type=int, default=8, metavar="M", help="per step (default %(default)s)")
+    add("--microbatches", type=int, default=8, metavar="M", help="per step and replica (default %(default)s)")
     add("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)} (default %(default)s)")
     add("--kill", action="append", metavar="SPEC", help=f"a fault, see below (default: {DEFAULT_KILL})")
+    add("--random-kills", type=int, metavar="N", help="that many ranks, at coordinates that --seed decides")
     add("--strategy", default="auto", metavar="NAME", help=f"{', '.join(STRATEGIES)} (default %(default)s)")
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default %(default)s)")
     add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
     add("--model", default="default", metavar="NAME", help=f"{' or '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
+    _add_updates(parser)
     add("--json", type=Path, metavar="PATH", help="write the report there")
     add("--html", type=Path, metavar="PATH", help="write the report as a page there")
     add("--directory", type=Path, metavar="DIR", help="keep everything of both runs there (must be empty)")
@@ -77,30 +94,72 @@ def make_parser() -> Parser:
     return parser
 
 
+def _add_updates(parser: Parser) -> None:
+    """From gradients to parameters, and back."""
+    group = parser.add_argument_group("updates")
+    for flag, default, known, what in (
+        ("--updates", "after_backward", UPDATES, "when buckets of gradients are applied"),
+        ("--data-parallel", "session", DATA_PARALLEL, "who averages gradients over replicas"),
+        ("--reduction", "auto", REDUCTIONS, "order of additions; auto: by replica from three replicas on"),
+        ("--undo", "exact", UNDOS, "how a half-applied step is taken back"),
+        (
+            "--optimizer",
+            "adamw",
+            tuple(OPTIMIZERS),
+            "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum",
+        ),
+        (
+            "--optimizer-implementation",
+            "",
+            IMPLEMENTATIONS,
+            "torch's version of it (default: torch's choice)",
+        ),
+    ):
+        shown = f"{what}: {', '.join(known)}" + (" (default %(default)s)" if default else "")
+        group.add_argument(flag, default=default, metavar="NAME", help=shown)
+
+
 def parse(argv: Sequence[str]) -> DrillConfig:
     """The drill that is asked for. UsageError, in one line, for whatever cannot be."""
     args = make_parser().parse_args(argv)
     topology = Topology(
-        ranks=args.stages,
+        pipeline_ranks=args.stages,
         replicas=args.replicas,
         steps=args.steps,
         microbatches=args.microbatches,
         schedule=schedule_name(args.schedule),
         checkpoint_every=args.checkpoint_every,
     )
+    updates = args.updates.lower().replace("-", "_")
     return DrillConfig(
         topology=topology,
-        faults=tuple(faults.parse(spec) for spec in args.kill) if args.kill else (default_kill(topology),),
+        faults=_faults(args, topology, updates),
         strategy=args.strategy.lower(),
         seed=args.seed,
         spares=args.spares,
         model=args.model.lower(),
+        updates=updates,
+        data_parallel=args.data_parallel.lower(),
+        optimizer=args.optimizer.lower(),
+        optimizer_implementation=args.optimizer_implementation.lower(),
+        undo=args.undo.lower(),
+        reduction=args.reduction.lower(),
         json_path=args.json,
         html_path=args.html,
         directory=args.directory,
         keep=args.keep,
         twin=args.twin,
     )
+
+
+def _faults(args: argparse.Namespace, topology: Topology, updates: str) -> tuple[faults.Fault, ...]:
+    """Those that were given, and the random ones; without either, the default."""
+    given = tuple(faults.parse(spec) for spec in args.kill or ())
+    if args.random_kills is None:
+        return given or (default_kill(topology),)
+    if args.random_kills < 1:
+        raise UsageError(f"--random-kills must be at least 1, not {args.random_kills}")
+    return given + faults.random_kills(args.random_kills, topology, args.seed, updates, given)
 
 
 def default_kill(topology: Topology) -> faults.RankFault:

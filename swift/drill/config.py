@@ -14,7 +14,26 @@ from swift.drill.topology import Topology
 from swift.errors import UsageError
 
 MODELS = ("tiny", "default")
-STRATEGIES = ("auto", "replay", "checkpoint")
+STRATEGIES = ("auto", "replica", "replay", "checkpoint")
+UPDATES = ("after_backward", "wait_free")
+DATA_PARALLEL = ("session", "ddp")
+UNDOS = ("exact", "arithmetic", "preimage")
+REDUCTIONS = ("auto", "ordered", "fast")
+IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
+# name -> torch's versions of it; none of those that are the project's own
+OPTIMIZERS = {
+    "adamw": IMPLEMENTATIONS,
+    "sgd": IMPLEMENTATIONS,
+    "amsgrad": IMPLEMENTATIONS,
+    "adam": IMPLEMENTATIONS,
+    "adagrad": IMPLEMENTATIONS,
+    "rmsprop": ("for-loop", "foreach"),
+    "adadelta": ("for-loop", "foreach"),
+    "nadam": ("for-loop", "foreach"),
+    "radam": ("for-loop", "foreach"),
+    "lamb": (),
+    "lion": (),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +47,14 @@ class DrillConfig:
     spares: int = 1
     """Warm spare processes the launcher keeps."""
     model: str = "default"
+    updates: str = "after_backward"
+    data_parallel: str = "session"
+    """Who averages gradients over replicas: the session, or "ddp": torch's DistributedDataParallel."""
+    optimizer: str = "adamw"
+    optimizer_implementation: str = ""
+    """Empty: torch's choice."""
+    undo: str = "exact"
+    reduction: str = "auto"
     json_path: Path | None = None
     html_path: Path | None = None
     directory: Path | None = None
@@ -38,27 +65,92 @@ class DrillConfig:
     """Directory of a failure-free run to compare with: used if finished there, made there if not."""
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise UsageError(f"unknown model {self.model!r}: {' or '.join(MODELS)}")
-        if self.strategy not in STRATEGIES:
-            raise UsageError(f"unknown strategy {self.strategy!r}: one of {', '.join(STRATEGIES)}")
+        for flag, value, known in (
+            ("model", self.model, MODELS),
+            ("strategy", self.strategy, STRATEGIES),
+            ("updates", self.updates, UPDATES),
+            ("data-parallel", self.data_parallel, DATA_PARALLEL),
+            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
+            ("optimizer-implementation", self.optimizer_implementation, ("", *IMPLEMENTATIONS)),
+            ("undo", self.undo, UNDOS),
+            ("reduction", self.reduction, REDUCTIONS),
+        ):
+            if value not in known:
+                raise UsageError(f"unknown --{flag} {value!r}: one of {', '.join(filter(None, known))}")
         if not 0 <= self.spares <= 64:
             raise UsageError(f"--spares must be 0 to 64, not {self.spares}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
         if not self.faults:
             raise UsageError("a drill without a fault shows nothing: give at least one --kill")
-        fault_specs.check(self.faults, self.topology, strategy=self.strategy)
+        self._check_optimizer()
+        self._check_data_parallelism()
+        fault_specs.check(self.faults, self.topology, strategy=self.strategy, updates=self.updates)
+
+    def _check_optimizer(self) -> None:
+        versions = OPTIMIZERS[self.optimizer]
+        if self.optimizer_implementation and self.optimizer_implementation not in versions:
+            there = f"there are {', '.join(versions)}" if versions else "leave out --optimizer-implementation"
+            raise UsageError(
+                f"--optimizer {self.optimizer}: it has no {self.optimizer_implementation} version; {there}"
+            )
+
+    def _check_data_parallelism(self) -> None:
+        """What cannot go together."""
+        alone, wait_free = self.topology.replicas == 1, self.updates == "wait_free"
+        for flag, value, harmless in (
+            ("--updates", self.updates, "after_backward"),
+            ("--data-parallel", self.data_parallel, "session"),
+            ("--reduction", self.reduction, "auto"),
+            ("--strategy", self.strategy if self.strategy == "replica" else "", ""),
+        ):
+            if alone and value != harmless:
+                raise UsageError(f"{flag} {value} needs replicas: add --replicas 2 or more")
+        if self.undo != "exact" and not wait_free:
+            raise UsageError(
+                f"--undo {self.undo}: nothing is undone with --updates after_backward; add --updates wait_free"
+            )
+        if self.data_parallel == "session":
+            return
+        if wait_free:
+            raise UsageError("--data-parallel ddp reduces by itself: leave out --updates wait_free")
+        if self.reduction == "fast":
+            raise UsageError("--data-parallel ddp adds in the order of columns: leave out --reduction fast")
+        if self.topology.splits_backward:
+            raise UsageError(
+                f"--data-parallel ddp does not go with --schedule {self.topology.schedule}: "
+                "DistributedDataParallel does not see gradients of weights that are computed apart; "
+                "use --data-parallel session"
+            )
+
+    @property
+    def ordered_reduction(self) -> bool:
+        """Gradients are added in the order of columns, whatever the layout of the buckets is."""
+        if self.data_parallel == "ddp":  # its group is the session's, whose sums are
+            return True
+        return self.reduction == "ordered" or (self.reduction == "auto" and self.topology.replicas > 2)
 
     def arguments(self) -> list[str]:
         """The command line that makes this configuration, without where its results go."""
-        shape = self.topology
-        words = ["--stages", shape.ranks, "--steps", shape.steps, "--microbatches", shape.microbatches]
-        words += ["--schedule", shape.schedule, "--model", self.model, "--seed", self.seed]
-        words += ["--checkpoint-every", shape.checkpoint_every, "--spares", self.spares]
-        words += ["--strategy", self.strategy]
+        words = [*self._shape_arguments(), "--model", self.model, "--seed", str(self.seed)]
+        words += ["--spares", str(self.spares), "--strategy", self.strategy]
+        if self.topology.replicas > 1:
+            words += ["--undo", self.undo]
         for fault in self.faults:
-            words += ["--kill", fault]
+            words += ["--kill", str(fault)]
+        return words
+
+    def _shape_arguments(self) -> list[str]:
+        """What both the drill and its trainer take, in the same words."""
+        shape = self.topology
+        words = ["--stages", shape.pipeline_ranks, "--replicas", shape.replicas, "--steps", shape.steps]
+        words += ["--schedule", shape.schedule, "--microbatches", shape.microbatches]
+        words += ["--checkpoint-every", shape.checkpoint_every, "--optimizer", self.optimizer]
+        if self.optimizer_implementation:
+            words += ["--optimizer-implementation", self.optimizer_implementation]
+        if shape.replicas > 1:
+            words += ["--updates", self.updates, "--data-parallel", self.data_parallel]
+            words += ["--reduction", self.reduction]
         return [str(word) for word in words]
 
     def rerun(self) -> str:
@@ -67,11 +159,11 @@ class DrillConfig:
 
     def trainer_arguments(self) -> list[str]:
         """What the trainer of the drill is started with; the same for the failure-free twin."""
-        shape = self.topology
-        words = ["--stages", shape.ranks, "--replicas", shape.replicas, "--steps", shape.steps]
-        words += ["--schedule", shape.schedule, "--microbatches", shape.microbatches, "--seed", self.seed]
-        words += ["--model", self.model, "--checkpoint-every", shape.checkpoint_every]
-        return [str(word) for word in words]
+        return [*self._shape_arguments(), "--model", self.model, "--seed", str(self.seed)]
+
+    def recovery_arguments(self) -> list[str]:
+        """What the trainer of the run with faults gets besides: how to recover changes no bit of the twin."""
+        return ["--strategy", self.strategy, "--undo", self.undo]
 
     def identity(self) -> dict[str, object]:
         """What two runs must share for their digests to be comparable."""
@@ -81,8 +173,8 @@ class DrillConfig:
         """`topology` of the report."""
         shape = self.topology
         return {
-            "ranks": shape.ranks * shape.replicas,
-            "pipeline_ranks": shape.ranks,
+            "ranks": shape.ranks,
+            "pipeline_ranks": shape.pipeline_ranks,
             "replicas": shape.replicas,
             "stages": shape.stages,
             "stages_of_rank": {str(rank): list(shape.stages_of(rank)) for rank in range(shape.ranks)},
@@ -92,6 +184,10 @@ class DrillConfig:
             "checkpoint_every": shape.checkpoint_every,
             "spares": self.spares,
             "model": self.model,
+            "updates": self.updates,
+            "data_parallel": self.data_parallel,
+            "optimizer": self.optimizer,
+            "optimizer_implementation": self.optimizer_implementation or "torch's choice",
         }
 
 

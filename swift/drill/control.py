@@ -16,8 +16,8 @@ from swift.log import segment
 
 FILES_TRIED_MAX = 32
 
-
-BOUNDARIES = "s*.[FB]"
+BOUNDARIES, EXTERNAL = "s*.[FB]", "s*.[XT]"
+"""Streams between stages; and, all there is in a pipeline of one stage, what comes from outside."""
 
 
 def segment_files(log_directory: Path, stream: str = BOUNDARIES) -> Iterator[Path]:
@@ -36,7 +36,8 @@ def segment_files(log_directory: Path, stream: str = BOUNDARIES) -> Iterator[Pat
 def snapshot(log_directory: Path, into: Path) -> Path | None:
     """A copy of a segment file with at least one record. None: there is none yet."""
     into.mkdir(parents=True, exist_ok=True)
-    for _, path in zip(range(FILES_TRIED_MAX), segment_files(log_directory), strict=False):
+    files = (*segment_files(log_directory), *segment_files(log_directory, EXTERNAL))
+    for path in files[:FILES_TRIED_MAX]:
         # The file's name is part of its format: it is the first sequence.
         copy = into / path.parent.name / path.name
         copy.parent.mkdir(exist_ok=True)

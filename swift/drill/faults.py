@@ -2,6 +2,7 @@
 
     rank=2,step=17,microbatch=3,phase=backward     that rank kills itself there (SIGKILL)
     rank=2,phase=replay                            at the first replay that runs while rank 2 lives
+    rank=2,phase=copy                              while rank 2 sends or receives a replica's state for the first time
     service=logserver,step=12                      the log server is killed when training reaches that step
     service=coordinator,state=recovering           the coordinator kills itself when it enters that state
     corrupt=log,step=17,stream=s1.F                a bit of that stream is flipped before that kill
@@ -12,10 +13,12 @@ would be allowed. A fault round-trips through ``str``.
 The runtime inside a rank fires rank faults: it gets them as JSON in ``SWIFT_FAULTS`` (`to_environment`) and,
 at the coordinates, creates ``$SWIFT_FAULTS_DIR/<id>.fired`` exclusively, emits the event "fault" and kills
 itself. With "hold" it first creates ``<id>.reached`` and waits for ``<id>.go``, so that the drill can flip
-its bit at a moment when the rank is certain to die and nothing has been read back yet.
+its bit at a moment when the rank is certain to die and nothing has been read back yet, and so that several
+victims of one step die at once.
 """
 
 import json
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +29,16 @@ from swift.errors import UsageError
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
 
-PHASES = ("forward", "backward", "reduce", "optimizer", "idle", "replay")
+PHASES = ("forward", "backward", "reduce", "update", "optimizer", "idle", "replay", "copy")
+"""`reduce`: in the middle of the reduction of a step's gradients. `update`: some buckets of a wait-free step are
+applied while others are still being reduced. `optimizer`: some are applied, all are reduced."""
 MICROBATCH_PHASES = ("forward", "backward", "replay")
+RECOVERY_PHASES = ("replay", "copy")
+"""Those that come in a recovery: another rank must fail first."""
 STATES = ("running", "fencing", "planning", "recovering")
 
 _NUMBER = re.compile(r"[0-9]{1,9}\Z")
-_STREAM = re.compile(r"(s[0-9]{1,4}\.[FB])\Z")
+_STREAM = re.compile(r"s[0-9]{1,4}(c[0-9]{1,4})?\.[FB]\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +48,7 @@ class RankFault:
     rank: int
     phase: str = "backward"
     step: int | None = None
-    """None only for phase replay: the first replay there is."""
+    """None only in the phases of a recovery: the first replay, or the first copy, there is."""
     microbatch: int = 0
 
     def __str__(self) -> str:
@@ -115,8 +122,12 @@ def _rank_fault(spec: str, fields: dict[str, str]) -> RankFault:
     phase = fields.get("phase", "backward").lower()
     if phase not in PHASES:
         raise UsageError(f"--kill {spec!r}: unknown phase {phase!r}: one of {', '.join(PHASES)}")
-    if "step" not in fields and phase != "replay":
-        raise UsageError(f"--kill {spec!r}: step is missing (only phase=replay needs none)")
+    if "step" not in fields and phase not in RECOVERY_PHASES:
+        raise UsageError(f"--kill {spec!r}: step is missing (only phase=replay and phase=copy need none)")
+    if "step" in fields and phase == "copy":
+        raise UsageError(
+            f"--kill {spec!r}: phase=copy takes no step: it is the first copy that the rank is in"
+        )
     microbatch = _number(spec, fields, "microbatch") if "microbatch" in fields else 0
     return RankFault(
         rank=_number(spec, fields, "rank"),
@@ -146,9 +157,11 @@ def _corrupt_fault(spec: str, fields: dict[str, str]) -> CorruptFault:
     if fields["corrupt"].lower() != "log":
         raise UsageError(f"--kill {spec!r}: only corrupt=log is there")
     stream = fields.get("stream", "")
-    stream = stream[:1].lower() + stream[1:].upper()
+    stream = stream[:-1].lower() + stream[-1:].upper()
     if stream and not _STREAM.match(stream):
-        raise UsageError(f"--kill {spec!r}: a stream is s<stage>.F or s<stage>.B (such as s1.F)")
+        raise UsageError(
+            f"--kill {spec!r}: a stream is s<stage>.F or s<stage>.B (such as s1.F; s1c0.F with replicas)"
+        )
     return CorruptFault(step=_number(spec, fields, "step"), stream=stream)
 
 
@@ -167,12 +180,16 @@ def _number(spec: str, fields: dict[str, str], key: str) -> int:
     return int(value)
 
 
-def check(faults: Sequence[Fault], topology: Topology, *, strategy: str = "auto") -> None:
+def check(
+    faults: Sequence[Fault], topology: Topology, *, strategy: str = "auto", updates: str = "after_backward"
+) -> None:
     """Refuses faults that this topology cannot have. Raises `UsageError`."""
     for fault in faults:
         match fault:
             case RankFault():
-                _check_rank_fault(fault, faults, topology, strategy)
+                _check_rank_fault(fault, topology, updates)
+                if fault.phase in RECOVERY_PHASES:
+                    _check_recovery_fault(fault, faults, topology, strategy)
             case LogServerFault(step=step):
                 _check_step(fault, step, topology)
             case CorruptFault():
@@ -184,26 +201,45 @@ def check(faults: Sequence[Fault], topology: Topology, *, strategy: str = "auto"
                     )
 
 
+def phases_of(topology: Topology, updates: str) -> tuple[str, ...]:
+    """The phases in which a rank can be killed here."""
+    absent = {"reduce", "update", "copy"} if topology.replicas == 1 else set()
+    if updates != "wait_free":
+        absent |= {"update"}
+    return tuple(phase for phase in PHASES if phase not in absent)
+
+
 def _check_step(fault: Fault, step: int, topology: Topology) -> None:
     if step >= topology.steps:
         raise UsageError(f"--kill {fault}: step must be 0 to {topology.steps - 1} (--steps {topology.steps})")
 
 
-def _check_rank_fault(fault: RankFault, faults: Sequence[Fault], topology: Topology, strategy: str) -> None:
-    if fault.rank >= topology.ranks * topology.replicas:
-        raise UsageError(f"--kill {fault}: rank must be 0 to {topology.ranks * topology.replicas - 1}")
+def _check_rank_fault(fault: RankFault, topology: Topology, updates: str) -> None:
+    if fault.rank >= topology.ranks:
+        raise UsageError(f"--kill {fault}: rank must be 0 to {topology.ranks - 1}")
     if fault.step is not None:
         _check_step(fault, fault.step, topology)
     if fault.microbatch >= topology.microbatches:
         raise UsageError(f"--kill {fault}: microbatch must be 0 to {topology.microbatches - 1}")
-    if fault.phase == "reduce" and topology.replicas == 1:
-        phases = ", ".join(phase for phase in PHASES if phase != "reduce")
-        raise UsageError(f"--kill {fault}: nothing is reduced without replicas; phases here: {phases}")
-    if fault.phase == "replay":
-        if strategy == "checkpoint":
-            raise UsageError(f"--kill {fault}: --strategy checkpoint replays nothing")
-        if not any(isinstance(other, RankFault) and other.phase != "replay" for other in faults):
-            raise UsageError(f"--kill {fault}: nothing replays unless another --kill makes a rank fail first")
+    phases = phases_of(topology, updates)
+    if fault.phase in phases:
+        return
+    why = {
+        "reduce": "nothing is reduced without replicas",
+        "update": "no update begins before the backward pass is over without --updates wait_free",
+        "copy": "there is nothing to copy without replicas",
+    }
+    raise UsageError(f"--kill {fault}: {why[fault.phase]}; phases here: {', '.join(phases)}")
+
+
+def _check_recovery_fault(
+    fault: RankFault, faults: Sequence[Fault], topology: Topology, strategy: str
+) -> None:
+    does = {"replay": "replays", "copy": "copies"}[fault.phase]
+    if strategy == "checkpoint" or (strategy, fault.phase) in (("replay", "copy"), ("replica", "replay")):
+        raise UsageError(f"--kill {fault}: --strategy {strategy} {does} nothing")
+    if not any(isinstance(other, RankFault) and other.phase not in RECOVERY_PHASES for other in faults):
+        raise UsageError(f"--kill {fault}: nothing {does} unless another --kill makes a rank fail first")
 
 
 def _check_corrupt_fault(
@@ -215,12 +251,20 @@ def _check_corrupt_fault(
         raise UsageError(f"--kill {fault}: nothing reads the log: no rank is killed at that step")
     if strategy == "checkpoint":
         raise UsageError(f"--kill {fault}: --strategy checkpoint never reads the log")
+    if topology.replicas > 1 and strategy != "replay":
+        raise UsageError(
+            f"--kill {fault}: with replicas nothing reads the log unless it is told to: add --strategy replay"
+        )
     if fault.step % topology.checkpoint_every == 0:
         raise UsageError(
             f"--kill {fault}: the checkpoint may be of that very step and leave nothing to replay; "
             f"take a step that is no multiple of {topology.checkpoint_every}"
         )
     streams = topology.replay_streams(victim.rank)
+    if not streams:
+        raise UsageError(
+            f"--kill {fault}: a replay of rank {victim.rank} reads no stream: it has no neighbour"
+        )
     if fault.stream and fault.stream not in streams:
         raise UsageError(
             f"--kill {fault}: a replay of rank {victim.rank} reads only the streams {', '.join(streams)}"
@@ -230,7 +274,7 @@ def _check_corrupt_fault(
 def victim_of(fault: CorruptFault, faults: Sequence[Fault]) -> RankFault | None:
     """The rank fault under which the log is corrupted."""
     for other in faults:
-        if isinstance(other, RankFault) and other.step == fault.step and other.phase != "replay":
+        if isinstance(other, RankFault) and other.step == fault.step and other.phase not in RECOVERY_PHASES:
             return other
     return None
 
@@ -242,14 +286,76 @@ def corrupted_stream(fault: CorruptFault, faults: Sequence[Fault], topology: Top
     return fault.stream or topology.replay_streams(victim.rank)[0]
 
 
+RANDOM_GAP = 4
+"""Steps between two random kills: the first one's recovery is over long before the next."""
+_SPREAD_ATTEMPTS = 20
+
+
+def random_kills(
+    count: int, topology: Topology, seed: int, updates: str, beside: Sequence[Fault] = ()
+) -> tuple[RankFault, ...]:
+    """`count` kills of ranks at seeded coordinates, in the order of their steps, apart from each other and from
+    those that are there already (`beside`). Raises UsageError if there are too few steps for that."""
+    taken = [fault.step for fault in beside if isinstance(fault, RankFault) and fault.step is not None]
+    generator = random.Random(f"kills {seed}")
+    free = [step for step in range(1, topology.steps) if all(abs(step - t) >= RANDOM_GAP for t in taken)]
+    steps = _spread(free, count, generator)
+    if steps is None:
+        raise UsageError(
+            f"--random-kills {count}: {topology.steps} steps have no room for them, {RANDOM_GAP} steps apart; "
+            "give more --steps"
+        )
+    phases = [phase for phase in phases_of(topology, updates) if phase not in RECOVERY_PHASES]
+    kills = []
+    for step in steps:
+        phase = generator.choice(phases)
+        microbatch = generator.randrange(topology.microbatches)
+        rank = generator.randrange(topology.ranks)
+        kills.append(
+            RankFault(
+                rank=rank,
+                step=step,
+                phase=phase,
+                microbatch=microbatch if phase in MICROBATCH_PHASES else 0,
+            )
+        )
+    return tuple(kills)
+
+
+def _spread(free: Sequence[int], count: int, generator: random.Random) -> list[int] | None:
+    """`count` of the ascending `free`, at least `RANDOM_GAP` apart, ascending. None: they do not fit."""
+    for attempt in range(_SPREAD_ATTEMPTS + 1):
+        order = list(free)
+        if attempt < _SPREAD_ATTEMPTS:  # the last attempt packs them, which fits if anything does
+            generator.shuffle(order)
+        chosen: list[int] = []
+        for step in order:
+            if len(chosen) < count and all(abs(step - other) >= RANDOM_GAP for other in chosen):
+                chosen.append(step)
+        if len(chosen) == count:
+            return sorted(chosen)
+    return None
+
+
 def fault_id(index: int) -> str:
     """The name under which the fault of this index fires."""
     return f"fault{index}"
 
 
+def held_together(faults: Sequence[Fault]) -> list[list[int]]:
+    """Indices of rank faults that wait for the drill's word, those that get it at the same moment together: the
+    victims of one step, if they are several or their log is corrupted before."""
+    by_step: dict[int, list[int]] = {}
+    for index, fault in enumerate(faults):
+        if isinstance(fault, RankFault) and fault.step is not None and fault.phase not in RECOVERY_PHASES:
+            by_step.setdefault(fault.step, []).append(index)
+    corrupted = {fault.step for fault in faults if isinstance(fault, CorruptFault)}
+    return [group for step, group in by_step.items() if len(group) > 1 or step in corrupted]
+
+
 def to_environment(faults: Sequence[Fault]) -> str:
     """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves."""
-    held = {id(victim_of(fault, faults)) for fault in faults if isinstance(fault, CorruptFault)}
+    held = {index for group in held_together(faults) for index in group}
     return json.dumps(
         [
             {
@@ -258,7 +364,7 @@ def to_environment(faults: Sequence[Fault]) -> str:
                 "step": fault.step,
                 "microbatch": fault.microbatch,
                 "phase": fault.phase,
-                **({"hold": True} if id(fault) in held else {}),
+                **({"hold": True} if index in held else {}),
             }
             for index, fault in enumerate(faults)
             if isinstance(fault, RankFault)

@@ -4,7 +4,8 @@ import html
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from swift.drill.console import describe, headline, seconds, timeline_rows
+from swift.drill.console import describe, facts, headline, seconds, timeline_rows
+from swift.drill.plot import loss_curves
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#9a6700"}
 PHASE_COLOURS = {
@@ -51,13 +52,17 @@ def page(result: Mapping[str, Any]) -> str:
     """The whole page of one report."""
     shape = result["topology"]
     verdict = result["verdict"]
-    head = f"swift drill: {shape['pipeline_ranks']} ranks, {shape['schedule']}, {shape['steps']} steps"
+    ranks = f"{shape['pipeline_ranks']} ranks"
+    if shape["replicas"] > 1:
+        ranks = f"{shape['pipeline_ranks']} x {shape['replicas']} ranks"
+    head = f"swift drill: {ranks}, {shape['schedule']}, {shape['steps']} steps"
     parts = [
         f"<h1>{text(head)}</h1>",
         f'<div class="verdict" style="--verdict: {COLOURS[verdict]}"><b>{headline(result)}</b>'
         f"<br>{text(result['reason'])}</div>",
         *(_recovery(number, recovery) for number, recovery in enumerate(result["recoveries"], start=1)),
         _drawing(result),
+        loss_curves(result["loss"], [e["step"] for e in result["timeline"] if e["event"] == "fault"]),
         _happened(result),
         _facts(result),
         _checks(result),
@@ -135,7 +140,7 @@ def _drawing(result: Mapping[str, Any]) -> str:
         [
             ("step", STEP_COLOUR),
             ("replayed step", REPLAY_COLOUR),
-            ("restore", PHASE_COLOURS["restore"]),
+            ("restore or copy", PHASE_COLOURS["restore"]),
             ("kill", KILL_COLOUR),
         ]
     )
@@ -227,27 +232,14 @@ def _happened(result: Mapping[str, Any]) -> str:
 
 
 def _facts(result: Mapping[str, Any]) -> str:
-    log, rates = result["log"], result["throughput"]
-    rate = {name: "-" if value is None else f"{value:.2f}" for name, value in rates.items()}
-    facts = [
-        (
-            "faults",
-            ", ".join(f"{f['spec']}{'' if f['fired'] else ' (never happened)'}" for f in result["faults"]),
-        ),
-        (
-            "recovered by",
-            ", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items()) or "-",
-        ),
-        ("survivors out of their step", f"{seconds(result['survivors_freed_seconds'])} after the notice"),
-        ("steps replayed", result["steps_replayed"]),
-        ("steps lost", result["steps_lost"]),
-        ("microbatches computed again", result["microbatches_recomputed"]),
-        ("log", f"{log['records']} records, {log['bytes']} bytes, {log['verified_sends']} sends verified"),
-        ("steps per second", f"{rate['before']} before, {rate['during']} during, {rate['after']} after"),
+    never = ", ".join(fault["spec"] for fault in result["faults"] if not fault["fired"])
+    shown = [
+        *facts(result),
+        *([("never happened", never)] if never else []),
         ("versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items())),
         ("seed", result["seed"]),
     ]
-    rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts)
+    rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in shown)
     return f"<h2>Figures</h2><table>{rows}</table>"
 
 

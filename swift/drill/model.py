@@ -27,14 +27,16 @@ class ModelConfig:
     sequence: int
     microbatch: int
     """Sequences in one microbatch."""
+    bucket_bytes: int
+    """Gradients reduced and applied together: small enough that every stage has several buckets."""
     dropout: float = 0.1
     checkpoint_activations: bool = False
     """Recompute each block in backward instead of keeping its activations."""
 
 
 MODELS = {
-    "tiny": ModelConfig(layers=8, width=32, heads=2, sequence=16, microbatch=2),
-    "default": ModelConfig(layers=8, width=128, heads=4, sequence=64, microbatch=4),
+    "tiny": ModelConfig(layers=8, width=32, heads=2, sequence=16, microbatch=2, bucket_bytes=16 << 10),
+    "default": ModelConfig(layers=8, width=128, heads=4, sequence=64, microbatch=4, bucket_bytes=256 << 10),
 }
 
 
@@ -92,7 +94,7 @@ class StageModule(nn.Module):
 def make_stage(config: ModelConfig, stage: int, num_stages: int, seed: int) -> StageModule:
     """A stage with weights that depend on (seed, stage) alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed * 4096 + stage)
+        torch.manual_seed((seed * 4096 + stage) % 2**63)
         return StageModule(config, stage, num_stages)
 
 
@@ -115,18 +117,19 @@ def standard_library(limit: int = 1 << 20) -> bytes:
 
 
 class ByteLoader:
-    """Batches of (inputs, targets), each [batch, S] int64, at offsets drawn from (seed, position).
+    """Batches of (inputs, targets), each [batch, S] int64, at offsets drawn from (seed, column, position).
 
     Its whole state is the position, so a restored loader gives the same batch again.
     """
 
-    def __init__(self, text: bytes, batch: int, sequence: int, seed: int):
+    def __init__(self, text: bytes, batch: int, sequence: int, seed: int, column: int = 0):
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._batch, self._sequence, self._seed = batch, sequence, seed
+        self._batch, self._sequence = batch, sequence
+        self._seed = seed * 1_000_003 + column * 7_368_787
         self.position = 0
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.position)
+        generator = torch.Generator().manual_seed((self._seed + self.position) % 2**63)
         self.position += 1
         starts = torch.randint(len(self._text) - self._sequence - 1, (self._batch,), generator=generator)
         rows = self._text[starts[:, None] + torch.arange(self._sequence + 1)].long()

@@ -4,11 +4,12 @@
 digest that is not there, an event that nobody wrote) makes `INCONCLUSIVE`: no data is never PASS.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import timeline
+from swift.drill import loss, replicas, timeline
+from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptFault, RankFault, fault_id
 from swift.drill.timeline import Event, Recovery
@@ -16,11 +17,8 @@ from swift.drill.timeline import Event, Recovery
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
 
-DIGEST_FIELDS = ("parameters", "optimizer", "scheduler", "rng", "data")
-# A stage that several recoveries got back in different ways shows the one that cost most.
-_COST = ("keep", "catch_up", "replay", "checkpoint")
-
-Digest = Mapping[str, Any]
+# A stage that got back in different ways (its ranks, or several recoveries) shows the one that cost most.
+_COST = ("keep", "roll_forward", "undo", "replica", "catch_up", "replay", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,60 +44,37 @@ class Evidence:
     log: Mapping[str, Any] | None = None
     """``records`` and ``bytes`` in the log."""
     negative_control: Mapping[str, Any] | None = None
-
-
-@dataclass
-class Check:
-    """One question. `answer` None: there is no evidence."""
-
-    name: str
-    answer: bool | None
-    detail: str = ""
-
-
-@dataclass
-class _Comparison:
-    """Digests of both runs at one version, by rank."""
-
-    version: int
-    generation: int | None
-    ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        head = {"version": self.version, "equal": self.equal}
-        if self.generation is not None:
-            head["generation"] = self.generation
-        return {**head, "ranks": self.ranks}
-
-    @property
-    def equal(self) -> bool | None:
-        return _all(entry["equal"] for entry in self.ranks.values())
+    twin_losses: loss.Losses = field(default_factory=dict)
 
 
 def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
     """The whole report."""
     found = timeline.recoveries(evidence.events)
-    at_recovery = [
-        _compare(config, evidence, int(recovery.target_version), recovery.generation)
-        for recovery in found
-        if recovery.target_version is not None
-    ]
-    at_end = _compare(config, evidence, config.topology.steps, None)
-    bitwise_equal = _all([*(comparison.equal for comparison in at_recovery), at_end.equal])
+    inexact = any(recovery.inexact for recovery in found)
+    at_recovery, at_end = _comparisons(config, evidence, found)
+    bitwise_equal = all_of([*(comparison.equal for comparison in at_recovery), at_end.equal])
+    curves = loss.curves(
+        loss.losses(evidence.events),
+        evidence.twin_losses,
+        config.topology.steps,
+        config.topology.replicas,
+    )
     survivors = timeline.survivors_kept(evidence.events, config.topology.ranks)
     checks = [
         *_run_checks(config, evidence, found),
-        *(_digest_check(f"digests at version {c.version}", c) for c in at_recovery),
-        _digest_check("digests at the end", at_end),
+        *(comparison.check() for comparison in (*at_recovery, at_end)),
+        *replicas.checks(config, found, [*at_recovery, at_end]),
+        *([loss.check(curves)] if at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
         _negative_control_check(evidence),
     ]
     verdict = _verdict(checks)
     fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
+    exact = not inexact and (not fell_back or config.strategy == "checkpoint")
     return {
         "verdict": verdict,
-        "reason": _reason(verdict, checks, fell_back),
+        "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves),
         "checks": [{"name": check.name, "answer": check.answer, "detail": check.detail} for check in checks],
         "seed": config.seed,
         "rerun": config.rerun(),
@@ -107,11 +82,15 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         "topology": config.shape(),
         "faults": _faults(config, evidence),
         **_strategy(config, found),
-        "exact": verdict == PASS and (not fell_back or config.strategy == "checkpoint"),
+        "exact": verdict == PASS and exact,
         "bitwise_equal": bitwise_equal,
         "digests": {"recovery": [c.as_json() for c in at_recovery], "end": at_end.as_json()},
         "timeline": timeline.shown(evidence.events, found),
         **_cost(config, found),
+        **replicas.copies(found),
+        "undo": replicas.undo(config, found),
+        "reduction": replicas.reduction(config, evidence.events),
+        "loss": curves,
         "recoveries": [_recovery(config, recovery) for recovery in found],
         "survivors_kept": None if survivors is None else all(survivors.values()),
         "survivors_freed_seconds": max(
@@ -119,73 +98,58 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         ),
         "log": _log(evidence, found),
         "corruption": evidence.corruption,
-        "negative_control": evidence.negative_control or {"caught": None},
+        "negative_control": _negative_control(evidence, found),
         "throughput": timeline.throughput(evidence.events, found, config.topology.ranks),
     }
 
 
-def _all(answers: Iterable[bool | None]) -> bool | None:
-    """False wins over None, None over True; nothing at all is None."""
-    known = list(answers)
-    if False in known:
-        return False
-    return None if None in known or not known else True
+def _comparisons(
+    config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]
+) -> tuple[list[Comparison], Comparison]:
+    """At each recovery, and at the end. Behind an arithmetic undo that was asked for, bits may differ."""
+    at_recovery: list[Comparison] = []
+    inexact = False
+
+    def at(version: int, generation: int | None) -> Comparison:
+        ours, twin = evidence.digests, evidence.twin_digests
+        return compare(version, generation, config.topology.ranks, ours, twin, inexact=inexact)
+
+    for recovery in found:
+        inexact = inexact or (recovery.inexact and config.undo == "arithmetic")
+        if recovery.target_version is not None:
+            at_recovery.append(at(int(recovery.target_version), recovery.generation))
+    return at_recovery, at(config.topology.steps, None)
 
 
 def _verdict(checks: Sequence[Check]) -> str:
-    return {True: PASS, False: FAIL, None: INCONCLUSIVE}[_all(check.answer for check in checks)]
+    return {True: PASS, False: FAIL, None: INCONCLUSIVE}[all_of(check.answer for check in checks)]
 
 
-def _reason(verdict: str, checks: Sequence[Check], fell_back: Sequence[str]) -> str:
-    if verdict == PASS:
-        how = f"nothing was replayed: {'; '.join(fell_back)}" if fell_back else "recovered as planned"
-        return f"{how}; every digest equals the failure-free run's"
-    wanted = False if verdict == FAIL else None
-    return "; ".join(
-        f"{check.name}: {check.detail or 'no evidence'}" for check in checks if check.answer is wanted
-    )
-
-
-def _compare(config: DrillConfig, evidence: Evidence, version: int, generation: int | None) -> _Comparison:
-    comparison = _Comparison(version, generation)
-    for rank in range(config.topology.ranks):
-        name = f"rank{rank}-v{version}"
-        ours = evidence.digests.get(name if generation is None else f"{name}-g{generation}")
-        twin = evidence.twin_digests.get(name)
-        comparison.ranks[str(rank)] = {
-            "recovered": ours,
-            "failure_free": twin,
-            "equal": _equal_digests(ours, twin),
-        }
-    return comparison
-
-
-def _equal_digests(ours: Digest | None, twin: Digest | None) -> bool | None:
-    if ours is None or twin is None:
-        return None
-    known = [name for name in DIGEST_FIELDS if name in ours and name in twin]
-    if any(ours[name] != twin[name] for name in known):
-        return False
-    return True if len(known) == len(DIGEST_FIELDS) else None
-
-
-def _digest_check(name: str, comparison: _Comparison) -> Check:
-    differing = [rank for rank, entry in comparison.ranks.items() if entry["equal"] is False]
-    absent = [rank for rank, entry in comparison.ranks.items() if entry["equal"] is None]
-    if differing:
-        fields = sorted(
-            {
-                name
-                for rank in differing
-                for name in DIGEST_FIELDS
-                if (comparison.ranks[rank]["recovered"] or {}).get(name)
-                != (comparison.ranks[rank]["failure_free"] or {}).get(name)
-            }
+def _reason(
+    config: DrillConfig,
+    verdict: str,
+    checks: Sequence[Check],
+    fell_back: Sequence[str],
+    compared: Sequence[Comparison],
+    curves: Mapping[str, Any] | None,
+) -> str:
+    if verdict != PASS:
+        wanted = False if verdict == FAIL else None
+        return "; ".join(
+            f"{check.name}: {check.detail or 'no evidence'}" for check in checks if check.answer is wanted
         )
-        return Check(name, False, f"rank {', '.join(differing)}: {', '.join(fields)} differ")
-    if absent:
-        return Check(name, None, f"rank {', '.join(absent)}: no digest to compare")
-    return Check(name, True)
+    how = f"nothing was replayed: {'; '.join(fell_back)}" if fell_back else "recovered as planned"
+    if compared[-1].inexact:
+        assert curves is not None, "the verdict rests on them"
+        equal = sum(comparison.equal is True for comparison in compared)
+        return (
+            f"{how}; an arithmetic undo was used, which promises no bits: at {equal} of {len(compared)} places "
+            f"every digest equals the failure-free run's; {loss.check(curves).detail}"
+        )
+    said = f"{how}; every digest equals the failure-free run's"
+    if config.topology.replicas > 1 and not replicas.reduction_exact(config):
+        said += "; gradients were added in the backend's order, which another layout of buckets would change"
+    return said
 
 
 def _run_checks(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> list[Check]:
@@ -253,12 +217,12 @@ def _recovery_checks(config: DrillConfig, evidence: Evidence, found: Sequence[Re
         checks.append(
             Check("replayed sends were verified", True if verified and not unverified else None, "none was")
         )
-    checks.append(_fallback_check(config, evidence, found))
+    checks.append(_strategy_check(config, evidence, found))
     return checks
 
 
-def _fallback_check(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> Check:
-    """A replay that was asked for took place; a corrupt log was noticed and not replayed."""
+def _strategy_check(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> Check:
+    """What was asked for took place; a corrupt log was noticed and not replayed."""
     fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
     if any(isinstance(fault, CorruptFault) for fault in config.faults):
         name = "the corrupt log was noticed"
@@ -266,12 +230,27 @@ def _fallback_check(config: DrillConfig, evidence: Evidence, found: Sequence[Rec
             return Check(name, None, "no bit was flipped")
         return Check(name, bool(fell_back), "; ".join(fell_back) or "the flipped bit was replayed")
     name = "the strategy was the one asked for"
-    planned = [name for recovery in found for name, _ in recovery.strategies().values()]
-    if found and not planned:
+    used = {strategy for recovery in found for strategy, _ in recovery.strategies().values()}
+    if found and not used:
         return Check(name, None, "no plan in the trace")
     if config.strategy == "checkpoint":
         return Check(name, all(r.fell_back for r in found), "something was replayed")
-    return Check(name, not fell_back, f"fell back to a checkpoint: {'; '.join(fell_back)}")
+    if fell_back:
+        return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
+    other = {"replay": {"replica"}, "replica": {"replay", "catch_up"}}.get(config.strategy, set()) & used
+    return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")
+
+
+def _negative_control(evidence: Evidence, found: Sequence[Recovery]) -> dict[str, Any]:
+    """A flipped bit in a log; and whether what replicas gave is what joiners got."""
+    control = dict(evidence.negative_control or {"caught": None})
+    copied = [recovery for recovery in found if replicas.copied(recovery)]
+    if copied:
+        control["copies"] = {
+            "received": sum(len(recovery.received) for recovery in copied),
+            "equal_to_source": all_of(replicas.copy_equal(recovery) for recovery in copied),
+        }
+    return control
 
 
 def _negative_control_check(evidence: Evidence) -> Check:
@@ -329,9 +308,11 @@ def _recovery(config: DrillConfig, recovery: Recovery) -> dict[str, Any]:
         "faults": [event.get("id") for event in recovery.faults],
         "target_version": recovery.target_version,
         "plan_reason": (recovery.plan or {}).get("reason"),
-        "plans": recovery.plans,
+        "plans": len(recovery.planned),
         **_strategy(config, [recovery]),
         **_cost(config, [recovery]),
+        **replicas.copies([recovery]),
+        "undo": replicas.undo(config, [recovery]),
         "verified_sends": recovery.replayed("verified"),
         "filled_sends": recovery.replayed("filled"),
         "records_read": recovery.replayed("records"),

@@ -9,23 +9,26 @@ drills (`--twin`).
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from swift import events
-from swift.drill import control, faults, timeline
+from swift.drill import control, faults, loss, timeline
+from swift.drill.checks import Digest
 from swift.drill.cluster import POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.faults import CoordinatorFault, CorruptFault, LogServerFault, fault_id
-from swift.drill.report import Digest, Evidence
+from swift.drill.report import Evidence
 from swift.errors import UsageError
 
 STALL_S = 90.0
 """A run in whose trace nothing happens for so long is cut off. Longer than any timeout inside of it."""
 HOLD_S = 10.0
 """A held rank waits for its corrupt record so long; the runtime gives up on us later than that."""
-TWIN_FILE = "twin.json"
+TOGETHER_S = 2.0
+"""Victims of one step wait for each other so long: one of them may not get there while another stands still."""
+TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
 # A run that hangs may go on saying these.
 _NO_PROGRESS = ("heartbeat_unanswered", "suspect", "trim_failed")
 
@@ -48,6 +51,7 @@ class Twin:
     exit_code: int | None
     recoveries: int = 0
     output: str = ""
+    losses: loss.Losses = field(default_factory=dict)
 
 
 class _Watch:
@@ -94,6 +98,7 @@ class FaultedRun:
         self._progress = progress
         self._done: set[int] = set()
         self._held_since: dict[int, float] = {}
+        self._held = faults.held_together(config.faults)
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
@@ -104,13 +109,15 @@ class FaultedRun:
             directory,
             ranks=config.topology.ranks,
             spares=config.spares,
-            trainer_arguments=[*config.trainer_arguments(), "--strategy", config.strategy],
+            trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
             faults=faults.to_environment(config.faults),
             die_at=[
                 (fault_id(index), fault.state.upper())
                 for index, fault in enumerate(config.faults)
                 if isinstance(fault, CoordinatorFault)
             ],
+            # Costs copies of what is in flight: a drill wants to know how far an undo is off.
+            settings={"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {},
             check_stop=check_stop,
         )
         self._watch = _Watch(self._cluster, progress)
@@ -138,6 +145,7 @@ class FaultedRun:
             corruption=self._corruption,
             log=_logged(trace),
             negative_control=control.flip_and_read(self._copy, self._config.seed),
+            twin_losses=without.losses,
         )
 
     def _turn(self) -> None:
@@ -149,28 +157,50 @@ class FaultedRun:
                 self._cluster.kill_log_server(fault_id(index))
             elif isinstance(fault, CorruptFault):
                 self._corrupt(index, fault)
+        self._held = [group for group in self._held if not self._let_go(group)]
         # In the third step the records of the first ones have long been acknowledged.
         if self._copy is None and self._watch.step >= 2 and time.monotonic() - self._copy_tried > 0.2:
             self._copy_tried = time.monotonic()
             self._copy = control.snapshot(self._cluster.log_directory, self.directory / "control")
 
+    def _reached(self, index: int) -> bool:
+        """This victim stands where it dies."""
+        if not (self._cluster.fault_directory / f"{fault_id(index)}.reached").exists():
+            return False
+        self._held_since.setdefault(index, time.monotonic())
+        return True
+
     def _corrupt(self, index: int, fault: CorruptFault) -> None:
-        """Once its victim is held: flips the bit, then lets the victim die."""
+        """Once its victim is held: flips the bit."""
         victim = faults.victim_of(fault, self._config.faults)
         assert victim is not None, "checked before"
-        held = fault_id(self._config.faults.index(victim))
-        if not (self._cluster.fault_directory / f"{held}.reached").exists():
+        held = self._config.faults.index(victim)
+        if not self._reached(held):
             return
-        since = self._held_since.setdefault(index, time.monotonic())
         stream = faults.corrupted_stream(fault, self._config.faults, self._config.topology)
         flipped = control.corrupt_stream(self._cluster.log_directory, stream, fault.step, self._config.seed)
-        if flipped is None and time.monotonic() - since < HOLD_S:
+        if flipped is None and time.monotonic() - self._held_since[held] < HOLD_S:
             return
         if flipped is not None:
             self._corruption = {"fault": fault_id(index), **flipped}
             self._cluster.trace("corrupted", id=fault_id(index), **flipped)
         self._done.add(index)
-        (self._cluster.fault_directory / f"{held}.go").touch()
+
+    def _let_go(self, group: list[int]) -> bool:
+        """Lets the victims of one step die at once: all are there and their log is corrupted, if it is to be."""
+        there = [index for index in group if self._reached(index)]
+        if not there:
+            return False
+        step = getattr(self._config.faults[group[0]], "step", None)
+        for index, fault in enumerate(self._config.faults):
+            if isinstance(fault, CorruptFault) and fault.step == step and index not in self._done:
+                return False
+        waited = time.monotonic() - min(self._held_since[index] for index in there)
+        if len(there) < len(group) and waited < TOGETHER_S:
+            return False
+        for index in group:  # those that are not there yet do not wait any more
+            (self._cluster.fault_directory / f"{fault_id(index)}.go").touch()
+        return True
 
     def _fired(self, trace: list[dict[str, Any]]) -> frozenset[str]:
         by_ranks = {path.stem for path in self._cluster.fault_directory.glob("*.fired")}
@@ -194,16 +224,25 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
     """The finished twin in `directory`; None: there is none yet. UsageError: it is of another run."""
     path = directory / TWIN_FILE
     if not path.exists():
-        if any(entry.name != "digests" for entry in directory.glob("*")):
+        if any(entry.name not in ("digests", LOSSES_FILE) for entry in directory.glob("*")):
             raise UsageError(f"--twin {directory}: neither a finished twin nor empty; give another directory")
         return None
-    try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--twin {directory}: {TWIN_FILE} cannot be read ({error}); give another") from None
+    stored = _read_json(directory, TWIN_FILE)
     if not same_identity(stored["identity"], config.identity()):
         raise UsageError(f"--twin {directory}: made with other settings or versions; give another directory")
-    return Twin(digests=read_digests(directory / "digests"), exit_code=0)
+    losses = _read_json(directory, LOSSES_FILE)
+    return Twin(
+        digests=read_digests(directory / "digests"),
+        exit_code=0,
+        losses={int(step): {int(c): value for c, value in by.items()} for step, by in losses.items()},
+    )
+
+
+def _read_json(directory: Path, name: str) -> Any:
+    try:
+        return json.loads((directory / name).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--twin {directory}: {name} cannot be read ({error}); give another") from None
 
 
 def run_twin(
@@ -222,9 +261,14 @@ def run_twin(
     with cluster:
         code = _Watch(cluster, progress).follow()
         output = cluster.output_tail() if code != 0 else ""
-    found = len(timeline.recoveries(events.read(directory / "events")))
-    digests = read_digests(directory / "digests")
-    return Twin(digests=digests, exit_code=code, recoveries=found, output=output)
+    trace = events.read(directory / "events")
+    return Twin(
+        digests=read_digests(directory / "digests"),
+        exit_code=code,
+        recoveries=len(timeline.recoveries(trace)),
+        output=output,
+        losses=loss.losses(trace),
+    )
 
 
 def store_twin(config: DrillConfig, twin: Twin, directory: Path) -> None:
@@ -234,4 +278,5 @@ def store_twin(config: DrillConfig, twin: Twin, directory: Path) -> None:
     (directory / "digests").mkdir(parents=True, exist_ok=True)
     for name, digest in twin.digests.items():
         (directory / "digests" / f"{name}.json").write_text(json.dumps(digest))
+    (directory / LOSSES_FILE).write_text(json.dumps(twin.losses))
     (directory / TWIN_FILE).write_text(json.dumps({"identity": config.identity()}))

@@ -6,9 +6,9 @@ a refused replay in it makes more generations, not more recoveries. Its phases l
     kill -detect-> FENCING -fence-> PLANNING -plan-> RECOVERING -rebuild-> restore begins -restore-> restored
          -replay-> replayed -rejoin-> every rank has begun a step
 
-A recovery of several generations spends the time from its first FENCING to its last one in `superseded`. A
-coordinator that is killed may leave a state out of the trace: a milestone is the first sign of that state or
-of a later one. Phases never overlap and sum to `total`.
+A copy from a replica counts as a restore. A recovery of several generations spends the time from its first
+FENCING to its last one in `superseded`. A coordinator that is killed may leave a state out of the trace: a
+milestone is the first sign of that state or of a later one. Phases never overlap and sum to `total`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,6 @@ Event = dict[str, Any]
 
 STATES = ("forming", "running", "fencing", "planning", "recovering")
 PHASES = ("detect", "superseded", "fence", "plan", "rebuild", "restore", "replay", "rejoin")
-REPLAYING = ("replay", "catch_up")
 STEPS_SHOWN = 3
 """So many steps before and after a recovery are in the timeline of the report."""
 
@@ -37,9 +36,18 @@ class Recovery:
     faults: list[Event] = field(default_factory=list)
     """"fault" events of ranks that this recovery answers."""
     exits: list[Event] = field(default_factory=list)
-    plan: Event | None = None
-    """The last plan; earlier ones were superseded."""
-    plans: int = 0
+    planned: dict[int, Event] = field(default_factory=dict)
+    """generation -> its plan."""
+    restored: dict[int, int] = field(default_factory=dict)
+    """rank -> the last generation in which it got its state from elsewhere (a replica, a checkpoint)."""
+    received: list[Event] = field(default_factory=list)
+    """"replica_received" of all generations."""
+    sent: list[Event] = field(default_factory=list)
+    """"copy_end" of sources that tell their digest, of all generations."""
+    undone: list[Event] = field(default_factory=list)
+    """"undone" of all generations."""
+    rolled_forward: list[Event] = field(default_factory=list)
+    """"roll_forward" of all generations."""
     replays: list[Event] = field(default_factory=list)
     """"replay_end" of the last generation."""
     seconds: dict[str, float] | None = None
@@ -63,31 +71,72 @@ class Recovery:
     def target_version(self) -> int | None:
         return None if self.plan is None else self.plan.get("target_version")
 
+    @property
+    def plan(self) -> Event | None:
+        """The last one; earlier ones were superseded."""
+        return self.planned[max(self.planned)] if self.planned else None
+
+    @property
+    def victims(self) -> set[int]:
+        """The ranks of which a process died in it."""
+        return {int(event["rank"]) for event in (*self.faults, *self.exits)}
+
     def strategies(self) -> dict[int, tuple[str, str]]:
-        """rank -> (strategy, reason) of the last plan."""
-        ranks = (self.plan or {}).get("ranks") or []
-        return {
-            int(entry["rank"]): (str(entry["strategy"]).lower(), str(entry.get("reason", "")))
-            for entry in ranks
-        }
+        """rank -> (strategy, reason): the last plan's; of a rank that keeps what an earlier generation of this
+        recovery gave it, the one by which it came by that."""
+        found = _strategies_of(self.plan)
+        for rank, generation in self.restored.items():
+            if generation in self.planned and found.get(rank, ("", ""))[0] == "keep":
+                found[rank] = _strategies_of(self.planned[generation]).get(rank, found[rank])
+        return found
+
+    def sources(self) -> dict[int, list[int]]:
+        """rank -> the replicas that it copied from."""
+        found: dict[int, list[int]] = {}
+        for event in self.received:
+            found[int(event["rank"])] = [int(source["rank"]) for source in event.get("sources") or ()]
+        for entry in _entries(self.plan):
+            if _strategy_of(entry) == "replica" and "sources" in entry:
+                found[int(entry["rank"])] = [int(rank) for rank in entry["sources"]]
+        return found
 
     @property
     def fell_back(self) -> str:
-        """Why the last plan restores a checkpoint; "" if it does not."""
-        reason = str((self.plan or {}).get("reason", ""))
-        return reason if any(name == "checkpoint" for name, _ in self.strategies().values()) else ""
+        """Why a checkpoint was restored; "" if none was."""
+        if not any(name == "checkpoint" for name, _ in self.strategies().values()):
+            return ""
+        reasons = [
+            str(plan.get("reason", ""))
+            for _, plan in sorted(self.planned.items())
+            if any(_strategy_of(entry) == "checkpoint" for entry in _entries(plan))
+        ]
+        return reasons[-1]
 
     @property
     def replay_expected(self) -> bool:
         """Some rank had steps to replay."""
         target = self.target_version
-        return any(
-            str(entry["strategy"]).lower() in REPLAYING and entry.get("from_version", target) != target
-            for entry in (self.plan or {}).get("ranks") or []
-        )
+        return any(entry.get("from_version", target) != target for entry in _entries(self.plan))
+
+    @property
+    def inexact(self) -> bool:
+        """Some rank took buckets back, and not bit for bit."""
+        return any(event.get("exact") is not True for event in self.undone)
 
     def replayed(self, name: str) -> int:
         return sum(int(event.get(name) or 0) for event in self.replays)
+
+
+def _entries(plan: Event | None) -> list[Event]:
+    return (plan or {}).get("ranks") or []
+
+
+def _strategy_of(entry: Event) -> str:
+    return str(entry["strategy"]).lower()
+
+
+def _strategies_of(plan: Event | None) -> dict[int, tuple[str, str]]:
+    return {int(e["rank"]): (_strategy_of(e), str(e.get("reason", ""))) for e in _entries(plan)}
 
 
 def state_of(event: Event) -> str:
@@ -116,25 +165,52 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
                 current.generations.append(generation)
                 current.reasons.append(str(event.get("reason", "")))
     previous_end = float("-inf")
+    noticed = _noticed(events)
     for recovery in found:
         end = recovery.ended_t if recovery.ended_t is not None else float("inf")
         window = [event for event in events if previous_end < event["t"] <= end]
+        recovery.faults = [
+            event for event in _named(events, "fault") if previous_end < noticed[_fault_key(event)] <= end
+        ]
         _fill(recovery, window, [event for event in events if event["t"] > end], events)
         previous_end = end
     return found
 
 
+def _fault_key(event: Event) -> tuple[Any, Any]:
+    return event.get("id"), event["pid"]
+
+
+def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
+    """When the process that each fault killed was seen to be gone: one that dies as a recovery ends is for the
+    next. If nobody saw it, when it was killed."""
+    exits = {event["pid"]: event["t"] for event in _named(events, "child_exit")}
+    return {_fault_key(e): max(e["t"], exits.get(e["pid"], e["t"])) for e in _named(events, "fault")}
+
+
 def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: Sequence[Event]) -> None:
-    recovery.faults = _named(window, "fault")
     recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
     plans = _named(window, "plan")
-    recovery.plans = len({event.get("generation") for event in plans})
-    recovery.plan = plans[-1] if plans else None
+    for event in plans:
+        recovery.planned[int(event.get("generation") or 0)] = event
+    recovery.restored = {e["rank"]: int(e.get("generation") or 0) for e in _named(window, "restore_end")}
+    recovery.received = _named(window, "replica_received")
+    recovery.sent = [e for e in _named(window, "copy_end") if e.get("role") == "source" and "digest" in e]
+    recovery.undone = _named(window, "undone")
+    recovery.rolled_forward = _named(window, "roll_forward")
     recovery.replays = _of_generation(_named(window, "replay_end"), recovery.generation, window)
     if recovery.plan is None:
         recovery.missing.append("plan")
     if recovery.replay_expected and not recovery.replays:
         recovery.missing.append("replay_end")
+    for strategy, name, done in (
+        ("replica", "replica_received", recovery.received),
+        ("undo", "undone", recovery.undone),
+        ("roll_forward", "roll_forward", recovery.rolled_forward),
+    ):
+        said = {event.get("rank") for event in done if event.get("generation") == recovery.generation}
+        told = [e["rank"] for e in _entries(recovery.plan) if _strategy_of(e) == strategy]
+        recovery.missing += [f"{name} of rank {rank}" for rank in told if rank not in said]
     recovery.seconds = _phases(recovery, window, after)
     recovery.freed_seconds = _freed(window)
     reached = [event["step"] + 1 for event in _named(events, "step_end") if event["t"] < recovery.began_t]
@@ -313,3 +389,13 @@ def shown(events: Sequence[Event], found: Sequence[Recovery]) -> list[Event]:
         for event in events
         if event["event"] not in quiet or event.get("replay") or event.get("step") in near
     ]
+
+
+def steps_done(events: Sequence[Event]) -> dict[tuple[int, int], int]:
+    """(rank, pid) -> live steps that this process has done."""
+    done: dict[tuple[int, int], int] = {}
+    for event in _named(events, "step_end"):
+        if not event.get("replay"):
+            key = (int(event["rank"]), int(event["pid"]))
+            done[key] = done.get(key, 0) + 1
+    return done

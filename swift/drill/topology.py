@@ -1,12 +1,16 @@
 """Which stage runs on which rank, and what a schedule asks of the numbers it is given.
 
-1F1B and GPipe have one stage on each rank. Looped schedules put stages k and k + P on rank k; V schedules
-fold the stages, so that rank k has k and 2P - 1 - k, and the last rank holds two neighbours.
+Ranks are a mesh of pipeline ranks and columns, numbered as torch's device mesh (pipeline, data) numbers them:
+rank = pipeline rank * replicas + column. Ranks with the same pipeline rank are replicas of each other.
+
+1F1B and GPipe have one stage on each pipeline rank. Looped schedules put stages k and k + P on pipeline rank k; V
+schedules fold the stages, so that it has k and 2P - 1 - k, and the last one holds two neighbours.
 """
 
 from dataclasses import dataclass
 
 from swift.errors import UsageError
+from swift.log import streams
 
 # name -> (stages on each rank, placed as a V)
 SCHEDULES = {
@@ -30,18 +34,20 @@ def schedule_name(name: str) -> str:
 class Topology:
     """The shape of one drill. Checked here, before anything is started."""
 
-    ranks: int
-    """Pipeline ranks (``--stages``)."""
+    pipeline_ranks: int
+    """``--stages``: ranks of one pipeline."""
     replicas: int = 1
+    """``--replicas``: columns, which are pipelines beside each other with batches of their own."""
     steps: int
     microbatches: int
+    """Of one replica in one step."""
     schedule: str
     checkpoint_every: int
 
     def __post_init__(self) -> None:
         schedule_name(self.schedule)
         for name, value, least in (
-            ("--stages", self.ranks, 2),
+            ("--stages", self.pipeline_ranks, 1),
             ("--replicas", self.replicas, 1),
             ("--steps", self.steps, 1),
             ("--microbatches", self.microbatches, 1),
@@ -49,40 +55,66 @@ class Topology:
         ):
             if value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
-        if self.replicas > 1:
-            raise UsageError("--replicas above 1 is not there yet: leave it at 1")
+        if self.pipeline_ranks == 1 and self.replicas == 1:
+            raise UsageError("--stages must be at least 2, or 1 with --replicas 2 or more")
+        if self.pipeline_ranks == 1 and self.stages_per_rank > 1:
+            raise UsageError(
+                f"--schedule {self.schedule} needs --stages 2 or more; with 1, use 1f1b or gpipe"
+            )
         self._check_microbatches()
 
     def _check_microbatches(self) -> None:
-        needed = {"1f1b": self.ranks, "dualpipev": 2 * self.ranks}.get(self.schedule, 1)
+        ranks = self.pipeline_ranks
+        needed = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(self.schedule, 1)
         if self.microbatches < needed:
             raise UsageError(
-                f"--schedule {self.schedule} on {self.ranks} stages: --microbatches must be {needed} or more,"
+                f"--schedule {self.schedule} on {ranks} stages: --microbatches must be {needed} or more,"
                 f" not {self.microbatches}"
             )
-        rounds = max(1, self.microbatches // self.ranks)
+        rounds = max(1, self.microbatches // ranks)
         if self.schedule.startswith("interleaved") and self.microbatches % rounds:
             raise UsageError(
-                f"--schedule {self.schedule} on {self.ranks} stages: --microbatches must be a multiple of"
+                f"--schedule {self.schedule} on {ranks} stages: --microbatches must be a multiple of"
                 f" {rounds}, not {self.microbatches}"
             )
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.pipeline_ranks * self.replicas
+
+    def pipeline_rank(self, rank: int) -> int:
+        return rank // self.replicas
+
+    def column(self, rank: int) -> int:
+        return rank % self.replicas
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same stages, this one among them."""
+        first = rank - self.column(rank)
+        return tuple(range(first, first + self.replicas))
 
     @property
     def stages_per_rank(self) -> int:
         return SCHEDULES[self.schedule][0]
 
     @property
-    def stages(self) -> int:
-        """Model stages, all ranks together."""
-        return self.ranks * self.stages_per_rank
+    def splits_backward(self) -> bool:
+        """Computes the gradients of weights apart from those of inputs."""
+        return SCHEDULES[self.schedule][1] or self.schedule == "interleavedzerobubble"
 
-    def rank_of(self, stage: int) -> int:
-        if SCHEDULES[self.schedule][1] and stage >= self.ranks:
+    @property
+    def stages(self) -> int:
+        """Model stages of one pipeline."""
+        return self.pipeline_ranks * self.stages_per_rank
+
+    def pipeline_rank_of(self, stage: int) -> int:
+        if SCHEDULES[self.schedule][1] and stage >= self.pipeline_ranks:
             return self.stages - 1 - stage
-        return stage % self.ranks
+        return stage % self.pipeline_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+        return tuple(s for s in range(self.stages) if self.pipeline_rank_of(s) == self.pipeline_rank(rank))
 
     def replay_streams(self, rank: int) -> tuple[str, ...]:
         """Log streams whose tensors a replay of this rank takes in: what it had received from other ranks.
@@ -91,9 +123,10 @@ class Topology:
         compares their digests with the logged ones.
         """
         received: list[str] = []
+        here, column = self.pipeline_rank(rank), self.column(rank)
         for stage in self.stages_of(rank):
-            if stage > 0 and self.rank_of(stage - 1) != rank:
-                received.append(f"s{stage - 1}.F")
-            if stage < self.stages - 1 and self.rank_of(stage + 1) != rank:
-                received.append(f"s{stage + 1}.B")
+            if stage > 0 and self.pipeline_rank_of(stage - 1) != here:
+                received.append(streams.boundary(stage - 1, "F", column, self.replicas))
+            if stage < self.stages - 1 and self.pipeline_rank_of(stage + 1) != here:
+                received.append(streams.boundary(stage + 1, "B", column, self.replicas))
         return tuple(received)

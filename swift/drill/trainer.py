@@ -1,6 +1,6 @@
 """The trainer of a drill: pipeline stages of a transformer under any schedule of torch.
 
-Run by the launcher: ``python -m swift.launch … -m swift.drill.trainer --stages 4 --schedule 1f1b …``
+Run by the launcher: ``python -m swift.launch … -m swift.drill.trainer --stages 4 --replicas 2 …``
 """
 
 import argparse
@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import swift
 from swift import events
+from swift.drill.config import DATA_PARALLEL, IMPLEMENTATIONS, OPTIMIZERS, REDUCTIONS, UNDOS, UPDATES
 from swift.drill.model import MODELS, ByteLoader, loss_fn, make_stage, standard_library
+from swift.drill.optimizers import make_optimizer
 
-# How each schedule places its stages: on rank r of P, and how many stages there are.
+# How each schedule places its stages: on pipeline rank r of P, and how many stages there are.
 SINGLE = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}
 LOOPED = {
     "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
@@ -26,7 +28,7 @@ V_SHAPED = {"zbv": schedules.ScheduleZBVZeroBubble, "dualpipev": schedules.Sched
 
 
 def stages_of(schedule: str, rank: int, ranks: int) -> tuple[list[int], int]:
-    """(stage indices of `rank`, number of stages): one stage a rank, or two in a loop or a V."""
+    """(stage indices of pipeline rank `rank`, number of stages): one stage a rank, or two in a loop or a V."""
     if schedule in SINGLE:
         return [rank], ranks
     if schedule in LOOPED:
@@ -52,7 +54,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--codec", default="none", choices=["none", "lz4"])
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
+    parser.add_argument("--optimizer-implementation", default="", choices=["", *IMPLEMENTATIONS])
+    parser.add_argument("--updates", default="after_backward", choices=UPDATES)
+    parser.add_argument("--data-parallel", default="session", choices=DATA_PARALLEL)
+    parser.add_argument("--reduction", default="auto", choices=REDUCTIONS)
+    parser.add_argument("--undo", default="exact", choices=UNDOS)
     return parser.parse_args(argv)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> SequentialLR:
+    """A linear warm-up over a tenth of the steps, then a cosine."""
+    warm_up = max(1, steps // 10)
+    parts = [LinearLR(optimizer, 0.1, 1.0, warm_up), CosineAnnealingLR(optimizer, max(1, steps - warm_up))]
+    return SequentialLR(optimizer, parts, [warm_up])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -63,27 +78,28 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint_every=args.checkpoint_every,
         codec=args.codec,
         strategy=args.strategy,
+        replicas=args.replicas,
+        updates=args.updates,
+        undo=args.undo,
+        reduction=args.reduction,
+        bucket_bytes=config.bucket_bytes,
     ) as session:
-        indices, num_stages = stages_of(args.schedule, session.rank, args.stages)
-        modules = [make_stage(config, index, num_stages, args.seed) for index in indices]
+        indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
+        modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
+        parameters = [p for module in modules for p in module.parameters()]
+        if args.data_parallel == "ddp":
+            modules = [session.ddp(module) for module in modules]
         stages = [
             session.pipeline_stage(module, index, num_stages)
             for module, index in zip(modules, indices, strict=True)
         ]
         schedule = make_schedule(args.schedule, stages, args.microbatches)
-        parameters = [p for module in modules for p in module.parameters()]
-        optimizer = session.optimizer(torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1))
-        warm_up = max(1, args.steps // 10)
-        scheduler = SequentialLR(
-            optimizer,
-            [
-                LinearLR(optimizer, 0.1, 1.0, warm_up),
-                CosineAnnealingLR(optimizer, max(1, args.steps - warm_up)),
-            ],
-            [warm_up],
+        optimizer = session.optimizer(
+            make_optimizer(args.optimizer, args.optimizer_implementation, parameters)
         )
+        scheduler = make_scheduler(optimizer, args.steps)
         batch = args.microbatches * config.microbatch
-        loader = ByteLoader(standard_library(), batch, config.sequence, args.seed)
+        loader = ByteLoader(standard_library(), batch, config.sequence, args.seed, session.column)
         session.register(schedule=schedule, scheduler=scheduler, loader=loader)
         first, last = 0 in indices, num_stages - 1 in indices
 
@@ -96,11 +112,16 @@ def main(argv: list[str] | None = None) -> None:
                 **({"target": targets, "losses": losses} if last else {}),
                 return_outputs=False,
             )
-            session.clip_grad_norm_(parameters, 1.0)
+            if last and not session.replaying:
+                # Before the update: a rank that dies in it has said what its step's loss was.
+                loss = float(torch.stack(losses).detach().mean())
+                events.emit("loss", rank=session.rank, column=session.column, step=step, loss=loss)
+            if (
+                args.updates == "after_backward"
+            ):  # wait-free, the norm is not known when the first bucket is applied
+                session.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             scheduler.step()
-            if last and not session.replaying:
-                events.emit("loss", step=step, loss=float(torch.stack(losses).detach().mean()))
 
         session.run(train_step, num_steps=args.steps)
 

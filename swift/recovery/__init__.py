@@ -5,22 +5,26 @@
 
 from swift.recovery.plan import plan
 from swift.recovery.types import (
+    STRATEGIES,
     Checkpoints,
     Layout,
     Plan,
     PlanConfig,
     RankPlan,
+    Refusals,
     Report,
     Strategy,
     StreamSummary,
 )
 
 __all__ = [
+    "STRATEGIES",
     "Checkpoints",
     "Layout",
     "Plan",
     "PlanConfig",
     "RankPlan",
+    "Refusals",
     "Report",
     "Strategy",
     "StreamSummary",

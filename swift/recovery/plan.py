@@ -1,30 +1,37 @@
 """plan(): from what every rank reports to how each gets to the agreed version.
 
-    target   the highest version that a rank holds
-    KEEP     who holds it
-    CATCH_UP who holds an older one, not older than the newest complete checkpoint c <= target
-    REPLAY   who holds nothing (or something older than c), from c
-    CHECKPOINT for everybody, at the newest complete checkpoint, if that cannot be done exactly
+1. The highest version that every stage group reaches without replay (swift.recovery.reach says how):
 
-Replaying stage k over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of those steps, and compares what it
-sends with `s{k}.F` and `s{k}.B`. A neighbour that replays from b generates its stream again from step b, so
-the log must have the rest, [a, b), only; a neighbour that keeps its state must have logged all of [a, t).
-External inputs (`s{k}.X`, `s{k}.T`) come out of the trainer's own loader again where the log has a hole, so
-they only must not be corrupt. Collective results come from one rank that keeps its state, `r{n}.C`.
+    KEEP, ROLL_FORWARD, UNDO, REPLICA   each to the target
 
-Whether each single record is there is not known here; a rank that finds one missing refuses, and the next
-plan restores the checkpoint.
+2. If there is none, a replay. Target: the highest version that some rank reaches, for which the log has what
+   the replays need. Each stage group gets to one base <= target, and if that is below, all of its ranks replay
+   from there together, each its own column:
+
+    the highest version <= target that the group reaches without replay, not older than the newest complete
+    checkpoint c <= target: CATCH_UP for who holds it; ROLL_FORWARD, UNDO, REPLICA, each followed by replay
+    else c: REPLAY on all of its ranks
+
+   A lower target is tried only where no stage group would have to throw a newer whole state away for a replay:
+   with one, everybody's checkpoint is as good.
+
+3. If that cannot be done either: CHECKPOINT for everybody, at the newest complete one.
+
+An inexact undo is used only if the configuration allows it, and only if the same target cannot be reached without.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from swift.recovery.coverage import collective_source, uncovered
+from swift.recovery.reach import WAYS, Reach, Way
 from swift.recovery.types import (
-    REPLAYS,
     Checkpoints,
     Layout,
     Plan,
     PlanConfig,
     RankPlan,
+    Refusals,
     Report,
     Strategy,
     StreamSummary,
@@ -37,39 +44,219 @@ def plan(
     log_inventory: Mapping[str, StreamSummary],
     checkpoints: Checkpoints,
     config: PlanConfig,
-    refused: str = "",
+    refused: Refusals = Refusals(),  # noqa: B008  (frozen)
 ) -> tuple[Plan | None, str]:
     """The plan and its reason; (None, reason) if there is no way back.
 
-    `reports`: one for every rank. `refused`: why nothing is to be replayed (a rank refused it in this
-    recovery); "": replay where it can be done.
+    `reports`: one for every rank. `refused`: what is not to be planned again. ValueError: reports and layout do
+    not fit.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     if not reports or [r.rank for r in reports] != sorted(set(layout.stages)):
         raise ValueError("plan needs one report of every rank of the layout")
-    held = [report.version for report in reports if report.version is not None]
-    if refused:
-        return _restore(reports, checkpoints, refused)
+    if problem := layout.problem():
+        raise ValueError(problem)
+    if refused.everything:
+        return _restore(reports, checkpoints, refused.reason)
     if config.strategy == "checkpoint":
         return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
-    if not held:
-        return _restore(reports, checkpoints, "no rank holds a state")
+    ways = WAYS - {*refused.strategies, *([Strategy.REPLICA] if config.strategy == "replay" else [])}
+    situation = _Situation(reports, layout, log_inventory, checkpoints, ways)
+    reach = situation.reach(inexact=config.inexact_undo)
+    if not reach.anywhere():
+        return _restore(reports, checkpoints, _but(refused, "no rank holds a state"))
+    if reach.everywhere():
+        outcome = situation.without_replay(max(reach.everywhere()), reach)
+        return outcome, outcome.reason
+    if refused.replays:
+        return _restore(reports, checkpoints, refused.reason)
+    if config.strategy == "replica":
+        why = f"the job is configured never to replay, and {situation.disagreement(reach)}"
+        return _restore(reports, checkpoints, _but(refused, why))
+    found, reason = situation.with_replay(reach, inexact=config.inexact_undo)
+    if found is None:
+        return _restore(reports, checkpoints, _but(refused, reason))
+    return found, reason
 
-    target = max(held)
-    base = checkpoints.newest_at_most(target)
-    if base is None and len(held) < len(reports):
-        lacking = ", ".join(str(r.rank) for r in reports if r.version is None)
-        why = f"no complete checkpoint at version {target} or before for rank {lacking}, which holds no state"
-        return _restore(reports, checkpoints, why)
-    ranks = tuple(_rank_plan(report, target, base) for report in reports)
-    problem = _uncovered(ranks, target, layout, log_inventory)
-    if problem:
-        return _restore(reports, checkpoints, problem)
-    source, problem = _collective_source(ranks, target, reports, log_inventory)
-    if problem:
-        return _restore(reports, checkpoints, problem)
-    reason = _summary(ranks, target)
-    return Plan(target_version=target, ranks=ranks, collective_source=source, reason=reason), reason
+
+class _Situation:
+    """What plan() was asked, and the two kinds of plan for it."""
+
+    def __init__(
+        self,
+        reports: Sequence[Report],
+        layout: Layout,
+        log: Mapping[str, StreamSummary],
+        checkpoints: Checkpoints,
+        ways: Iterable[Strategy],
+    ) -> None:
+        self._reports = {report.rank: report for report in reports}
+        self._layout = layout
+        self._log = log
+        self._checkpoints = checkpoints
+        self._allowed = frozenset(ways)
+        # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
+        self._has_choice = layout.columns() > 1 or any(
+            r.undo_to is not None or r.forward_to is not None for r in reports
+        )
+
+    def reach(self, *, inexact: bool) -> Reach:
+        return Reach(self._reports.values(), self._layout, self._allowed, inexact=inexact)
+
+    def without_replay(self, target: int, reach: Reach) -> Plan:
+        """`target` is reached everywhere."""
+        bases = {group: _Base(version=target, ways=reach.ways(group, target)) for group in self._groups}
+        ranks = self._ranks(bases, target)
+        why = f"the highest version that every stage reaches without replay ({self._reached(reach)})"
+        return self._made(ranks, bases, target, -1, why if self._has_choice else "")
+
+    def with_replay(self, reach: Reach, *, inexact: bool) -> tuple[Plan | None, str]:
+        """The highest target that can be had, exactly if that can be; None and why not even the highest can."""
+        problem = ""
+        for target in sorted(reach.anywhere(), reverse=True):
+            for allowed in (False, True) if inexact else (False,):
+                found, why = self._replay_to(target, self.reach(inexact=allowed), problem)
+                if found is not None:
+                    return found, found.reason
+                problem = problem or why
+        return None, problem
+
+    def disagreement(self, reach: Reach) -> str:
+        return f"no version is reached by every stage without replay ({self._reached(reach)})"
+
+    # --- ---
+
+    @property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        return self._layout.groups()
+
+    def _replay_to(self, target: int, reach: Reach, higher: str) -> tuple[Plan | None, str]:
+        """`higher`: why a higher target was given up; "": there was none."""
+        checkpoint = self._checkpoints.newest_at_most(target)
+        bases: dict[tuple[int, ...], _Base] = {}
+        lacking: list[int] = []
+        for group in self._groups:
+            reached = reach.of_group(group)
+            newest = max((version for version in reached if version <= target), default=None)
+            if reached and newest is None:
+                name = self._group_name(group)
+                return None, f"{name} holds a version above {target}, and nothing takes it back"
+            if newest is not None and (checkpoint is None or newest >= checkpoint):
+                bases[group] = _Base(version=newest, ways=reach.ways(group, newest))
+            elif checkpoint is not None:
+                bases[group] = _Base(version=checkpoint, older=newest)
+            else:
+                lacking += [rank for rank in group if not reach.of_rank(rank)] or group
+        if lacking:
+            who = f"rank {_listed(sorted(lacking))}, which holds no state"
+            return None, f"no complete checkpoint at version {target} or before for {who}"
+        ranks = self._ranks(bases, target)
+        problem = uncovered(ranks, target, self._layout, self._log)
+        if problem:
+            return None, problem
+        source, problem = collective_source(ranks, target, self._reports.values(), self._log)
+        if problem:
+            return None, problem
+        why = self.disagreement(reach)
+        if higher:
+            why += f", and none above {target} can be replayed: {higher}"
+        return self._made(ranks, bases, target, source, why if self._has_choice else ""), ""
+
+    def _made(
+        self,
+        ranks: tuple[RankPlan, ...],
+        bases: Mapping[tuple[int, ...], "_Base"],
+        target: int,
+        source: int,
+        why: str,
+    ) -> Plan:
+        inexact = [
+            rank for base in bases.values() for rank, way in (base.ways or {}).items() if not way.exact
+        ]
+        reason = _summary(ranks, target) + (f"; {why}" if why else "")
+        if inexact:
+            reason += f"; not bit for bit: the undo of {_ranks(inexact)}"
+        return Plan(
+            target_version=target, ranks=ranks, collective_source=source, reason=reason, exact=not inexact
+        )
+
+    def _ranks(self, bases: Mapping[tuple[int, ...], "_Base"], target: int) -> tuple[RankPlan, ...]:
+        plans = [
+            self._from_checkpoint(rank, base, group)
+            if base.ways is None
+            else self._from_state(rank, base.ways, base.version, target)
+            for group, base in bases.items()
+            for rank in group
+        ]
+        return tuple(sorted(plans, key=lambda rank_plan: rank_plan.rank))
+
+    def _from_checkpoint(self, rank: int, base: "_Base", group: tuple[int, ...]) -> RankPlan:
+        report = self._reports[rank]
+        lacks = _held(report)
+        if base.older is not None:
+            lacks += ", older than the checkpoint" if base.older == report.version else ""
+        elif report.newest is not None:
+            lacks += f", but the ranks of {self._group_name(group)} reach no version together"
+        return RankPlan(
+            rank=rank,
+            strategy=Strategy.REPLAY,
+            from_version=base.version,
+            reason=f"{lacks}; the newest complete checkpoint is of version {base.version}",
+        )
+
+    def _from_state(self, rank: int, ways: Mapping[int, Way], version: int, target: int) -> RankPlan:
+        way, report = ways[rank], self._reports[rank]
+        strategy = way.strategy
+        behind = target - version
+        match strategy:
+            case Strategy.KEEP if behind:
+                strategy = Strategy.CATCH_UP
+                reason = f"holds version {version}, {behind} behind"
+            case Strategy.KEEP:
+                reason = f"holds version {version}"
+            case Strategy.ROLL_FORWARD:
+                reason = f"{_held(report)}, and has all gradients of step {version - 1} reduced"
+            case Strategy.UNDO:
+                exactly = "bit for bit" if way.exact else "not bit for bit"
+                reason = f"{_held(report)}, and takes step {version} back, {exactly}"
+            case _:
+                reason = f"{_held(report)}; {self._source_words(way.sources, ways, version)}"
+        if behind and strategy is not Strategy.CATCH_UP:
+            reason += f"; {behind} to replay"
+        return RankPlan(
+            rank=rank, strategy=strategy, from_version=version, reason=reason, sources=way.sources
+        )
+
+    def _source_words(self, sources: Sequence[int], ways: Mapping[int, Way], version: int) -> str:
+        means = {
+            Strategy.KEEP: "holds",
+            Strategy.ROLL_FORWARD: "rolls forward to",
+            Strategy.UNDO: "goes back to",
+        }
+        return ", ".join(f"rank {rank} {means[ways[rank].strategy]} version {version}" for rank in sources)
+
+    def _reached(self, reach: Reach) -> str:
+        return "; ".join(
+            f"{self._group_name(group)}: {_listed(sorted(reach.of_group(group), reverse=True)) or 'none'}"
+            for group in self._groups
+        )
+
+    def _group_name(self, group: tuple[int, ...]) -> str:
+        stages = self._layout.stages[group[0]]
+        if not stages:
+            return _ranks(group)
+        return f"{'stage' if len(stages) == 1 else 'stages'} {_listed(stages)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Base:
+    """Where a stage group goes before it replays."""
+
+    version: int
+    ways: Mapping[int, Way] | None = None
+    """How each of its ranks gets there; None: all load the checkpoint."""
+    older: int | None = None
+    """The version that it reaches, which is older than the checkpoint."""
 
 
 def _restore(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> tuple[Plan | None, str]:
@@ -83,133 +270,28 @@ def _restore(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> t
     return Plan(target_version=version, ranks=ranks, collective_source=-1, reason=reason), reason
 
 
-def _rank_plan(report: Report, target: int, base: int | None) -> RankPlan:
-    held = report.version
-    if held == target:
-        return RankPlan(
-            rank=report.rank, strategy=Strategy.KEEP, from_version=target, reason=f"holds version {target}"
-        )
-    if held is not None and (base is None or held >= base):
-        return RankPlan(
-            rank=report.rank,
-            strategy=Strategy.CATCH_UP,
-            from_version=held,
-            reason=f"holds version {held}, {target - held} behind",
-        )
-    assert base is not None
-    lacks = "holds no state" if held is None else f"holds version {held}, older than the checkpoint"
-    return RankPlan(
-        rank=report.rank,
-        strategy=Strategy.REPLAY,
-        from_version=base,
-        reason=f"{lacks}; the newest complete checkpoint is of version {base}",
-    )
+def _but(refused: Refusals, why: str) -> str:
+    return f"{refused.reason}; {why}" if refused.reason else why
 
 
-def _uncovered(
-    ranks: Iterable[RankPlan], target: int, layout: Layout, log: Mapping[str, StreamSummary]
-) -> str:
-    """Why the log cannot feed the replays; "" if it can."""
-    by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
-    for rank_plan in by_rank.values():
-        if rank_plan.strategy not in REPLAYS or rank_plan.from_version == target:
-            continue
-        for stage in layout.stages[rank_plan.rank]:
-            problem = _own_streams_unusable(stage, layout, log)
-            if problem:
-                return problem
-            for neighbour, direction in ((stage - 1, "F"), (stage + 1, "B")):
-                if not 0 <= neighbour < layout.num_stages:
-                    continue
-                problem = _input_unusable(rank_plan, neighbour, direction, target, layout, by_rank, log)
-                if problem:
-                    return f"rank {rank_plan.rank} cannot replay stage {stage}: {problem}"
-    return ""
-
-
-def _own_streams_unusable(stage: int, layout: Layout, log: Mapping[str, StreamSummary]) -> str:
-    owners = layout.owners(stage)
-    if len(owners) != 1:
-        return f"stage {stage} runs on ranks {', '.join(map(str, owners))}: replicas are not replayed"
-    for kind in "FBXT":
-        summary = log.get(f"s{stage}.{kind}")
-        if summary is not None and summary.corrupt:
-            return _corrupt(summary)
-    return ""
-
-
-def _input_unusable(
-    reader: RankPlan,
-    neighbour: int,
-    direction: str,
-    target: int,
-    layout: Layout,
-    by_rank: Mapping[int, RankPlan],
-    log: Mapping[str, StreamSummary],
-) -> str:
-    owners = layout.owners(neighbour)
-    if len(owners) != 1:
-        return f"stage {neighbour} runs on {len(owners)} ranks"
-    writer = by_rank[owners[0]]
-    stream = f"s{neighbour}.{direction}"
-    summary = log.get(stream) or StreamSummary(stream=stream, records=0)
-    if summary.corrupt:
-        return _corrupt(summary)
-    first = reader.from_version
-    # Up to where the log alone must have it; what comes after is generated again by its writer (which may be
-    # the reader itself: stages of one rank hand over inside it, and begin again together).
-    until = min(target, writer.from_version)
-    if until <= first:
-        return ""
-    return _lacks(summary, first, until - 1)
-
-
-def _lacks(summary: StreamSummary, first: int, last: int) -> str:
-    """Which of the steps `first` to `last` the stream does not reach; "" if it spans them."""
-    if summary.trimmed_below_step > first:
-        return (
-            f"{summary.stream} is trimmed below step {summary.trimmed_below_step}, and step {first} is needed"
-        )
-    if summary.records == 0:
-        return f"{summary.stream} is empty, and step {first} is needed"
-    if summary.first_step > first:
-        return f"{summary.stream} begins at step {summary.first_step}, and step {first} is needed"
-    if summary.last_step < last:
-        return f"{summary.stream} ends at step {summary.last_step}, and step {last} is needed"
-    return ""
-
-
-def _collective_source(
-    ranks: Sequence[RankPlan], target: int, reports: Sequence[Report], log: Mapping[str, StreamSummary]
-) -> tuple[int, str]:
-    """(rank, "") or (-1, "" if none is needed, else why none will do)."""
-    starts = [r.from_version for r in ranks if r.strategy in REPLAYS and r.from_version < target]
-    streams = {r.rank: log.get(f"r{r.rank}.C") for r in ranks}
-    if not starts or not any(summary and summary.records for summary in streams.values()):
-        return -1, ""
-    since = {report.rank: report.since_generation for report in reports}
-    why = []
-    for rank_plan in sorted(ranks, key=lambda r: (since[r.rank], r.rank)):
-        summary = streams[rank_plan.rank]
-        if rank_plan.strategy is not Strategy.KEEP or summary is None:
-            continue
-        problem = _corrupt(summary) if summary.corrupt else _lacks(summary, min(starts), target - 1)
-        if not problem:
-            return rank_plan.rank, ""
-        why.append(problem)
-    wanted = f"no survivor's log has the collective results of steps {min(starts)} to {target - 1}"
-    return -1, f"{wanted} ({'; '.join(why) or 'none was logged'})"
-
-
-def _corrupt(summary: StreamSummary) -> str:
-    return f"{summary.stream} is corrupt" + (f" ({summary.reason})" if summary.reason else "")
+def _held(report: Report) -> str:
+    if report.version is not None:
+        return f"holds version {report.version}"
+    return "holds no state" if report.newest is None else "is between two versions"
 
 
 def _summary(ranks: Sequence[RankPlan], target: int) -> str:
     parts = []
     for strategy in Strategy:
-        chosen = [str(r.rank) for r in ranks if r.strategy is strategy]
+        chosen = [r.rank for r in ranks if r.strategy is strategy]
         if chosen:
-            noun = "rank" if len(chosen) == 1 else "ranks"
-            parts.append(f"{strategy} on {noun} {', '.join(chosen)}")
+            parts.append(f"{strategy} on {_ranks(chosen)}")
     return f"target version {target}: {'; '.join(parts)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

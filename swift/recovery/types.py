@@ -5,8 +5,8 @@ doing the steps a, a+1, ..., t-1 again.
 """
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 class Strategy(enum.StrEnum):
@@ -20,9 +20,16 @@ class Strategy(enum.StrEnum):
     """Holds nothing of use; loads the checkpoint, replays from it out of the log."""
     CHECKPOINT = "CHECKPOINT"
     """Loads the checkpoint of the target version; nothing is replayed."""
+    ROLL_FORWARD = "ROLL_FORWARD"
+    """Finishes the step that is under way: all its gradients are reduced."""
+    UNDO = "UNDO"
+    """Takes the buckets that are applied back."""
+    REPLICA = "REPLICA"
+    """Receives the state from ranks that hold the same one (`RankPlan.sources`)."""
 
 
 REPLAYS = (Strategy.CATCH_UP, Strategy.REPLAY)
+"""What does nothing but replay. ROLL_FORWARD, UNDO and REPLICA to an older version are followed by a replay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +38,23 @@ class Report:
 
     rank: int
     version: int | None
-    """None: no state (a fresh process, or an update was interrupted half-way)."""
+    """Held whole. None: none (a fresh process, or an update was interrupted half-way)."""
+    undo_to: int | None = None
+    """The version that taking the applied buckets back leads to; None: they cannot be."""
+    undo_exact: bool = False
+    """Bit for bit."""
+    forward_to: int | None = None
+    """The version that finishing the step under way leads to; None: not all its gradients are reduced."""
     since_generation: int = 1
     """The generation in which its process took the rank."""
+    host: str = ""
+    """Where it runs; empty: not known."""
+
+    @property
+    def newest(self) -> int | None:
+        """The highest version that it holds or gets to by itself. Every step before it was done here."""
+        ways = (self.version, self.undo_to, self.forward_to)
+        return max((version for version in ways if version is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +78,71 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Which stages each rank runs (several, with looped and V-schedules)."""
+    """Which stages each rank runs (several, with looped and V-schedules), and which shard of their state it holds.
+
+    All ranks of the same stages are a *stage group*; each is a *column* with batches of its own. Those of them
+    with the same shard are *replicas* of each other.
+    """
 
     num_stages: int
     stages: Mapping[int, tuple[int, ...]]
     """rank -> its stages, for every rank of the job."""
+    shards: Mapping[int, int] = field(default_factory=dict)
+    """rank -> its shard; 0 for who is not named."""
 
     def owners(self, stage: int) -> tuple[int, ...]:
+        """The ranks that run it, ascending: one for each column."""
         return tuple(rank for rank in sorted(self.stages) if stage in self.stages[rank])
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The stage groups, by their first stage; the ranks of each ascend."""
+        ordered = sorted(self.stages, key=lambda rank: (self.stages[rank], rank))
+        return tuple(dict.fromkeys(self.group(rank) for rank in ordered))
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the same stages, itself among them, ascending. Who names no stage is like nobody else."""
+        if not self.stages[rank]:
+            return (rank,)
+        return tuple(other for other in sorted(self.stages) if self.stages[other] == self.stages[rank])
+
+    def column(self, rank: int) -> int:
+        return self.group(rank).index(rank)
+
+    def columns(self) -> int:
+        return max((len(group) for group in self.groups()), default=0)
+
+    def shard(self, rank: int) -> int:
+        return self.shards.get(rank, 0)
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The other ranks that hold the same state, ascending."""
+        return tuple(
+            other for other in self.group(rank) if other != rank and self.shard(other) == self.shard(rank)
+        )
+
+    def problem(self) -> str:
+        """Why nothing can be built on it, in one line; empty: it is sane."""
+        missing = [stage for stage in range(self.num_stages) if not self.owners(stage)]
+        if missing:
+            return f"no rank runs stage {missing[0]} of {self.num_stages}"
+        idle = [rank for rank in sorted(self.stages) if self.num_stages and not self.stages[rank]]
+        if idle:
+            return f"rank {idle[0]} runs none of the {self.num_stages} stages"
+        for stage in range(self.num_stages):
+            first, *others = self.owners(stage)
+            for other in others:
+                if self.stages[other] != self.stages[first]:
+                    return (
+                        f"ranks {first} and {other} both run stage {stage}, but rank {first} runs stages "
+                        f"{_listed(self.stages[first])} and rank {other} {_listed(self.stages[other])}: "
+                        "replicas run the same stages"
+                    )
+            if len(others) != len(self.owners(0)) - 1:
+                return (
+                    f"stage 0 runs on {len(self.owners(0))} ranks and stage {stage} on {len(others) + 1}: "
+                    "every stage needs as many replicas"
+                )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,19 +161,49 @@ class StreamSummary:
     """Why it is corrupt."""
 
 
+STRATEGIES = ("auto", "replica", "replay", "checkpoint")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
     """What the operator wants."""
 
     strategy: str = "auto"
-    """"auto" or "replay": replay where the log allows it; "checkpoint": always restore the checkpoint."""
+    """"auto": without replay if every stage reaches one version so, else by replay, else the checkpoint;
+    "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
+    holds nothing is replayed; "checkpoint": always restore the checkpoint."""
+    inexact_undo: bool = False
+    """An undo that is not bit for bit may be used."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy {self.strategy!r} is not known: use one of {', '.join(STRATEGIES)}")
 
 
-STRATEGIES = ("auto", "replay", "checkpoint")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusals:
+    """What ranks refused to do in this recovery: it is not planned again before the job runs."""
+
+    strategies: tuple[Strategy, ...] = ()
+    """In the order of Strategy. KEEP among them: nothing but a checkpoint will do."""
+    reason: str = ""
+    """Of the latest one, for people."""
+
+    @property
+    def replays(self) -> bool:
+        return any(strategy in self.strategies for strategy in REPLAYS)
+
+    @property
+    def everything(self) -> bool:
+        return Strategy.KEEP in self.strategies
+
+    def and_of(self, strategies: Iterable[Strategy], reason: str) -> "Refusals":
+        """These as well, for `reason`. CHECKPOINT is not counted: which one cannot be loaded matters there."""
+        union = {*self.strategies, *strategies} - {Strategy.CHECKPOINT}
+        return Refusals(strategies=tuple(s for s in Strategy if s in union), reason=reason)
+
+    def and_everything(self, reason: str) -> "Refusals":
+        return self.and_of(Strategy, reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +213,10 @@ class RankPlan:
     rank: int
     strategy: Strategy
     from_version: int
-    """Where replay starts; equal to the target: nothing to replay."""
+    """What the strategy leads to, and where replay starts; equal to the target: nothing to replay."""
     reason: str
+    sources: tuple[int, ...] = ()
+    """REPLICA: the ranks that have, or get to, `from_version`, nearest first; they share the work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +229,23 @@ class Plan:
     collective_source: int
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: str
+    exact: bool = True
+    """False: an undo that is not bit for bit is used."""
 
     @property
     def restores(self) -> bool:
         """Everybody loads the checkpoint; nothing of the log is used."""
         return all(rank_plan.strategy is Strategy.CHECKPOINT for rank_plan in self.ranks)
 
+    @property
+    def gives_up_log(self) -> bool:
+        """The job's state is not what the log and the checkpoints lead to any more: its records go."""
+        replays = any(rank_plan.from_version < self.target_version for rank_plan in self.ranks)
+        return self.restores or not (self.exact or replays)
+
     def of(self, rank: int) -> RankPlan:
         return next(rank_plan for rank_plan in self.ranks if rank_plan.rank == rank)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -9,7 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as _backends
 from torch.distributed import distributed_c10d as _c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
@@ -17,7 +20,14 @@ from torch.distributed.pipelining import stage as _stage
 from swift.errors import ServiceError
 
 _NEEDED = {
-    "torch.distributed.distributed_c10d": (_c10d, ("_set_pg_timeout",)),
+    "torch.distributed.distributed_c10d": (
+        _c10d,
+        ("_set_pg_timeout", "_world", "GroupName", "ProcessGroup"),
+    ),
+    "torch._C._distributed_c10d": (
+        _backends,
+        ("ProcessGroupGloo", "HashStore", "PrefixStore", "Work", "_register_process_group"),
+    ),
     "torch.distributed.pipelining.stage": (
         _stage,
         ("_PipelineStage", "_PipelineStageBase"),
@@ -35,6 +45,8 @@ _NEEDED = {
             "_warmup_forward_vote",
             "_warmup_backward_result",
             "_forward_metadata_inference",
+            "_backward_metadata_inference",
+            "_compute_outputs",
             "_post_metadata_inference_cleanup",
             "_get_init_p2p_neighbors_ops",
             "_get_grad_send_meta",
@@ -43,10 +55,17 @@ _NEEDED = {
             "get_fwd_send_ops",
             "get_bwd_send_ops",
             "clear_runtime_states",
+            "scale_grads",
+            "perform_reduce_grad",
+            "backward_weight_one_chunk",
             "forward_one_chunk",
             "backward_one_chunk",
         ),
     ),
+    "torch.distributed.fsdp.FSDPModule": (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
+    "torch's FSDPState": (_fsdp_state.FSDPState, ("_reset_iter_state", "_lazy_init")),
+    "torch's FSDPParamGroup": (_fsdp_param_group.FSDPParamGroup, ("_reset_iter_state", "unshard")),
+    "torch's FSDPParam": (_fsdp_param.FSDPParam, ("accumulate_unsharded_grad_if_needed",)),
 }
 
 
@@ -65,6 +84,8 @@ def _check() -> None:
 
 _check()
 
+ProcessGroup: Any = _c10d.ProcessGroup  # its stub has overloads that a subclass cannot repeat
+Work = _backends.Work
 StageBase = _stage._PipelineStageBase
 TracedStage = _stage._PipelineStage
 Schedule = _schedules._PipelineSchedule
@@ -80,6 +101,26 @@ def schedule_stages(schedule: Any) -> list[Any]:
 
 def schedule_microbatches(schedule: Any) -> int:
     return int(schedule._n_microbatches)
+
+
+def schedule_grad_scale(schedule: Any) -> int:
+    """What the schedule divides a step's gradients by."""
+    return schedule_microbatches(schedule) if schedule.scale_grads else 1
+
+
+def splits_backward(schedule: Any) -> bool:
+    """A schedule that computes input and weight gradients apart."""
+    return isinstance(
+        schedule,
+        _schedules.ScheduleInterleavedZeroBubble
+        | _schedules.ScheduleZBVZeroBubble
+        | _schedules.ScheduleDualPipeV,
+    )
+
+
+def forget_unscaled(scaler: Any) -> None:
+    """A gradient scaler refuses to unscale twice between two updates; the first time was in a dropped step."""
+    scaler._per_optimizer_states.clear()
 
 
 def wrap_loss(schedule: Any, wrapper: Any) -> None:
@@ -100,6 +141,30 @@ def clear_schedule(schedule: Any) -> None:
         stage.clear_runtime_states()
         for cache in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
             cache.clear()
+
+
+def reset_sharded(module: torch.nn.Module) -> None:
+    """Takes FSDP2 modules back to where they are between two steps, whatever a forward or backward was cut short in.
+
+    torch's own reset waits for the collective that broke, and keeps the gradients of microbatches that were not
+    reduced yet: the step that is done again would add to them (both measured with 2.13).
+    """
+    for part in module.modules():
+        # Before its first forward nobody is a root, and there is nothing to reset.
+        if not isinstance(part, FSDPModule) or not part._get_fsdp_state()._is_root:
+            continue
+        for state in part._get_fsdp_state()._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group._all_gather_result = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+        part.reset_iter_state()
+        # Pipeline stages switch these off for all microbatches but the last.
+        part.set_is_last_backward(True)
+        part.set_reshard_after_backward(True)
+        part.set_requires_gradient_sync(True)
 
 
 def meta_to_json(metas: Iterable[Any]) -> list[Any]:
@@ -146,3 +211,60 @@ def set_generator_seed(seed: int, device: torch.device) -> None:
 def set_operation_timeout(timeout: timedelta) -> None:
     """The longest an operation of the default group may take (its construction may have had another bound)."""
     _c10d._set_pg_timeout(timeout)
+
+
+# --- process groups beside the default one ---
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of its own: no collective over the default group is needed to make it."""
+    group = _c10d.ProcessGroup(_backends.PrefixStore("group", store), rank, size)
+    _set_backend(group, _backends.ProcessGroupGloo(_backends.PrefixStore("gloo", store), rank, size, timeout))
+    return group
+
+
+def default_group() -> Any:
+    return _c10d._get_default_group()
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    _c10d._set_pg_timeout(timeout, group)
+
+
+def sum_options() -> Any:
+    return _backends.AllreduceOptions()
+
+
+def reduction_name(op: Any) -> str:
+    """The name of a reduction; None is a sum."""
+    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+    reductions = _backends.ReduceOp
+    return next(
+        (n for n in names if op is not None and op == getattr(reductions, n)),
+        "SUM" if op is None else str(op),
+    )
+
+
+def give_placeholder_backend(group: Any, name: str) -> None:
+    """A Python group cannot have a name without a backend; this one is never communicated through."""
+    alone = _backends.ProcessGroupGloo(_backends.HashStore(), 0, 1, timedelta(seconds=1))
+    _set_backend(group, alone)
+    group._set_group_name(name)
+    group._set_group_desc(name)
+
+
+def _set_backend(group: Any, backend: Any) -> None:
+    group._register_backend(torch.device("cpu"), _c10d.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(_c10d.ProcessGroup.BackendType.GLOO)
+
+
+def register_group(group: Any, name: str, ranks: tuple[int, ...]) -> None:
+    """Tells torch of a group that it did not make; ending the default group makes torch forget it."""
+    world = _c10d._world
+    world.pg_map[group] = ("gloo", _backends.HashStore())
+    world.pg_names[group] = _c10d.GroupName(name)
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = "cpu:gloo"
+    world.pg_to_tag[group] = f"ptd:{name}"
+    world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
+    _backends._register_process_group(_c10d.GroupName(name), group)

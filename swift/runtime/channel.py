@@ -1,8 +1,7 @@
 """What crosses the boundaries of a rank: recorded while it runs, answered from the log while it replays.
 
-Streams are named by stage, each has one writer: ``s2.F`` activations sent by stage 2, ``s2.B`` input
-gradients sent by it, ``s2.X`` what entered it from outside the pipeline, ``s2.T`` its targets; ``r1.C`` are
-the results of crossing collectives as rank 1 saw them. A record's key is (step, microbatch, slot).
+Streams are named by stage and column (`swift.log.streams`), each has one writer. A record's key is (step,
+microbatch, slot).
 
 A replay runs the trainer's own step. What the step receives comes out of the log; what it sends is compared
 with what was logged before ("verify") or logged where the log has a hole ("fill"): records that the dead
@@ -18,18 +17,22 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from swift.errors import RecordMissing, ReplayRefused, ServiceError
+from swift.log import streams
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
 from swift.log.writer import LogWriter
 from swift.runtime import _torch
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
+from swift.runtime.groups import Mesh
 from swift.runtime.rng import OUTSIDE_STAGES, seed_for
 from swift.runtime.tensors import fill, owned_bytes, to_tensor
 
 FORWARD = "F"
 BACKWARD = "B"
 _PHASES = {FORWARD: "forward", BACKWARD: "backward"}
+# Microbatches of different columns see different randomness.
+_COLUMN_BITS = 40
 
 # A record that nobody has written for this long will not come: its writer would have been declared dead.
 RECORD_TIMEOUT_S = 120.0
@@ -47,18 +50,21 @@ class Channel:
 
     def __init__(
         self,
-        rank: int,
+        mesh: Mesh,
         seed: int,
         device: torch.device,
         faults: FaultInjector,
         store: Store,
         check: Callable[[], None],
+        check_whole: Callable[[], None],
     ):
-        self._rank = rank
+        self._rank = mesh.rank
+        self._column, self._columns = mesh.column, mesh.columns
         self._seed = seed
         self._device = device
         self._faults = faults
         self._store = store
+        self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
         self._writer: LogWriter | None = None
         self._reader: LogReader | None = None
@@ -74,6 +80,10 @@ class Channel:
     @property
     def replaying(self) -> bool:
         return self._reader is not None
+
+    def stream(self, stage: int, kind: str) -> str:
+        """The name of a boundary's stream in this rank's column."""
+        return streams.boundary(stage, kind, self._column, self._columns)
 
     def open(self, writer: LogWriter) -> None:
         self._writer = writer
@@ -102,7 +112,7 @@ class Channel:
 
     def receive(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
         """(replay) Fills a receive buffer with what `stage` sent. Waits for a record that is still to come."""
-        stream = f"s{stage}.{direction}"
+        stream = self.stream(stage, direction)
         record = self._read(stream, RecordKey(self._step, microbatch, slot))
         fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}")
 
@@ -133,15 +143,16 @@ class Channel:
         """A forward begins: what enters from outside is recorded, the generator is set to its counter."""
         self._microbatch = microbatch
         for slot, tensor in enumerate(external):
-            self._record(f"s{stage}.X", microbatch, slot, tensor)
-        _torch.set_generator_seed(seed_for(self._seed, self._step, stage, microbatch), self._device)
+            self._record(self.stream(stage, "X"), microbatch, slot, tensor)
+        counter = self._column << _COLUMN_BITS | microbatch
+        _torch.set_generator_seed(seed_for(self._seed, self._step, stage, counter), self._device)
 
     def targeted(self, stage: int, target: torch.Tensor) -> None:
         """The loss of the microbatch that was just computed is taken against `target`."""
-        self._record(f"s{stage}.T", self._microbatch, 0, target)
+        self._record(self.stream(stage, "T"), self._microbatch, 0, target)
 
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        self._record(f"s{stage}.{direction}", microbatch, slot, tensor)
+        self._record(self.stream(stage, direction), microbatch, slot, tensor)
 
     def computed(self, direction: str, microbatch: int) -> None:
         """A microbatch's forward or backward is done: the place where drills kill."""
@@ -154,6 +165,7 @@ class Channel:
 
     def _record(self, stream: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
         assert self._writer is not None
+        self._check_whole()
         self._writer.append(stream, RecordKey(self._step, microbatch, slot), *owned_bytes(tensor))
 
     # --- crossing collectives ---
@@ -164,13 +176,16 @@ class Channel:
         self._ordinal += 1
         if not self.replaying:
             self._check()
+            self._check_whole()  # what this rank gives to others is as good as what it keeps
             result = run()
         elif self._collective_source < 0:
             raise ReplayRefused(f"no living rank has the results of collective {name!r} in step {self._step}")
         else:
-            result = to_tensor(self._read(f"r{self._collective_source}.C", key)).to(self._device)
+            source = streams.collectives(self._collective_source)
+            result = to_tensor(self._read(source, key)).to(self._device)
         assert self._writer is not None
-        self._writer.append(f"r{self._rank}.C", key, *owned_bytes(result))
+        self._check_whole()
+        self._writer.append(streams.collectives(self._rank), key, *owned_bytes(result))
         return result
 
     # --- stage metadata ---

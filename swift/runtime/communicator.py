@@ -1,4 +1,4 @@
-"""torch's default process group, one per generation, that a notice can break open.
+"""torch's process groups, made anew in every generation, that a notice can break open.
 
 No call of torch unblocks a thread that waits in a gloo operation: not abort, not shutdown, not destroy
 (measured with 2.13). Shutting the group's own sockets down does, within milliseconds, on this side and on the
@@ -10,8 +10,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from swift import events
 from swift.errors import ServiceError
 from swift.runtime import _torch
+from swift.runtime.groups import LastingGroup
 
 # A blocked thread may post its next operation on a socket that was made after the first sweep.
 _SWEEP_INTERVAL_S = 0.02
@@ -29,7 +31,7 @@ class Interrupted(Exception):
 
 
 class Communicator:
-    """The default process group of the generation that this rank is in.
+    """The default process group of the generation that this rank is in, and what lies under its lasting groups.
 
     (main thread) ``build(generation)`` … communicate …
     (watcher thread) ``interrupt(generation)`` when a newer generation is published
@@ -42,6 +44,7 @@ class Communicator:
         world_size: int,
         backend: str = "gloo",
         service_ports: Callable[[], Iterable[int]] = tuple,
+        groups: Sequence[LastingGroup] = (),
         build_timeout_s: float = 30.0,
         operation_timeout_s: float = 1800.0,
     ):
@@ -49,6 +52,7 @@ class Communicator:
         self._world_size = world_size
         self._backend = backend
         self._service_ports = service_ports
+        self._groups = groups
         # All ranks of a generation are known to live when it is built, and gloo's wait for a connection that
         # a dying peer never makes has no socket that could be shut. So building is bounded tightly.
         self._build_timeout = timedelta(seconds=build_timeout_s)
@@ -93,6 +97,12 @@ class Communicator:
                 world_size=self._world_size,
                 timeout=self._build_timeout,
             )
+            for group in self._groups:
+                group.attach(
+                    _torch.default_group()
+                    if len(group.ranks) == self._world_size
+                    else self._build_inner(group, store)
+                )
         except (RuntimeError, ValueError):
             self._check()
             raise
@@ -102,11 +112,35 @@ class Communicator:
         self._check()
         events.emit("group_built", rank=self._rank, generation=generation)
 
+    def _build_inner(self, group: LastingGroup, store: Store) -> Any:
+        """Ranks that share a group name it alike: by its kind and its first rank."""
+        place = PrefixStore(f"{group.label}-{group.ranks[0]}", store)
+        index = group.ranks.index(self._rank)
+        inner = _torch.gloo_group(place, index, len(group.ranks), self._build_timeout)
+        _torch.set_group_timeout(inner, self._operation_timeout)
+        return inner
+
+    @property
+    def broken(self) -> Exception | None:
+        """The error of a collective that a lasting group has swallowed in this generation."""
+        return next((group.broken for group in self._groups if group.broken is not None), None)
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if a collective was broken: nothing that came after it is applied or recorded."""
+        broken = self.broken
+        if broken is not None:
+            raise RuntimeError(f"process group: {broken}")
+
     def tear_down(self) -> None:
-        """Ends the group. Its sockets are shut first: a group with an operation in flight would wait for it."""
+        """Ends the groups. Their sockets are shut first: one with an operation in flight would wait for it."""
+        for group in self._groups:
+            group.release()
+        if dist.is_initialized():
+            self._shut_sockets()
+        for group in self._groups:
+            group.detach()
         if not dist.is_initialized():
             return
-        self._shut_sockets()
         dist.destroy_process_group()
 
     def interrupt(self, generation: int, acknowledged: Callable[[], bool]) -> None:
@@ -116,6 +150,9 @@ class Communicator:
         """
         with self._lock:
             self._newest = max(self._newest, generation)
+            if self.generation < generation and self._inside is not None:
+                for group in self._groups:
+                    group.release()
         while True:
             with self._lock:
                 if self.generation >= generation:

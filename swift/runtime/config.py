@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from swift.errors import UsageError
 from swift.recovery.types import STRATEGIES
 
+UPDATES = ("after_backward", "wait_free")
+UNDOS = ("exact", "arithmetic", "preimage")
+REDUCTIONS = ("auto", "ordered", "fast")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionConfig:
@@ -15,7 +19,23 @@ class SessionConfig:
     checkpoint_every: int = 100
     """Optimizer steps between two checkpoints; the log holds what came after the newest complete one."""
     strategy: str = "auto"
-    """How ranks get back after a failure: "auto" or "replay" (from the log, where it allows it), "checkpoint"."""
+    """How ranks get back after a failure: "auto" (a replica, else the log, else the
+    checkpoint), "replica", "replay", "checkpoint"."""
+    replicas: int = 1
+    """Data-parallel replicas D of every stage; rank = (pipeline rank * D + replica) * shards + shard."""
+    shards: int = 1
+    """Ranks that share one replica's state (FSDP2 on `session.mesh`)."""
+    updates: str = "after_backward"
+    """When buckets are applied: "after_backward", or "wait_free": each as soon as it is reduced."""
+    undo: str = "exact"
+    """How a wait-free step is taken back: "exact" (up to 3 bytes a parameter), "arithmetic" (no memory, not exact),
+    "preimage" (a copy of the buckets in flight)."""
+    reduction: str = "auto"
+    """Order of additions: "fast" (the backend's), "ordered" (by column), "auto" (ordered from 3 columns on)."""
+    bucket_bytes: int = 25 << 20
+    """Gradients that are reduced and applied together."""
+    measure_undo: bool = False
+    """Keep copies to tell an arithmetic undo's true error (drills)."""
     codec: str = "none"
     """Codec of this rank's log streams: "none" or "lz4" (raw floats hardly compress)."""
     log_queue_bytes: int = 256 << 20
@@ -30,6 +50,22 @@ class SessionConfig:
             raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
         if self.codec not in ("none", "lz4"):
             raise UsageError(f"codec={self.codec!r}; give 'none' or 'lz4'")
+        for name, count in (("replicas", self.replicas), ("shards", self.shards)):
+            if count < 1:
+                raise UsageError(f"{name}={count}; give at least 1")
+        for name, value, allowed in (
+            ("updates", self.updates, UPDATES),
+            ("undo", self.undo, UNDOS),
+            ("reduction", self.reduction, REDUCTIONS),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")
+        if self.updates == "wait_free" and self.replicas * self.shards == 1:
+            raise UsageError(
+                "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"
+            )
+        if self.bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes={self.bucket_bytes}; give at least 1")
         if self.log_queue_bytes < 1 << 20:
             raise UsageError(f"log_queue_bytes={self.log_queue_bytes}; give at least {1 << 20}")
         if self.suspicion_timeout_s <= 0:
@@ -40,4 +76,10 @@ class SessionConfig:
             "seed": str(self.seed),
             "checkpoint_every": str(self.checkpoint_every),
             "strategy": self.strategy,
+            "replicas": str(self.replicas),
+            "shards": str(self.shards),
+            "updates": self.updates,
+            "undo": self.undo,
+            "reduction": self.reduction,
+            "bucket_bytes": str(self.bucket_bytes),
         }

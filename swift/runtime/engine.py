@@ -1,10 +1,10 @@
-"""The loop around the trainer's step: run, drop, replay, rejoin.
+"""The loop around the trainer's step: run, drop or finish, restore, rejoin.
 
     FORMING      build groups, save version 0, Ready
     RUNNING      steps; every K steps a checkpoint
-    (notice)     the step in flight is dropped
+    (notice)     the step in flight is dropped; one that waits in the commit vote is held until there is a plan
     PLANNING     log flushed under the new generation, Report
-    RECOVERING   groups rebuilt; restore and replay as the plan says; Ready
+    RECOVERING   groups rebuilt; roll forward, undo, copy, restore and replay as the plan says; Ready
     RUNNING      on, at the plan's target version
 
 What a member says in a state it says again until the View moves on: the coordinator may have been restarted.
@@ -32,23 +32,31 @@ from swift.errors import (
     SwiftError,
     UsageError,
 )
-from swift.log.reader import LogReader
 from swift.log.writer import LogWriter
+from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
+from swift.runtime.groups import LastingGroup
 from swift.runtime.member import Member
+from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, log_totals, own_plan
 from swift.runtime.state import TrainerState
+from swift.runtime.transport import Messages
+from swift.runtime.updates import Standing
 
 TrainStep = Callable[[int], object]
+
+
+class StepDropped(Exception):
+    """The plan drops the step that waited in the vote. The new generation's groups are built already."""
+
 
 ENV_DIGESTS = "SWIFT_DIGESTS"
 ENV_DIGESTS_EVERY = "SWIFT_DIGESTS_EVERY"
 
 # How long a statement to the coordinator stands before it is said again (after a restart it is forgotten).
 _RESAY_S = 0.5
-_FLUSH_TIMEOUT_S = 60.0
 _NOTICE_POLL_S = 0.005
 # What torch's communication errors say. Anything else that a step raises is the trainer's own error.
 _COMMUNICATION_WORDS = (
@@ -76,6 +84,9 @@ class Engine:
         state: TrainerState,
         store: CheckpointStore,
         faults: FaultInjector,
+        world: LastingGroup,
+        audit: Audit | None = None,
+        shard: int = 0,
     ):
         self._rank = rank
         self._config = config
@@ -85,9 +96,14 @@ class Engine:
         self._state = state
         self._store = store
         self._faults = faults
+        self._restorer = Restorer(rank, member, channel, state, store, faults, world)
         self._writer: LogWriter | None = None
         self.log_servers: list[str] = []
-        self._has_state = False  # until the first version is ours, by birth or by restore
+        self._world = world  # all ranks
+        self._audit = audit  # None: there are no replicas to compare with
+        self._shard = shard
+        self._rolled_forward = False  # a step was finished on the plan's word; its recovery is not over
+        self.vote_seconds = 0.0
         self._view: pb.View | None = None
         self._entering = threading.Lock()
         self._kept: set[int] = set()  # complete checkpoints, as last seen
@@ -130,10 +146,28 @@ class Engine:
     def _report(self, view: pb.View) -> None:
         if self._writer is not None:
             self._writer.set_generation(view.generation)
-            self._writer.flush(_FLUSH_TIMEOUT_S)
-        version = self._state.version if self._has_state else None
-        self._member.client.report(view.generation, version)
-        events.emit("reported", rank=self._rank, generation=view.generation, version=version)
+            self._writer.flush(FLUSH_TIMEOUT_S)
+        standing = self._standing()
+        self._member.client.report(
+            view.generation,
+            standing.version,
+            undo_to=standing.undo_to,
+            undo_exact=standing.undo_exact,
+            forward_to=standing.forward_to,
+        )
+        events.emit(
+            "reported",
+            rank=self._rank,
+            generation=view.generation,
+            version=standing.version,
+            undo_to=standing.undo_to,
+            forward_to=standing.forward_to,
+        )
+
+    def _standing(self) -> Standing:
+        if not self._state.present:
+            return Standing(version=None)
+        return self._state.updates.standing(self._state.version)
 
     def _open_log(self, view: pb.View) -> None:
         self.log_servers = list(view.log_servers)
@@ -166,24 +200,65 @@ class Engine:
                     self._faults.at("idle", self._state.version)
                     self._member.check()
                     self._step(train_step)
+                    if self._rolled_forward:
+                        self._rejoin(train_step)
                 self._finish(num_steps)
                 return
             except (JobFailed, Fenced):
                 raise
+            except StepDropped:
+                self._drop_step()
+                continue
             except Exception as error:  # noqa: BLE001  (a lost peer shows as any error; _handle re-raises the rest)
                 self._handle(error)
-            latest = self._member.watcher.latest
-            events.emit("freed", rank=self._rank, generation=latest.generation if latest is not None else 0)
+            self._freed()
             self._drop_step()
             self.form()
+
+    def _freed(self) -> None:
+        latest = self._member.watcher.latest
+        events.emit("freed", rank=self._rank, generation=latest.generation if latest is not None else 0)
+
+    def vote(self) -> None:
+        """(inside optimizer.step) Returns if this rank's update is to be applied, or stays applied.
+
+        A barrier of all ranks, which nobody enters before its gradients are all reduced. If it fails, this rank
+        cannot know whether others are through it. So it does not unwind: it takes part in the recovery
+        from here, with the trainer's step on the stack, and finishes the step if the plan says roll forward.
+        Raises StepDropped if the plan says anything else.
+        """
+        began = time.monotonic()
+        self._member.check()
+        self._communicator.check_whole()
+        self._state.updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
+        try:
+            self._world.run(Messages.barrier)
+            self.vote_seconds += time.monotonic() - began
+            return
+        except (JobFailed, Fenced):
+            raise
+        except Exception as error:  # noqa: BLE001  (as in `run`)
+            self._handle(error)
+        self._freed()
+        self.form()
+        assert self._view is not None
+        mine = own_plan(self._view.plan, self._rank)
+        if mine.strategy != pb.ROLL_FORWARD:
+            raise StepDropped
+        self._rolled_forward = True
+        events.emit(
+            "roll_forward", rank=self._rank, generation=self._view.generation, version=mine.from_version
+        )
 
     def _rejoin(self, train_step: TrainStep) -> None:
         """From groups that are built to RUNNING."""
         view = self._view
         assert view is not None
         self._member.check()
+        self._rolled_forward = False
         if view.state == pb.FORMING:
-            self._has_state = True
+            self._state.align()
+            self._state.present = True
             if os.environ.get(ENV_DIGESTS_EVERY):
                 self._write_digests(f"rank{self._rank}-v0.json")
             self._save()
@@ -191,20 +266,23 @@ class Engine:
         else:
             self._follow_plan(view.plan, train_step)
         version = self._state.version
-        stages = [stage.stage_index for stage in self._state.stages]
+        stages = sorted(stage.stage_index for stage in self._state.stages)
         num_stages = self._state.stages[0].num_stages
         events.emit("ready", rank=self._rank, generation=view.generation, version=version)
         if view.state == pb.RECOVERING:
             self._write_digests(f"rank{self._rank}-v{version}-g{view.generation}.json")
         while True:
             self._member.check()
-            self._member.client.ready(view.generation, version, stages, num_stages)
+            self._member.client.ready(view.generation, version, stages, num_stages, shard=self._shard)
             self._faults.while_others_replay(version)
             self._await_change(view)
             self._member.check()
             latest = self._member.watcher.latest
             if latest is not None and latest.state == pb.RUNNING and latest.generation == view.generation:
                 break
+        self._state.lived = True
+        if view.state == pb.RECOVERING and not view.plan.exact and version not in view.checkpoints:
+            self._save()  # from before an inexact undo nothing leads here any more
         events.emit("resumed", rank=self._rank, generation=view.generation, version=version)
 
     def _step(self, train_step: TrainStep) -> None:
@@ -214,14 +292,17 @@ class Engine:
         self._channel.begin_step(step)
         self._state.begin_step()
         train_step(step)
-        if not self._state.update_begun:
-            raise UsageError("train_step returned without optimizer.step(); every step must update")
+        self._state.check_updated()
         self._state.end_step()
         version = self._member.version = self._state.version
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
         if os.environ.get(ENV_DIGESTS_EVERY):
             self._write_digests(f"rank{self._rank}-v{version}.json")
-        if version % self._config.checkpoint_every == 0:
+        due = version % self._config.checkpoint_every == 0
+        # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
+        if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
+            self._audit.compare()
+        if due:
             self._save()
         assert self._writer is not None
         self._writer.forget_below(version)  # only a step that is dropped is sent again
@@ -250,89 +331,35 @@ class Engine:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
         assert self._writer is not None
         self._store.wait()
-        self._writer.flush(_FLUSH_TIMEOUT_S)
+        self._writer.flush(FLUSH_TIMEOUT_S)
         self._write_digests(f"rank{self._rank}-v{num_steps}.json")
         while True:
             self._member.check()
             self._member.client.finish(num_steps)
             view = self._member.watcher.wait_for(lambda _view: True, None)
             if view.state == pb.FINISHED:
-                events.emit("finished", rank=self._rank, version=num_steps, **self._log_totals())
+                events.emit(
+                    "finished",
+                    rank=self._rank,
+                    version=num_steps,
+                    **log_totals(self._writer),
+                    **self._state.updates.totals(),
+                    vote_seconds=self.vote_seconds,
+                )
                 return
             self._await_change(view)
-
-    def _log_totals(self) -> dict[str, int]:
-        assert self._writer is not None
-        stats = self._writer.stats
-        return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
 
     # --- recovery ---
 
     def _follow_plan(self, plan: pb.Plan, train_step: TrainStep) -> None:
-        mine = next(entry for entry in plan.ranks if entry.rank == self._rank)
-        target = plan.target_version
-        if mine.strategy in (pb.REPLAY, pb.CHECKPOINT):
-            events.emit("restore_begin", rank=self._rank, generation=plan.generation)
-            self._has_state = False
-            try:
-                self._state.load_state_dict(self._store.load(mine.from_version))
-            except ServiceError as error:
-                raise ReplayRefused(str(error)) from None  # the coordinator may know an older one
-            self._has_state = True
-            events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)
-        if mine.strategy == pb.CHECKPOINT:
-            # The coordinator has emptied the job's streams; what comes now is logged anew.
-            assert self._writer is not None
-            self._writer.restart(plan.generation)
-        elif mine.strategy in (pb.REPLAY, pb.CATCH_UP):
-            self._replay(plan, mine, train_step)
-        if self._state.version != target:
-            raise ReplayRefused(
-                f"rank {self._rank} is at version {self._state.version}, the plan says {target}"
-            )
-
-    def _replay(self, plan: pb.Plan, mine: pb.RankPlan, train_step: TrainStep) -> None:
         assert self._writer is not None
-        target, from_version = plan.target_version, mine.from_version
-        before = self._log_totals()
-        events.emit("replay_begin", rank=self._rank, generation=plan.generation, version=from_version)
-        reader = LogReader(self.log_servers, self._member.client.job)
-        try:
-            if mine.strategy == pb.REPLAY:  # a survivor knows what it has logged
-                self._expect_own(reader, from_version)
-            self._channel.begin_replay(reader, from_version, plan.collective_source)
-            while self._state.version < target:
-                self._member.check()
-                self._step(train_step)
-        finally:
-            self._channel.end_replay()
-            reader.close()
-        self._writer.flush(_FLUSH_TIMEOUT_S)
-        after = self._log_totals()
-        events.emit(
-            "replay_end",
-            rank=self._rank,
-            generation=plan.generation,
-            version=target,
-            steps=target - from_version,
-            records=self._channel.records_read,
-            microbatches=self._channel.microbatches_replayed,
-            verified=after["verified"] - before["verified"],
-            filled=after["records"] - before["records"],
-        )
-
-    def _expect_own(self, reader: LogReader, from_version: int) -> None:
-        """What this rank's streams hold already is compared, not logged again."""
-        assert self._writer is not None
-        streams = [f"s{stage.stage_index}.{kind}" for stage in self._state.stages for kind in "FBXT"]
-        for stream in [*streams, f"r{self._rank}.C"]:
-            self._writer.expect(stream, reader.digests(stream, from_version))
+        self._restorer.follow(plan, self._writer, self.log_servers, lambda: self._step(train_step))
 
     def _drop_step(self) -> None:
         self._channel.end_replay()
-        if self._has_state and not self._state.intact:
+        if self._state.present and self._state.updates.begun:
             # The optimizer has begun: the parameters are of no version, so this rank restores.
-            self._has_state = False
+            self._state.present = False
         self._state.drop_step()
 
     def _handle(self, error: Exception) -> None:
@@ -344,7 +371,11 @@ class Engine:
         elif isinstance(error, ReplayRefused | LogError):
             self._member.client.refuse(generation, str(error))
             self._await_notice(error)
-        elif _is_communication(error) or isinstance(error, LogUnavailable):
+        elif (
+            _is_communication(error)
+            or isinstance(error, LogUnavailable)
+            or self._communicator.broken is not None  # the trainer may have stumbled over what came of it
+        ):
             # Not ours to decide: the coordinator hears of the death from a launcher or from the lease.
             self._member.client.suspect(generation, str(error))
             self._await_notice(error)
@@ -387,8 +418,14 @@ class Engine:
 
 
 def _is_communication(error: BaseException) -> bool:
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in words for word in _COMMUNICATION_WORDS)
+    """It, or what it was raised from: torch wraps what happens inside a backward."""
+    seen: BaseException | None = error
+    while seen is not None:
+        words = str(seen).lower()
+        if isinstance(seen, RuntimeError) and any(word in words for word in _COMMUNICATION_WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def _let_go(error: BaseException) -> None:

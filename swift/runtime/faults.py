@@ -60,7 +60,7 @@ class FaultInjector:
             if (
                 fault.phase == phase
                 and fault.step in (None, step)
-                and (fault.microbatch == microbatch or phase in ("optimizer", "idle", "reduce"))
+                and (fault.microbatch == microbatch or phase in ("optimizer", "idle", "reduce", "update"))
             ):
                 self._fire(fault, step)
 
@@ -71,6 +71,12 @@ class FaultInjector:
         (self._directory / "replaying").touch()
         self.at("replay", step, microbatch)
         self._hold_for_others(step, microbatch)
+
+    def copying(self, done: int, total: int) -> None:
+        """(a rank that sends or receives a replica's state) `done` of `total` chunks are through."""
+        for fault in self._mine:
+            if fault.phase == "copy" and 2 * done >= total:
+                self._fire(fault, fault.step or 0)
 
     def while_others_replay(self, step: int) -> None:
         """(a rank that waits) Dies if it is told to die in a replay and one is running."""

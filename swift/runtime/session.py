@@ -5,26 +5,37 @@ schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``sw
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from swift import events
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
-from swift.runtime import _torch
+from swift.runtime import _torch, sharded
+from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator
 from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine, TrainStep
 from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
+from swift.runtime.groups import LastingGroup, Mesh
 from swift.runtime.member import Member
-from swift.runtime.stage import LoggedPipelineStage, adopt, logged_loss
+from swift.runtime.reducer import Reducer, is_ordered
+from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, logged_loss
 from swift.runtime.state import TrainerState
+from swift.runtime.updates import Updates
+
+ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -37,18 +48,48 @@ class Session:
     ):
         self.rank = rank
         self.world_size = world_size
+        self._mesh = Mesh(rank, world_size, config.replicas, config.shards)
+        self.groups = self._lasting_groups()
         self._config = config
         self._member = member
         self._faults = FaultInjector(rank)
-        self._state = TrainerState(config.seed)
+        reducer = None
+        if self._mesh.columns > 1:
+            ordered = is_ordered(config.reduction, self._mesh.columns)
+            reducer = Reducer(self.groups["data"], ordered=ordered)
+        self._updates = Updates(config, reducer, self._faults, member.check)
+        self._state = TrainerState(config.seed, self._updates)
+        self._state.replicate = self.groups.get("replicate")
         store = CheckpointStore(checkpoint_dir, rank)
-        self._communicator = Communicator(rank, world_size, service_ports=self._service_ports)
+        self._communicator = Communicator(
+            rank, world_size, service_ports=self._service_ports, groups=tuple(self.groups.values())
+        )
         self._channel = Channel(
-            rank, config.seed, torch.device("cpu"), self._faults, self._communicator.store, member.check
+            self._mesh,
+            config.seed,
+            torch.device("cpu"),
+            self._faults,
+            self._communicator.store,
+            member.check,
+            self._communicator.check_whole,
         )
         self._engine = Engine(
-            rank, config, member, self._communicator, self._channel, self._state, store, self._faults
+            rank,
+            config,
+            member,
+            self._communicator,
+            self._channel,
+            self._state,
+            store,
+            self._faults,
+            self.groups["world"],
+            self._make_audit(),
+            self._mesh.shard,
         )
+        self._updates.vote = self._engine.vote
+        for group in self.groups.values():
+            group.reducing = self._updates.reducing
+        self._updates.replaying = lambda: self._channel.replaying
         member.join(world_size, config.agreed(), determinism_fingerprint(), self._engine.interrupt)
         self._engine.form()
 
@@ -62,6 +103,7 @@ class Session:
         `codec`: "none" or "lz4". Other settings: see `SessionConfig`. Blocks until all ranks have joined.
         Raises UsageError (not launched, bad setting), JoinRefused (another rank differs).
         """
+        settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
         try:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -69,6 +111,12 @@ class Session:
             incarnation, checkpoints = os.environ["SWIFT_INCARNATION"], os.environ["SWIFT_CHECKPOINT_DIR"]
         except KeyError as error:
             raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+        columns = config.replicas * config.shards
+        if world_size % columns:
+            raise UsageError(
+                f"{world_size} ranks cannot be {config.replicas} replicas of {config.shards} shards; start a "
+                f"multiple of {columns}"
+            )
         events.configure(f"rank{rank}")
         checkpoints = os.path.join(checkpoints, job)  # two jobs may share a directory
         member = Member(coordinator, job, rank, incarnation)
@@ -87,6 +135,39 @@ class Session:
         and after `run` there are none."""
         self._engine.close()
 
+    # --- where this rank stands ---
+
+    @property
+    def replicas(self) -> int:
+        """D: how many ranks hold the same state."""
+        return self._mesh.replicas
+
+    @property
+    def column(self) -> int:
+        """This rank among the data-parallel workers of its stage; every column trains on batches of its own."""
+        return self._mesh.column
+
+    @property
+    def columns(self) -> int:
+        """Data-parallel workers of a stage: replicas * shards."""
+        return self._mesh.columns
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self._mesh.pipeline_rank
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return self._mesh.pipeline_ranks
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """("replicate", "shard"), or ("shard",) with one replica, for ``fully_shard(module, mesh=session.mesh)``.
+
+        It stays valid through failures. Shard a module before `pipeline_stage`, and make its optimizer after.
+        """
+        return sharded.device_mesh(self._mesh, self.groups)
+
     # --- what the trainer makes ---
 
     def pipeline_stage(
@@ -97,28 +178,95 @@ class Session:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> LoggedPipelineStage:
-        """A `torch.distributed.pipelining.PipelineStage` whose boundaries are logged; `options` are torch's."""
+        """A `torch.distributed.pipelining.PipelineStage` whose boundaries are logged; `options` are torch's.
+
+        With replicas, the gradients of `module` are averaged over them before the optimizer's step, unless it
+        averages them itself (`session.ddp`, FSDP2 on `session.mesh`). Its group is the pipeline of this column.
+        """
         device = torch.device(device)
         if device.type != "cpu":
             raise UsageError(f"device {device}: this version recovers CPU (gloo) pipelines only")
+        options.setdefault("group", self.groups["pipeline"])
         stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
-        stage._attach(self._channel)
-        self._state.stages.append(stage)
+        stage._attach(self._channel, self._updates)
+        self._add_stage(stage)
         return stage
+
+    def _add_stage(self, stage: Any) -> None:
+        self._state.stages.append(stage)
+        stage.columns = [group for name, group in self.groups.items() if name not in ("world", "pipeline")]
+        self._updates.reduced_elsewhere(sharded.sharded_parameters(stage.submod, self.groups))
+        if isinstance(stage.submod, DistributedDataParallel):
+            self._updates.reduced_elsewhere(stage.submod.parameters())
+        elif self._updates.wait_free:
+            self._updates.ready_in_backward(stage)
+
+    def module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A whole model that is trained without a pipeline; returns the same module.
+
+        The gradients of `module` are averaged over the replicas before the optimizer's step, or while backward
+        goes on with updates='wait_free', unless it averages them itself (`session.ddp`, FSDP2 on `session.mesh`).
+        No schedule is needed.
+        """
+        if self.pipeline_ranks > 1:
+            raise UsageError(
+                f"session.module with {self.pipeline_ranks} pipeline ranks; give replicas={self.world_size}, or use "
+                "session.pipeline_stage"
+            )
+        self._add_stage(WholeModule(module))
+        return module
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes in here only add to the gradients of `session.module`; the last one comes outside."""
+        units = [stage for stage in self._state.stages if isinstance(stage, WholeModule)]
+        with ExitStack() as stack:
+            for unit in units:
+                unit.last_backward = False
+                if isinstance(unit.submod, DistributedDataParallel):
+                    stack.enter_context(unit.submod.no_sync())
+                if isinstance(unit.submod, FSDPModule):
+                    unit.submod.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                for unit in units:
+                    unit.last_backward = True
+                    if isinstance(unit.submod, FSDPModule):
+                        unit.submod.set_requires_gradient_sync(True)
+
+    def ddp(self, module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+        """`module` as a DistributedDataParallel over the replicas, for `pipeline_stage`; `options` are torch's.
+
+        It differs from one that a trainer makes itself: its group is rebuilt under it after a failure, and its
+        buckets are never re-arranged after the first step (a replacement would arrange them in another step).
+        """
+        if self.replicas == 1:
+            raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
+        return DistributedDataParallel(
+            module,
+            process_group=self.groups["data"],
+            **{"init_sync": False, "find_unused_parameters": True, **options},
+        )
 
     def adopt(self, stage: Any) -> Any:
         """Makes a stage that exists already (built by `pipeline().build_stage`, say) a logged one."""
-        self._state.stages.append(adopt(stage, self._channel))
+        if stage.group is None and self.columns == 1:
+            stage.group = self.groups["pipeline"]
+        if stage.group is not self.groups["pipeline"]:
+            raise UsageError(
+                "the stage communicates over a group that is not rebuilt after a failure; "
+                'build it with group=session.groups["pipeline"]'
+            )
+        self._add_stage(adopt(stage, self._channel, self._updates))
         return stage
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
-        """Tells the session of an optimizer; returns the same object. It must hold parameters of stages only."""
+        """Tells the session of an optimizer; returns the same object. It must hold parameters of stages only.
 
-        def begins() -> None:
-            if not self._channel.replaying:
-                self._faults.at("optimizer", self.step)
-
-        self._state.add_optimizer(optimizer, begins)
+        Its `step` is carried out bucket by bucket from here on, with the same bits. Make it after the stages.
+        """
+        self._updates.add(optimizer)
         return optimizer
 
     def register(self, *, schedule: Any = None, **objects: Any) -> None:
@@ -139,6 +287,14 @@ class Session:
                 raise UsageError(
                     "the schedule runs a stage that is not logged; use session.pipeline_stage or adopt"
                 )
+            scale = _torch.schedule_grad_scale(schedule)
+            for stage in stages:
+                stage.grad_scale = scale
+                if isinstance(stage.submod, DistributedDataParallel) and _torch.splits_backward(schedule):
+                    raise UsageError(
+                        f"{type(schedule).__name__} computes weight gradients apart, where DistributedDataParallel "
+                        "does not see them; give the stage a plain module, the session averages its gradients"
+                    )
             _torch.wrap_loss(schedule, logged_loss(stages, self._channel))
             self._state.schedules.append(schedule)
         for name, value in objects.items():
@@ -169,7 +325,7 @@ class Session:
         return self._channel.replaying
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The sum of `tensor` over all ranks, as a new tensor; its result is logged.
+        """The sum of `tensor` over the ranks of this rank's pipeline, as a new tensor; its result is logged.
 
         Every collective whose result a step depends on must go through the session, because a replay has
         nobody to communicate with (tied embeddings: the sum of their gradients). Summed in rank order, so the
@@ -178,22 +334,48 @@ class Session:
         self._before_update(name)
         return self._channel.collective(name, lambda: self._sum_in_rank_order(tensor))
 
+    def reduce_gradients(self) -> None:
+        """Averages the gradients over the replicas now, if that has not been done in this step.
+
+        `clip_grad_norm_` and `optimizer.step()` do so by themselves; call it before anything else that looks at
+        gradients (a gradient scaler's `unscale_`).
+        """
+        self._updates.reduce()
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over the parameters of all ranks; returns the global norm.
+        """`torch.nn.utils.clip_grad_norm_` over the parameters of all stages; returns the global norm.
 
-        Each rank gives its own parameters. The global norm is a crossing collective: its result is logged.
+        Each rank gives its own parameters. With replicas, gradients are averaged over them first. The global norm
+        is a crossing collective: its result is logged.
         """
         self._before_update("clip_grad_norm_")
-        own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._updates.wait_free:
+            raise UsageError(
+                "clip_grad_norm_ with updates='wait_free': gradients are applied before their norm is known; "
+                "use updates='after_backward'"
+            )
+        self._updates.reduce()
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        own = [sharded.stand_in(parameter) for parameter in given]
+        shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
         infinite = norm_type == float("inf")
 
-        def total() -> torch.Tensor:
-            local = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type)
+        def combined(part: torch.Tensor, group: str) -> torch.Tensor:
             if infinite:
-                return torch.stack(self._gather(local.float())).max()
-            return self._sum_in_rank_order(local.float() ** norm_type) ** (1.0 / norm_type)
+                return torch.stack(self._gather(part, group)).max()
+            return self._sum_in_rank_order(part, group)
+
+        def total() -> torch.Tensor:
+            grads = [p.grad for p in own if p.grad is not None and id(p) not in shards]
+            part = sharded.part_of_norm(grads, norm_type)
+            if "shard" in self.groups:
+                grads = [p.grad for p in own if p.grad is not None and id(p) in shards]
+                of_shards = combined(sharded.part_of_norm(grads, norm_type), "shard")
+                part = torch.maximum(part, of_shards) if infinite else part + of_shards
+            whole = combined(part, "pipeline")
+            return whole if infinite else whole ** (1.0 / norm_type)
 
         norm = self._channel.collective("clip_grad_norm_", total)
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
@@ -201,24 +383,37 @@ class Session:
 
     # --- inside ---
 
+    def _lasting_groups(self) -> dict[str, LastingGroup]:
+        """``world``, ``pipeline``, ``data``, and with shards ``replicate`` and ``shard``."""
+        return {
+            # A broken message must end the schedule; DDP's reducer must not see an error.
+            name: LastingGroup(name, ranks, ranks.index(self.rank), swallow=name == "data")
+            for name, ranks in self._mesh.groups().items()
+        }
+
     def _before_update(self, name: str) -> None:
-        if self._state.update_begun:
+        if self._updates.committed:
             raise UsageError(
                 f"collective {name!r} comes after optimizer.step(); move it before: a rank that is cut short "
                 "in it would have to be rebuilt"
             )
 
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor.contiguous())
+    def _gather(self, tensor: torch.Tensor, group: str) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in self.groups[group].ranks]
+        dist.all_gather(parts, tensor.contiguous(), group=self.groups[group])
         return parts
 
-    def _sum_in_rank_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = self._gather(tensor.detach())
+    def _sum_in_rank_order(self, tensor: torch.Tensor, group: str = "pipeline") -> torch.Tensor:
+        parts = self._gather(tensor.detach(), group)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
         return total
+
+    def _make_audit(self) -> Audit | None:
+        if self.replicas == 1 or self._config.strategy not in ("auto", "replica"):
+            return None
+        return Audit(self.groups.get("replicate", self.groups["data"]), self._state)
 
     def _service_ports(self) -> list[int]:
         addresses = [self._member.client.address, *self._engine.log_servers]

@@ -7,16 +7,20 @@ in a replay the channel takes the place of the transport, and no operation is re
 Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import UsageError
 from swift.runtime import _torch
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
+from swift.runtime.groups import LastingGroup
+from swift.runtime.updates import Updates
 
 if TYPE_CHECKING:
     _Base = PipelineStage
@@ -37,9 +41,17 @@ class _Logged(_Base):
     _buffers_before: list[tuple[torch.Tensor, torch.Tensor]]
     _awaiting_forward: set[int]
     _awaiting_backward: set[int]
+    _updates: Updates
+    last_backward: bool
+    grad_scale: int
+    columns: Sequence[LastingGroup] = ()
+    """The groups over which DDP or FSDP may communicate in a forward or backward."""
 
-    def _attach(self, channel: Channel) -> None:
+    def _attach(self, channel: Channel, updates: Updates) -> None:
         self._channel = channel
+        self._updates = updates
+        self.last_backward = False
+        self.grad_scale = 1
         self._calls = -1
         self._inferring = False
         self._buffers_before = []
@@ -140,9 +152,18 @@ class _Logged(_Base):
         if bwd_chunk_id in self._awaiting_backward:
             self._awaiting_backward.discard(bwd_chunk_id)
             self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
+        self.last_backward = last_backward
         result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self.last_backward = False
         self._channel.computed(BACKWARD, bwd_chunk_id)
         return result
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Schedules call this once all gradients of the stage are complete."""
+        if self._updates.wait_free:
+            self._updates.stage_ready(self)  # what is applied already was scaled before it was reduced
+        else:
+            super().scale_grads(grad_scale_factor)
 
     # --- start without peers ---
     # torch's stages agree on shapes by messages (pickled ones) between neighbours in their first step. A
@@ -171,19 +192,53 @@ class _Logged(_Base):
         return _torch.ForwardMeta(metas) if kind == "forward" else _torch.BackwardMeta(metas)
 
     # Inference runs the module on arbitrary bits, so what it did to buffers (running statistics) is taken back.
+    # The other columns do not take part in it, so the weights that FSDP gathers are arbitrary as well.
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self._inferring = True
         self._buffers_before = [(b, b.detach().clone()) for b in self.submod.buffers()]
-        return super()._forward_metadata_inference(*args, **kwargs)
+        with self._without_columns():
+            return super()._forward_metadata_inference(*args, **kwargs)
+
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_columns():
+            return super()._backward_metadata_inference(*args, **kwargs)
+
+    @contextmanager
+    def _without_columns(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for group in self.columns:
+                stack.enter_context(group.quiet())
+            yield
+
+    def _compute_outputs(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> Any:
+        """(inference) Past DDP: it would reduce the gradients of this, which its peers may not take part in."""
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        return super()._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
+        _torch.reset_sharded(self.submod)
         with torch.no_grad():
             for buffer, value in self._buffers_before:
                 buffer.copy_(value)
         self._buffers_before = []
         self._inferring = False
+
+
+class WholeModule:
+    """A module that is no pipeline stage: what the session does with a stage's state, without a boundary."""
+
+    stage_index, num_stages = 0, 1
+    grad_scale = 1
+
+    def __init__(self, module: torch.nn.Module):
+        self.submod = module
+        self.last_backward = True  # False while gradients are only accumulated
+
+    def begin_step(self) -> None:
+        """Nothing is counted: there is no schedule."""
 
 
 def _slots(destinations: list[int]) -> Iterator[int]:
@@ -202,7 +257,7 @@ class LoggedTracedStage(_Logged, _torch.TracedStage):
     """A stage that `torch.distributed.pipelining.pipeline()` built, logged."""
 
 
-def adopt(stage: Any, channel: Channel) -> Any:
+def adopt(stage: Any, channel: Channel, updates: Updates) -> Any:
     """Turns a stage that exists already into a logged one. The object stays the same, its class changes."""
     if isinstance(stage, _Logged):
         raise UsageError(f"stage {stage.stage_index} is logged already; adopt it once")
@@ -214,7 +269,7 @@ def adopt(stage: Any, channel: Channel) -> Any:
         raise UsageError(
             f"a {type(stage).__name__} cannot be adopted; give a stage of torch.distributed.pipelining"
         )
-    stage._attach(channel)
+    stage._attach(channel, updates)
     return stage
 
 

@@ -9,41 +9,44 @@ import torch
 
 from swift.checkpoint.state import split
 from swift.errors import ServiceError, UsageError
-from swift.runtime import _torch
+from swift.runtime import _torch, sharded
+from swift.runtime.groups import LastingGroup
+from swift.runtime.manifest import local
+from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import digest
+from swift.runtime.updates import Updates
 
 
 @dataclass
 class _BeforeStep:
     """What is put back when a half-done step is dropped. Parameters are not here: until the optimizer steps
-    they have not changed, and after it the step is not dropped."""
+    they have not changed, or the journal takes them back, and after it the step is not dropped."""
 
     objects: dict[str, Any]
+    placements: dict[str, str]
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 class TrainerState:
     """The stages, optimizers and registered objects of one rank."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, updates: Updates) -> None:
         self._seed = seed
+        self.updates = updates
+        self.replicate: LastingGroup | None = None  # the replicas of this rank's shard, if there are shards
         self.stages: list[Any] = []
         self.schedules: list[Any] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.objects: dict[str, Any] = {}
         self.version = 0  # optimizer steps done = the next step to run
-        self.update_begun = False  # an optimizer has stepped in the step that is under way
+        self.present = False  # until the first version is ours, by birth or by restore
+        self.lived = False  # until this process has run with the others, and logged what it sent
         self._before: _BeforeStep | None = None
 
     # --- registration ---
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, on_step: Any) -> None:
-        def begun(*_: Any) -> None:
-            on_step()
-            self.update_begun = True
-
-        optimizer.register_step_pre_hook(begun)
-        self.optimizers.append(optimizer)
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.updates.optimizers
 
     def add_object(self, name: str, value: Any) -> None:
         if name in self.objects:
@@ -60,15 +63,19 @@ class TrainerState:
         """Raises UsageError, in one line, for a trainer that forgot something a recovery needs."""
         if not self.stages:
             raise UsageError(
-                "no pipeline stage: make it with session.pipeline_stage(...) or session.adopt(stage)"
+                "no pipeline stage: make it with session.pipeline_stage(...) or session.adopt(stage); a whole "
+                "model is told with session.module(model)"
             )
         if not self.optimizers:
             raise UsageError("no optimizer: write optimizer = session.optimizer(torch.optim....)")
-        if not self.schedules:
+        if not self.schedules and not all(isinstance(stage, WholeModule) for stage in self.stages):
             raise UsageError(
                 "the schedule is not registered: call session.register(schedule=schedule, scheduler=..., loader=...) "
                 "before session.run"
             )
+        self.updates.check_complete(self.objects)
+        for optimizer in self.optimizers:
+            sharded.check_optimizer(optimizer)
         known = {id(p) for stage in self.stages for p in stage.submod.parameters() if p.requires_grad}
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         if held - known:
@@ -83,52 +90,94 @@ class TrainerState:
     # --- one step ---
 
     def begin_step(self) -> None:
-        self.update_begun = False
+        self.updates.begin_step(self.version)
         for stage in self.stages:
             stage.begin_step()
+        objects, placements = sharded.localized(self._object_states())
         self._before = _BeforeStep(
-            objects={name: copy.deepcopy(value.state_dict()) for name, value in self.objects.items()},
+            objects=copy.deepcopy(objects),
+            placements=placements,
             buffers=[(b, b.detach().clone()) for stage in self.stages for b in stage.submod.buffers()],
         )
 
     def end_step(self) -> None:
         self._before = None
-        self.update_begun = False
         self.version += 1
-
-    @property
-    def intact(self) -> bool:
-        """False between an optimizer's step and the end of the trainer's step: an update that may be partial."""
-        return not self.update_begun
+        self.updates.begin_step(self.version)
 
     def drop_step(self) -> None:
-        """Takes the half-done step back. The parameters are still those of `version`."""
+        """Takes the half-done step back, but for the buckets that are applied: the journal holds those."""
+        self.updates.voting = False  # its stack is gone: it cannot be finished any more
         for schedule in self.schedules:
             _torch.clear_schedule(schedule)
         for stage in self.stages:
+            _torch.reset_sharded(stage.submod)
             for parameter in stage.submod.parameters():
                 parameter.grad = None
         before, self._before = self._before, None
         if before is None:
             return
-        for name, state in before.objects.items():
+        objects = sharded.globalized(before.objects, before.placements, self._parameters())
+        for name, state in objects.items():
+            if isinstance(self.objects[name], torch.amp.GradScaler):
+                _torch.forget_unscaled(self.objects[name])
             self.objects[name].load_state_dict(state)
         with torch.no_grad():
             for buffer, value in before.buffers:
                 buffer.copy_(value)
 
+    def check_updated(self) -> None:
+        """Raises UsageError if the trainer's step has not updated, unless a gradient scaler may skip it."""
+        if self.updates.committed:
+            return
+        if not any(isinstance(value, torch.amp.GradScaler) for value in self.objects.values()):
+            raise UsageError("train_step returned without optimizer.step(); every step must update")
+        self.updates.reduce()
+        self.updates.commit()
+
+    def align(self) -> None:
+        """(first start) Replicas begin with the weights and buffers of the first one, as DDP's do.
+
+        Of what is sharded, each shard goes to its own replicas.
+        """
+        for stage in self.stages:
+            tensors = [*stage.submod.parameters(), *stage.submod.buffers()]
+            self.updates.broadcast([t.detach() for t in tensors if not sharded.is_sharded(t)])
+            if self.replicate is not None:
+                sharded.broadcast(self.replicate, [local(t) for t in tensors if sharded.is_sharded(t)])
+
     # --- checkpoints and digests ---
 
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """The tensors that a copy of a replica's state is received into, by their path in `state_dict`."""
+        tensors, _ = split(self.state_dict())
+        return tensors
+
     def state_dict(self) -> dict[str, Any]:
-        return {
+        """Local tensors that share the memory of what they are the state of; `placements` says which are shards."""
+        state = {
             "version": self.version,
             "stages": {str(stage.stage_index): stage.submod.state_dict() for stage in self.stages},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "objects": {name: value.state_dict() for name, value in self.objects.items()},
+            "objects": self._object_states(),
+        }
+        state, placements = sharded.localized(state)
+        return {**state, "placements": placements} if placements else state
+
+    def parts(self) -> dict[str, Any]:
+        """What replicas must have in common, by the name that a message gives it; registered objects by theirs."""
+        state = self.state_dict()
+        names = {f"{s.stage_index}.{name}" for s in self.stages for name, _ in s.submod.named_parameters()}
+        tensors = {f"{i}.{n}": t for i, stage in state["stages"].items() for n, t in stage.items()}
+        return {
+            "parameters": {name: tensor for name, tensor in tensors.items() if name in names},
+            "optimizer": state["optimizers"],
+            "a buffer": {name: tensor for name, tensor in tensors.items() if name not in names},
+            **{f"register({name}=...)": value for name, value in sorted(state["objects"].items())},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ServiceError if the checkpoint was made by another trainer."""
+        """Raises ServiceError if the state is another trainer's, or another shard's."""
         stages = {str(stage.stage_index): stage for stage in self.stages}
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
             raise ServiceError("the checkpoint holds other stages or optimizers than this trainer made")
@@ -136,6 +185,9 @@ class TrainerState:
             raise ServiceError(
                 f"the checkpoint holds {sorted(state['objects'])}, this trainer registered {sorted(self.objects)}"
             )
+        placements = state.get("placements", {})
+        sharded.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
+        state = sharded.globalized(state, placements, self._parameters())
         for name, stage in stages.items():
             stage.submod.load_state_dict(state["stages"][name])
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
@@ -143,8 +195,14 @@ class TrainerState:
         for name, value in state["objects"].items():
             self.objects[name].load_state_dict(value)
         self._before = None
-        self.update_begun = False
         self.version = int(state["version"])
+        self.updates.begin_step(self.version)
+
+    def _object_states(self) -> dict[str, Any]:
+        return {name: value.state_dict() for name, value in self.objects.items()}
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part of the state; equal on two runs only if every bit is."""

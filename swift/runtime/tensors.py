@@ -14,9 +14,16 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as uint8 [bytes] on the CPU: shared with it if it is contiguous there, else a copy."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Not view(-1): one element is contiguous whatever its stride, and keeps it.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """The bytes of a contiguous CPU tensor, shared with it."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return as_bytes(tensor).numpy()
 
 
 def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:

@@ -25,12 +25,17 @@ class Outcome:
         return f"exit code {self.exit_code}\n{self.stdout}\n{self.stderr}"
 
 
+# What a failure-free run does not depend on.
+_OF_RECOVERY = ("--kill", "--strategy", "--undo", "--spares", "--html", "--random-kills")
+
+
 def drill(*arguments: str, twins: Path | None = None, at: Path, timeout_s: float = 200.0) -> Outcome:
-    """Runs one. `twins`: where the failure-free runs of a test session are kept, one for each schedule."""
+    """Runs one. `twins`: where the failure-free runs of a test session are kept, one for each configuration."""
     words = [*COMMAND, *arguments, "--json", str(at / "report.json")]
     if twins is not None:
-        schedule = arguments[arguments.index("--schedule") + 1] if "--schedule" in arguments else "1f1b"
-        words += ["--twin", str(twins / schedule)]
+        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        shape = [f"{flag.removeprefix('--')}={value}" for flag, value in pairs if flag not in _OF_RECOVERY]
+        words += ["--twin", str(twins / ("-".join(sorted(shape)) or "plain"))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
     path = at / "report.json"
     report = json.loads(path.read_text()) if path.exists() else None

@@ -61,8 +61,8 @@ def test_the_first_and_the_last_step(twins: Path, tmp_path: Path) -> None:
 def test_a_survivor_dies_while_the_first_victim_is_replayed(twins: Path, tmp_path: Path) -> None:
     specs = ["rank=2,step=8,microbatch=1", "rank=1,phase=replay"]
     report = passed(drill("--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
-    assert len(report["recoveries"]) == 1
-    assert len(report["recoveries"][0]["generations"]) == 2
+    # The replay may just be over when its death is noticed.
+    assert sum(len(recovery["generations"]) for recovery in report["recoveries"]) == 2
     assert report["strategy"]["1"] == "replay"
     assert report["strategy"]["2"] in ("replay", "catch_up")
 
@@ -108,11 +108,11 @@ def test_the_checkpoint_strategy(twins: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_differs_from_its_twin_fails(twins: Path, tmp_path: Path) -> None:
     """The comparison itself: one digit of one digest of the twin is changed."""
-    if not (twins / "1f1b" / "twin.json").exists():
+    if not (twins / "plain" / "twin.json").exists():
         passed(drill(*kills("rank=2,step=8"), twins=twins, at=tmp_path))
     other = tmp_path / "twins"
-    shutil.copytree(twins / "1f1b", other / "1f1b")
-    path = other / "1f1b" / "digests" / f"rank0-v{STEPS}.json"
+    shutil.copytree(twins / "plain", other / "plain")
+    path = other / "plain" / "digests" / f"rank0-v{STEPS}.json"
     digests = json.loads(path.read_text())
     digests["optimizer"] = digests["optimizer"][:-1] + ("0" if digests["optimizer"][-1] != "0" else "1")
     path.write_text(json.dumps(digests))
@@ -134,11 +134,13 @@ def test_a_run_that_differs_from_its_twin_fails(twins: Path, tmp_path: Path) -> 
         (["--kill", "rank=2,step=99"], "step must be 0 to 14"),
         (["--kill", "rank=2;step=3"], "step is missing"),
         (["--kill", "rank=2,step=3,phase=reduce"], "without replicas"),
-        (["--replicas", "2"], "--replicas"),
+        (["--replicas", "0"], "--replicas must be at least 1"),
+        (["--replicas", "2", "--kill", "rank=8,step=3"], "rank must be 0 to 7"),
+        (["--updates", "wait_free"], "needs replicas"),
         (["--stages", "two"], "invalid int value"),
         (["--schedule", "2f2b"], "1f1b, gpipe"),
-        (["--model", "huge"], "tiny or default"),
-        (["--strategy", "hope"], "auto, replay, checkpoint"),
+        (["--model", "huge"], "tiny, default"),
+        (["--strategy", "hope"], "auto, replica, replay, checkpoint"),
         (["--fast"], "unrecognized arguments"),
         (["--json", "/nowhere/report.json"], "--json"),
         (["--directory", "/proc/drill"], "--directory"),

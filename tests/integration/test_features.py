@@ -1,37 +1,17 @@
 """What a trainer may do in a step survives a recovery bit for bit: see trainers/features.py."""
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift import events
-from swift.drill.cluster import Cluster
+from tests.integration.trainer_world import Run, run_trainer
 
 STEPS = 8
-TRAINER = Path(__file__).parent / "trainers" / "features.py"
 
 
-def run(directory: Path, mode: str, faults: list[dict[str, Any]]) -> dict[str, Any]:
-    """Digests by file name, and the trace, of one run."""
-    with Cluster(
-        directory,
-        ranks=3,
-        spares=len(faults) and 1,
-        trainer=[str(TRAINER)],
-        trainer_arguments=[mode, str(STEPS)],
-        faults=json.dumps(faults),
-        digests_every=True,
-    ) as cluster:
-        deadline = time.monotonic() + 90
-        while (code := cluster.poll()) is None:
-            assert time.monotonic() < deadline, cluster.output_tail()
-            time.sleep(0.02)
-        assert code == 0, cluster.output_tail()
-    digests = {path.name: json.loads(path.read_text()) for path in (directory / "digests").glob("*.json")}
-    return {"digests": digests, "events": events.read(directory / "events")}
+def run(directory: Path, mode: str, faults: list[dict[str, Any]]) -> Run:
+    return run_trainer(directory, "features.py", mode, STEPS, ranks=3, faults=faults)
 
 
 @pytest.mark.timeout(240)

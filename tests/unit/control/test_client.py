@@ -99,7 +99,10 @@ def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) ->
     client.report(3, None)
     client.report(3, 0)
     client.report(3, 7)
+    client.report(3, None, undo_to=0, undo_exact=True)
+    client.report(3, 6, undo_to=5, forward_to=7)
     client.ready(3, 7, [1, 4], 8)
+    client.ready(3, 7, [1, 4], 8, shard=2)
     client.refuse(3, "bits differ")
     client.checkpoint_durable(10, 3)
     client.suspect(3, "reset by peer")
@@ -110,7 +113,10 @@ def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) ->
         pb.ReportRequest(**me, generation=3),
         pb.ReportRequest(**me, generation=3, has_state=True),
         pb.ReportRequest(**me, generation=3, has_state=True, version=7),
+        pb.ReportRequest(**me, generation=3, undo_to=0, undo_exact=True),
+        pb.ReportRequest(**me, generation=3, has_state=True, version=6, undo_to=5, forward_to=7),
         pb.ReadyRequest(**me, generation=3, version=7, stages=[1, 4], num_stages=8),
+        pb.ReadyRequest(**me, generation=3, version=7, stages=[1, 4], num_stages=8, shard=2),
         pb.RefuseRequest(**me, generation=3, reason="bits differ"),
         pb.CheckpointRequest(**me, version=10, generation=3),
         pb.SuspectRequest(**me, generation=3, reason="reset by peer"),

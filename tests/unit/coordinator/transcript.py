@@ -3,8 +3,9 @@
 A transcript is a text file of blocks: commands, `----`, what they gave, an empty line. Lines that begin with
 `#` are comments. Commands, with fields as `name=value`:
 
-    join rank= [inc=] [pid=] [world=] [seed=] [torch=]   ready rank= generation= version= [stages=] [of=]
-    report rank= generation= [version=]                  refuse rank= generation= reason=
+    join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
+         [seed=] [torch=] [strategy=] [undo=]            refuse rank= generation= reason=
+    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=]
     durable rank= version= [generation=]                 finish rank= version=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
     beat rank= version=                                  suspect rank= reason=
@@ -57,16 +58,18 @@ class World:
     def sender(self, rank: str, inc: str = "") -> m.Sender:
         return m.Sender(rank=int(rank), incarnation=inc or self.incarnations.get(int(rank), "?"))
 
-    def do_join(self, rank: str, inc: str = "", pid: str = "", world: str = "3", **config: str) -> list[str]:
+    def do_join(
+        self, rank: str, inc: str = "", pid: str = "", world: str = "3", host: str = "h", **config: str
+    ) -> list[str]:
         inc = inc or f"a{rank}"
         join = m.Join(
             rank=int(rank),
             incarnation=inc,
             pid=int(pid or 1000 + int(rank)),
-            host="h",
+            host=host,
             world_size=int(world),
             config={"seed": config.get("seed", "7")}
-            | ({"strategy": config["strategy"]} if "strategy" in config else {}),
+            | {key: config[key] for key in ("strategy", "undo") if key in config},
             fingerprint={"torch": config.get("torch", "2.13.0")},
         )
         if self.job is None:
@@ -76,7 +79,14 @@ class World:
         return out
 
     def do_ready(
-        self, rank: str, generation: str, version: str, inc: str = "", stages: str = "", of: str = "3"
+        self,
+        rank: str,
+        generation: str,
+        version: str,
+        inc: str = "",
+        stages: str = "",
+        of: str = "3",
+        shard: str = "0",
     ) -> list[str]:
         return self.step(
             m.Ready(
@@ -85,13 +95,29 @@ class World:
                 version=int(version),
                 stages=tuple(map(int, (stages or rank).split(","))),
                 num_stages=int(of),
+                shard=int(shard),
             )
         )
 
-    def do_report(self, rank: str, generation: str, version: str = "", inc: str = "") -> list[str]:
-        held = int(version) if version else None
+    def do_report(
+        self,
+        rank: str,
+        generation: str,
+        version: str = "",
+        inc: str = "",
+        undo_to: str = "",
+        exact: str = "yes",
+        forward_to: str = "",
+    ) -> list[str]:
         return self.step(
-            m.MemberReport(sender=self.sender(rank, inc), generation=int(generation), version=held)
+            m.MemberReport(
+                sender=self.sender(rank, inc),
+                generation=int(generation),
+                version=int(version) if version else None,
+                undo_to=int(undo_to) if undo_to else None,
+                undo_exact=bool(undo_to) and exact == "yes",
+                forward_to=int(forward_to) if forward_to else None,
+            )
         )
 
     def do_refuse(self, rank: str, generation: str, reason: str) -> list[str]:

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from swift.drill import faults
+from swift.drill.checks import DIGEST_FIELDS
 from swift.drill.config import DrillConfig
-from swift.drill.report import DIGEST_FIELDS, Evidence
+from swift.drill.report import Evidence
 from swift.drill.topology import Topology
 
 RANKS, STEPS = 4, 12
@@ -15,7 +16,9 @@ NEW_PID = 200
 
 
 def config(*specs: str, **changes: Any) -> DrillConfig:
-    shape = Topology(ranks=RANKS, steps=STEPS, microbatches=4, schedule="1f1b", checkpoint_every=CHECKPOINT)
+    shape = Topology(
+        pipeline_ranks=RANKS, steps=STEPS, microbatches=4, schedule="1f1b", checkpoint_every=CHECKPOINT
+    )
     planned = tuple(faults.parse(spec) for spec in specs or (f"rank=2,step={KILL_STEP},microbatch=3",))
     return DrillConfig(topology=shape, faults=planned, **changes)
 

@@ -50,7 +50,7 @@ def test_rerun_is_the_same_drill() -> None:
         "--seed -1",
         "--spares -1",
         "--model gpt",
-        "--strategy replica",
+        "--strategy hope",
         "--schedule x",
         "positional",
         "--kill rank=2",
@@ -60,6 +60,56 @@ def test_usage_errors_are_one_line(arguments: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(arguments.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("--strategy replica", "add --replicas 2"),
+        ("--updates wait_free", "add --replicas 2"),
+        ("--data-parallel ddp", "add --replicas 2"),
+        ("--reduction ordered", "add --replicas 2"),
+        ("--undo arithmetic", "add --updates wait_free"),
+        ("--replicas 2 --undo arithmetic", "add --updates wait_free"),
+        ("--replicas 2 --updates wait_free --data-parallel ddp", "leave out --updates wait_free"),
+        ("--replicas 2 --data-parallel ddp --reduction fast", "leave out --reduction fast"),
+        ("--replicas 2 --data-parallel ddp --schedule zbv", "use --data-parallel session"),
+        ("--replicas 2 --data-parallel ddp --schedule InterleavedZeroBubble", "use --data-parallel session"),
+        ("--optimizer adafactor", "adamw, sgd, amsgrad"),
+        ("--optimizer radam --optimizer-implementation fused", "there are for-loop, foreach"),
+        ("--optimizer lion --optimizer-implementation fused", "leave out --optimizer-implementation"),
+        ("--optimizer-implementation jit", "for-loop, foreach, fused"),
+        ("--replicas 2 --updates sometimes", "after_backward, wait_free"),
+        ("--stages 1", "at least 2, or 1 with --replicas"),
+        ("--random-kills 0", "at least 1"),
+        ("--random-kills 9", "give more --steps"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_in_one_line(arguments: str, word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(arguments.split())
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rerun_of_a_drill_with_replicas() -> None:
+    arguments = "--stages 2 --replicas 2 --steps 40 --updates wait-free --undo arithmetic --optimizer SGD "
+    arguments += "--optimizer-implementation fused --reduction ordered --random-kills 4 --seed 5"
+    config = parse([*arguments.split(), "--kill", "rank=3,step=9,phase=update"])
+    assert (config.updates, config.undo, config.optimizer) == ("wait_free", "arithmetic", "sgd")
+    assert len(config.faults) == 5
+    words = shlex.split(config.rerun())
+    assert "--random-kills" not in words, "as they fell, whatever a later version would draw"
+    assert parse(words[2:]) == config
+
+
+def test_the_twin_does_not_depend_on_how_a_failure_is_met() -> None:
+    words = ["--stages", "2", "--replicas", "2", "--updates", "wait_free", "--kill", "rank=0,step=3"]
+    plain = parse(words)
+    assert parse([*words, "--undo", "arithmetic", "--strategy", "replay"]).identity() == plain.identity()
+    for other in ("--optimizer sgd", "--reduction ordered", "--optimizer-implementation foreach"):
+        assert parse([*words, *other.split()]).identity() != plain.identity()
+    assert parse([*words, "--updates", "after_backward"]).identity() != plain.identity()
 
 
 def test_no_space_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

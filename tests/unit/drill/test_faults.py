@@ -1,5 +1,6 @@
 """The kill grammar: what is read, what is refused and with which words."""
 
+import itertools
 import json
 
 import pytest
@@ -14,7 +15,7 @@ from swift.errors import UsageError
 
 def topology(**changes: object) -> Topology:
     values: dict[str, object] = {
-        "ranks": 4,
+        "pipeline_ranks": 4,
         "steps": 30,
         "microbatches": 8,
         "schedule": "1f1b",
@@ -34,6 +35,8 @@ def topology(**changes: object) -> Topology:
         ("rank=2,step=17", RankFault(rank=2, step=17)),
         ("rank=0,step=0,phase=optimizer", RankFault(rank=0, step=0, phase="optimizer")),
         ("rank=2,phase=replay", RankFault(rank=2, phase="replay")),
+        ("rank=2,phase=copy", RankFault(rank=2, phase="copy")),
+        ("rank=2,step=3,microbatch=1,phase=update", RankFault(rank=2, step=3, phase="update")),
         (
             "rank=2,step=12,microbatch=1,phase=replay",
             RankFault(rank=2, step=12, microbatch=1, phase="replay"),
@@ -43,6 +46,7 @@ def topology(**changes: object) -> Topology:
         ("corrupt=log,step=17,stream=s1.F", CorruptFault(step=17, stream="s1.F")),
         ("corrupt=log,step=17,stream=S1.f", CorruptFault(step=17, stream="s1.F")),
         ("corrupt=log,step=17", CorruptFault(step=17)),
+        ("corrupt=log,step=17,stream=S1C0.b", CorruptFault(step=17, stream="s1c0.B")),
     ],
 )
 def test_parses(spec: str, fault: Fault) -> None:
@@ -62,7 +66,9 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("rank=2,step=9999999999", "step must be a number"),
         ("rank=2", "step is missing"),
         ("rank=2,step=3,step=4", "twice"),
-        ("rank=2,step=3,phase=sleep", "forward, backward, reduce, optimizer, idle, replay"),
+        ("rank=2,step=3,phase=sleep", "forward, backward, reduce, update, optimizer, idle, replay, copy"),
+        ("rank=2,step=3,phase=copy", "takes no step"),
+        ("rank=2,phase=update", "step is missing"),
         ("rank=2,step=3,stage=1", "unknown key 'stage'"),
         ("rank=2,service=logserver", "unknown key 'service'"),
         ("service=database,step=1", "logserver or coordinator"),
@@ -94,7 +100,7 @@ def any_fault(draw: st.DrawFn) -> Fault:
     return RankFault(
         rank=draw(number),
         phase=phase,
-        step=draw(st.none() | number) if phase == "replay" else draw(number),
+        step={"replay": draw(st.none() | number), "copy": None}.get(phase, draw(number)),
         microbatch=draw(number) if phase in faults.MICROBATCH_PHASES else 0,
     )
 
@@ -141,6 +147,98 @@ def test_accepts(specs: list[str]) -> None:
     faults.check([faults.parse(spec) for spec in specs], topology())
 
 
+HYBRID = {"pipeline_ranks": 2, "replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "word"),
+    [
+        (["rank=4,step=3"], {}, "rank must be 0 to 3"),
+        (
+            ["rank=3,step=3,phase=update"],
+            {},
+            "phases here: forward, backward, reduce, optimizer, idle, replay, copy",
+        ),
+        (["rank=1,phase=copy"], {}, "nothing copies"),
+        (["rank=1,phase=copy", "rank=2,phase=copy"], {}, "nothing copies"),
+        (["rank=1,step=3", "rank=1,phase=copy"], {"strategy": "replay"}, "--strategy replay copies nothing"),
+        (
+            ["rank=1,step=3", "rank=1,phase=replay"],
+            {"strategy": "replica"},
+            "--strategy replica replays nothing",
+        ),
+        (["rank=1,step=3", "rank=1,phase=copy"], {"strategy": "checkpoint"}, "--strategy checkpoint copies"),
+        (["rank=1,step=7", "corrupt=log,step=7"], {}, "add --strategy replay"),
+        (
+            ["rank=1,step=7", "corrupt=log,step=7,stream=s1.B"],
+            {"strategy": "replay"},
+            "only the streams s1c1.B",
+        ),
+    ],
+)
+def test_refuses_what_replicas_cannot_have(specs: list[str], options: dict[str, str], word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        faults.check([faults.parse(spec) for spec in specs], topology(**HYBRID), **options)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options"),
+    [
+        (["rank=3,step=3,phase=reduce", "rank=1,step=3", "rank=2,phase=copy"], {}),
+        (["rank=0,step=3,phase=update"], {"updates": "wait_free"}),
+        (["rank=3,step=7", "corrupt=log,step=7"], {"strategy": "replay"}),
+        (["rank=3,step=7", "rank=0,phase=replay"], {}),
+        (["rank=3,step=7", "rank=0,phase=copy"], {"strategy": "replica"}),
+    ],
+)
+def test_accepts_with_replicas(specs: list[str], options: dict[str, str]) -> None:
+    faults.check([faults.parse(spec) for spec in specs], topology(**HYBRID), **options)
+
+
+def test_a_pipeline_of_one_rank_has_no_stream_to_corrupt() -> None:
+    planned = [faults.parse("rank=1,step=7"), faults.parse("corrupt=log,step=7")]
+    with pytest.raises(UsageError, match="reads no stream"):
+        faults.check(planned, topology(pipeline_ranks=1, replicas=2), strategy="replay")
+
+
+@given(st.integers(0, 2**40), st.integers(1, 6), st.booleans())
+def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: bool) -> None:
+    shape = topology(**HYBRID)
+    updates = "wait_free" if wait_free else "after_backward"
+    beside = [faults.parse("rank=0,step=11"), faults.parse("rank=0,phase=copy")]
+    kills = faults.random_kills(count, shape, seed, updates, beside)
+    assert kills == faults.random_kills(count, shape, seed, updates, beside), "the seed decides"
+    steps = [kill.step for kill in kills if kill.step is not None]
+    assert len(steps) == count
+    apart = sorted([*steps, 11])
+    assert steps == sorted(steps)
+    assert all(later - earlier >= faults.RANDOM_GAP for earlier, later in itertools.pairwise(apart))
+    faults.check([*kills, *beside], shape, updates=updates)
+    assert [faults.parse(str(kill)) for kill in kills] == list(kills)
+
+
+def test_random_kills_reach_every_phase_and_rank() -> None:
+    kills = [k for seed in range(40) for k in faults.random_kills(5, topology(**HYBRID), seed, "wait_free")]
+    assert {kill.phase for kill in kills} == {"forward", "backward", "reduce", "update", "optimizer", "idle"}
+    assert {kill.rank for kill in kills} == {0, 1, 2, 3}
+    assert {kill.phase for seed in range(40) for kill in faults.random_kills(3, topology(), seed, "")} == {
+        "forward",
+        "backward",
+        "optimizer",
+        "idle",
+    }
+
+
+def test_random_kills_fill_a_run_that_has_just_enough_steps() -> None:
+    count = 5
+    steps = 2 + (count - 1) * faults.RANDOM_GAP
+    assert [k.step for k in faults.random_kills(count, topology(steps=steps), 3, "")] == [1, 5, 9, 13, 17]
+    with pytest.raises(UsageError, match="give more --steps"):
+        faults.random_kills(count, topology(steps=steps - 1), 3, "")
+
+
 @pytest.mark.parametrize("extra", ["rank=2,phase=replay", "corrupt=log,step=17"])
 def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
     planned = [faults.parse("rank=1,step=17"), faults.parse(extra)]
@@ -166,11 +264,22 @@ def test_environment_holds_only_the_rank_under_corruption() -> None:
     assert faults.corrupted_stream(CorruptFault(step=17), planned, topology()) == "s1.F"
 
 
+def test_victims_of_one_step_wait_for_each_other() -> None:
+    specs = ["rank=0,step=8", "service=logserver,step=8", "rank=1,step=9", "rank=3,step=8,phase=reduce"]
+    specs += ["rank=2,phase=copy", "rank=1,step=8,phase=replay", "rank=2,step=12", "corrupt=log,step=12"]
+    planned = [faults.parse(spec) for spec in specs]
+    assert faults.held_together(planned) == [[0, 3], [6]]
+    held = [fault["id"] for fault in json.loads(faults.to_environment(planned)) if fault.get("hold")]
+    assert held == ["fault0", "fault3", "fault6"]
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"ranks": 1}, "--stages must be at least 2"),
-        ({"replicas": 2}, "--replicas"),
+        ({"pipeline_ranks": 1}, "--stages must be at least 2"),
+        ({"pipeline_ranks": 0, "replicas": 2}, "--stages must be at least 1"),
+        ({"replicas": 0}, "--replicas must be at least 1"),
+        ({"pipeline_ranks": 1, "replicas": 2, "schedule": "zbv"}, "use 1f1b or gpipe"),
         ({"steps": 0}, "--steps"),
         ({"checkpoint_every": 0}, "--checkpoint-every"),
         ({"schedule": "1f2b"}, "1f1b, gpipe, interleaved1f1b, interleavedzerobubble, zbv, dualpipev"),
@@ -201,3 +310,23 @@ def test_a_v_has_no_boundary_inside_its_last_rank() -> None:
 
 def test_a_microbatch_in_a_phase_that_comes_once_a_step_has_no_meaning() -> None:
     assert faults.parse("rank=2,step=3,microbatch=1,phase=idle") == faults.parse("rank=2,step=3,phase=idle")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_column_has_every_stage_once(schedule: str) -> None:
+    shape = topology(schedule=schedule, pipeline_ranks=2, replicas=3)
+    assert shape.ranks == 6
+    assert [(shape.pipeline_rank(r), shape.column(r)) for r in range(6)] == [
+        (pipeline_rank, column) for pipeline_rank in range(2) for column in range(3)
+    ]
+    for column in range(3):
+        ranks = [rank for rank in range(6) if shape.column(rank) == column]
+        assert sorted(stage for rank in ranks for stage in shape.stages_of(rank)) == list(range(shape.stages))
+    assert shape.replicas_of(4) == (3, 4, 5)
+    assert len({shape.stages_of(rank) for rank in shape.replicas_of(4)}) == 1
+
+
+def test_a_replay_reads_the_streams_of_its_own_column() -> None:
+    shape = topology(pipeline_ranks=3, replicas=2)
+    assert shape.replay_streams(3) == ("s0c1.F", "s2c1.B")
+    assert topology(pipeline_ranks=1, replicas=2).replay_streams(1) == ()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from swift.drill import report
-from swift.drill.report import DIGEST_FIELDS, FAIL, INCONCLUSIVE, PASS, Evidence
+from swift.drill.checks import DIGEST_FIELDS
+from swift.drill.report import FAIL, INCONCLUSIVE, PASS, Evidence
 from tests.unit.drill.evidence import (
     CHECKPOINT,
     KILL_STEP,
@@ -356,6 +357,37 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
     assert result["verdict"] == PASS, result["reason"]
     first, second = (recovery["recovery_seconds"] for recovery in result["recoveries"])
     assert first["rejoin"] > second["total"]
+
+
+def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one() -> None:
+    """Rank 1 has said that it is ready; it is seen to be gone only after RUNNING."""
+    trace = Trace()
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        trace.step(step)
+    trace.kill(2, KILL_STEP)
+    for generation, victim in ((2, 2), (3, 1)):
+        for state in ("FENCING", "PLANNING"):
+            trace.state(state, generation)
+        trace.plan(generation, KILL_STEP, kept(victim=victim))
+        trace.state("RECOVERING", generation)
+        trace.replay(victim, generation, CHECKPOINT, KILL_STEP)
+        if generation == 2:
+            trace.rank(1, "fault", id="fault1", phase="replay", step=KILL_STEP, microbatch=0)
+        trace.state("RUNNING", generation)
+        if generation == 2:
+            trace.add("launcher", "child_exit", rank=1, pid=trace.pids[1], code=-9)
+            trace.pids[1] = NEW_PID + 1
+    for step in range(KILL_STEP, STEPS):
+        trace.step(step)
+    trace.finish()
+    planned = config(f"rank=2,step={KILL_STEP},microbatch=3", "rank=1,phase=replay")
+    found = good(
+        trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
+    )
+    result = report.build(planned, found)
+    assert result["verdict"] == PASS, result["reason"]
+    assert [recovery["faults"] for recovery in result["recoveries"]] == [["fault0"], ["fault1"]]
 
 
 def test_a_drill_on_services_alone_needs_no_recovery() -> None:

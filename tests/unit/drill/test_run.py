@@ -14,10 +14,12 @@ DIGESTS = {"rank0-v3": {"parameters": "ab", "optimizer": "cd"}}
 def test_a_stored_twin_comes_back(tmp_path: Path) -> None:
     assert stored_twin(config(), tmp_path) is None
     assert stored_twin(config(), tmp_path / "not there") is None
-    store_twin(config(), Twin(digests=DIGESTS, exit_code=0), tmp_path)
+    losses = {0: {0: 5.5, 1: 5.25}, 1: {0: 4.0}}
+    store_twin(config(), Twin(digests=DIGESTS, exit_code=0, losses=losses), tmp_path)
     stored = stored_twin(config(), tmp_path)
     assert stored is not None
     assert stored.digests == DIGESTS
+    assert stored.losses == losses
     assert stored.exit_code == 0
 
 

@@ -3,15 +3,21 @@
 import io
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from swift.drill import html, report
+from swift.drill import html, plot, report
 from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, phase_bar, show, timeline_rows
 from swift.drill.report import Evidence
 from tests.unit.drill.evidence import config, good, good_trace
+from tests.unit.drill.replica_evidence import by_undo, trace_of
+from tests.unit.drill.replica_evidence import config as replica_config
+from tests.unit.drill.replica_evidence import evidence as replica_evidence
 from tests.unit.drill.test_report import CORRUPT, FLIPPED, fallen_back_evidence
 
 CASES: dict[str, tuple[DrillConfig, Evidence, str]] = {
@@ -80,3 +86,65 @@ def test_progress_is_quiet_where_nobody_looks(capsys: pytest.CaptureFixture[str]
         progress.see({"event": "fault", "rank": 1, "phase": "idle"})
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+# With replicas.
+
+REPLICA_CASES = {
+    "copy": (replica_config(), replica_evidence(), "PASS (exact)"),
+    "arithmetic": (
+        replica_config(updates="wait_free", undo="arithmetic"),
+        replica_evidence(trace_of(by_undo("arithmetic", False))),
+        "PASS (by the loss curve: an arithmetic undo is not exact)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLICA_CASES)
+def test_replicas_are_shown(name: str) -> None:
+    planned, evidence, words = REPLICA_CASES[name]
+    result = report.build(planned, evidence)
+    console = Console(file=io.StringIO(), width=2000)
+    show(result, console)
+    assert isinstance(console.file, io.StringIO)
+    for shown in (console.file.getvalue(), html.page(result)):
+        assert words in shown
+        assert "rank 3 from 2 (0.0 MB)" in shown
+        assert "fast, by session, 75 ms a step in reductions, 15 ms a step in the vote" in shown
+        assert "rank 3 has 0.0 MB of state from rank 2" in shown
+        assert "2.3125, without failure 2.3125 (0.0e+00 of it apart)" in shown
+        assert ("3 buckets of rank 2, arithmetic; off by 2 ulps at most" in shown) == (name == "arithmetic")
+
+
+def test_both_loss_curves_are_drawn_to_scale() -> None:
+    loss = {"steps": [0, 1, 2], "recovered": [3.0, 2.0, 1.0], "failure_free": [3.0, 2.5, 1.0]}
+    drawn = plot.loss_curves(loss, [1, None, 7])
+    ElementTree.fromstring(drawn[drawn.index("<svg") : drawn.index("</svg>") + 6])
+    top, bottom = plot.TOP, plot.HEIGHT - plot.BOTTOM
+    left, right = plot.LEFT, plot.WIDTH - plot.RIGHT
+    middle = f"{(left + right) / 2:.1f}"
+    points = dict(re.findall(r'class="(\w+)" points="([^"]*)"', drawn))
+    first, last = f"{left:.1f},{top:.1f}", f"{right:.1f},{bottom:.1f}"
+    assert points["recovered"] == f"{first} {middle},{(top + bottom) / 2:.1f} {last}"
+    assert points["failure_free"] == f"{first} {middle},{top + (bottom - top) / 4:.1f} {last}"
+    assert re.findall(r'class="kill" x1="([^"]*)"', drawn) == [middle]
+
+
+def test_a_loss_that_is_not_finite_is_a_gap() -> None:
+    values = [3.0, None, 1.0, 1.5]
+    drawn = plot.loss_curves({"steps": [0, 1, 2, 3], "recovered": values, "failure_free": [2.0] * 4}, [])
+    assert drawn.count('class="recovered"') == 2
+    assert plot.loss_curves(None, []) == ""
+    nothing = {"steps": [0], "recovered": [None], "failure_free": [None]}
+    assert "<svg" not in plot.loss_curves(nothing, [])
+
+
+@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6), st.booleans())
+def test_ticks_are_few_round_and_inside(low: float, span: float, whole: bool) -> None:
+    high = low + span
+    found = plot.ticks(low, high, whole=whole)
+    assert 1 <= len(found) <= plot.TICKS_MAX
+    assert found == sorted(set(found))
+    if len(found) > 1:
+        assert low - span * 1e-6 <= found[0]
+        assert found[-1] <= high + span * 1e-6

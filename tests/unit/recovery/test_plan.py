@@ -1,23 +1,22 @@
-"""plan(): the cases one by one, then properties over all of them."""
+"""plan() for pipelines without replicas: the cases one by one. test_agreement.py has the replicas."""
 
 from collections.abc import Iterable
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 from swift.recovery import (
     Checkpoints,
     Layout,
     Plan,
     PlanConfig,
+    Refusals,
     Report,
     Strategy,
     StreamSummary,
     plan,
 )
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
 
 
 def reports(*versions: int | None) -> list[Report]:
@@ -184,17 +183,6 @@ def test_stages_handed_over_inside_a_rank_need_no_stream() -> None:
     assert "s1.B ends at step 13" in outcome.reason
 
 
-def test_stages_with_replicas_are_not_replayed() -> None:
-    layout = Layout(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,), 3: (1,)})
-    outcome = decided(reports(15, None, 15, 15), layout, full_log(range(2), 0, 15), AT_10, AUTO)
-    assert outcome.restores
-    assert "stage 0 runs on ranks 0, 1: replicas are not replayed" in outcome.reason
-    # Its neighbour is on one rank, but what it would read has two writers.
-    layout = Layout(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,)})
-    outcome = decided(reports(15, 15, None), layout, full_log(range(2), 0, 15), AT_10, AUTO)
-    assert "stage 0 runs on 2 ranks" in outcome.reason
-
-
 class TestCollectives:
     LOG = (stream("s0.F", 10, 14), stream("s2.B", 10, 14))
 
@@ -263,8 +251,9 @@ class TestCollectives:
 )
 def test_reasons_to_restore(held: tuple[int | None, ...], config: PlanConfig, refused: str, why: str) -> None:
     checkpoints = Checkpoints(versions=(10, 20)) if held[0] == 7 else AT_10
+    refusals = Refusals().and_everything(refused) if refused else Refusals()
     outcome = decided(
-        reports(*held), one_stage_each(2), full_log(range(2), 0, 15), checkpoints, config, refused
+        reports(*held), one_stage_each(2), full_log(range(2), 0, 15), checkpoints, config, refusals
     )
     assert outcome.restores
     assert outcome.target_version == checkpoints.newest
@@ -282,95 +271,5 @@ def test_bad_input_is_named() -> None:
         plan(reports(3), one_stage_each(2), {}, AT_10, AUTO)
     with pytest.raises(ValueError, match="must ascend"):
         Checkpoints(versions=(5, 3))
-    with pytest.raises(ValueError, match="use one of auto, replay, checkpoint"):
+    with pytest.raises(ValueError, match="use one of auto, replica, replay, checkpoint"):
         PlanConfig(strategy="hope")
-
-
-# --- properties ---
-
-versions = st.integers(0, 6)
-
-
-@st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Report], Layout, dict[str, StreamSummary], Checkpoints, str]:
-    ranks = draw(st.integers(1, 4))
-    looped = draw(st.booleans())
-    num_stages = 2 * ranks if looped else ranks
-    owner = draw(st.permutations([stage % ranks for stage in range(num_stages)]))
-    layout = Layout(
-        num_stages=num_stages,
-        stages={r: tuple(s for s in range(num_stages) if owner[s] == r) for r in range(ranks)},
-    )
-    names = [f"s{s}.{kind}" for s in range(num_stages) for kind in "FBXT"] + [f"r{r}.C" for r in range(ranks)]
-    streams = [
-        stream(name, draw(versions), draw(st.integers(3, 7)), corrupt=draw(st.integers(0, 9)) == 9)
-        for name in names
-        if draw(st.integers(0, 5))
-    ]
-    held = [
-        Report(rank=rank, version=draw(st.none() | versions), since_generation=draw(st.integers(1, 3)))
-        for rank in range(ranks)
-    ]
-    checkpoints = Checkpoints(versions=tuple(sorted(draw(st.sets(versions, max_size=2)))))
-    return held, layout, log(*streams), checkpoints, draw(st.sampled_from(["", "", "", "bits differ"]))
-
-
-@given(situations())
-def test_properties(
-    situation: tuple[list[Report], Layout, dict[str, StreamSummary], Checkpoints, str],
-) -> None:
-    held, layout, inventory, checkpoints, refused = situation
-    outcome, reason = plan(held, layout, inventory, checkpoints, AUTO, refused)
-    assert reason
-    again = plan(list(reversed(held)), layout, dict(reversed(inventory.items())), checkpoints, AUTO, refused)
-    assert again == (outcome, reason)
-    if outcome is None:
-        assert not checkpoints.versions
-        return
-
-    target = outcome.target_version
-    known = {report.rank: report.version for report in held}
-    newest_held = max((v for v in known.values() if v is not None), default=-1)
-    assert [r.rank for r in outcome.ranks] == sorted(known)
-    assert all(r.reason for r in outcome.ranks)
-    if outcome.restores:
-        assert target == checkpoints.newest
-        assert {r.from_version for r in outcome.ranks} == {target}
-    else:
-        assert not refused
-        assert target == newest_held
-        assert all(r.strategy is not CHECKPOINT for r in outcome.ranks)
-    if all(version == newest_held for version in known.values()) and not refused:
-        assert target == newest_held, "everyone could keep more"
-    for r in outcome.ranks:
-        if r.strategy is KEEP:
-            assert known[r.rank] == target == r.from_version
-        if r.strategy is CATCH_UP:
-            assert known[r.rank] == r.from_version
-            assert r.from_version < target
-        if r.strategy is REPLAY:
-            assert r.from_version in checkpoints.versions
-            assert r.from_version <= target
-    source = outcome.collective_source
-    assert source == -1 or outcome.of(source).strategy is KEEP
-    if not outcome.restores:
-        assert_fed(outcome, layout, inventory)
-
-
-def assert_fed(outcome: Plan, layout: Layout, inventory: dict[str, StreamSummary]) -> None:
-    """Walks every step of every replay: each input is logged, or generated again by its writer."""
-    owner = {stage: rank for rank, stages in layout.stages.items() for stage in stages}
-    for r in outcome.ranks:
-        for step in range(r.from_version, outcome.target_version):
-            for stage in layout.stages[r.rank]:
-                for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
-                    if neighbour not in owner or owner[neighbour] == r.rank:
-                        continue
-                    summary = inventory.get(f"s{neighbour}.{kind}")
-                    logged = summary is not None and summary.first_step <= step <= summary.last_step
-                    regenerated = step >= outcome.of(owner[neighbour]).from_version
-                    assert logged or regenerated
-                    assert summary is None or not summary.corrupt
-            if outcome.collective_source >= 0:
-                results = inventory[f"r{outcome.collective_source}.C"]
-                assert results.first_step <= step <= results.last_step

@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 from swift.errors import ServiceError, UsageError
+from swift.runtime.config import SessionConfig
+from swift.runtime.faults import FaultInjector
 from swift.runtime.state import TrainerState
+from swift.runtime.updates import Standing, Updates
 
 
 class Stage:
@@ -56,13 +59,17 @@ class Model(nn.Module):
         return self.norm(self.linear(x))
 
 
+def make_updates() -> Updates:
+    return Updates(SessionConfig(), None, FaultInjector(0), lambda: None)
+
+
 def make() -> tuple[TrainerState, Stage, torch.optim.Optimizer, Counter]:
     torch.manual_seed(0)
-    state, stage, counter = TrainerState(seed=1), Stage(Model()), Counter()
+    state, stage, counter = TrainerState(1, make_updates()), Stage(Model()), Counter()
     optimizer = torch.optim.AdamW(stage.submod.parameters())
     state.stages.append(stage)
     state.schedules.append(Schedule(stage))
-    state.add_optimizer(optimizer, lambda: None)
+    state.updates.add(optimizer)
     state.add_object("loader", counter)
     return state, stage, optimizer, counter
 
@@ -78,7 +85,7 @@ def test_a_dropped_step_leaves_no_trace() -> None:
     before = state.digests()
     half_a_step(state, stage, counter)
     assert state.digests() != before  # running statistics and the counter have moved
-    assert state.intact
+    assert state.updates.standing(0) == Standing(version=0)
     state.drop_step()
     assert state.digests() == before
     assert all(p.grad is None for p in stage.submod.parameters())
@@ -96,9 +103,9 @@ def test_a_step_whose_update_has_begun_is_not_intact() -> None:
     state, stage, optimizer, counter = make()
     half_a_step(state, stage, counter)
     optimizer.step()
-    assert not state.intact
+    assert state.updates.standing(0) == Standing(version=None)
     state.end_step()
-    assert state.intact
+    assert state.updates.standing(1) == Standing(version=1)
     assert state.version == 1
 
 

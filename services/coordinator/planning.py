@@ -1,0 +1,93 @@
+"""From a row to the planner and back: what is asked, what a refusal means for the next plan."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from services.coordinator.row import JobRow, State
+from swift.recovery import (
+    Checkpoints,
+    Layout,
+    Plan,
+    PlanConfig,
+    RankPlan,
+    Strategy,
+    StreamSummary,
+    plan,
+)
+from swift.recovery.types import REPLAYS
+
+
+def config_of(config: Mapping[str, str]) -> PlanConfig:
+    """What the job's configuration says to the planner. ValueError: a strategy that is not known."""
+    return PlanConfig(
+        strategy=config.get("strategy", "auto"), inexact_undo=config.get("undo") == "arithmetic"
+    )
+
+
+def layout_of(row: JobRow) -> Layout:
+    return Layout(
+        num_stages=row.num_stages,
+        stages={rank: tuple(stages) for rank, stages in row.stages.items()},
+        shards=dict(row.stage_shards),
+    )
+
+
+def decide(row: JobRow, streams: Mapping[str, StreamSummary]) -> tuple[Plan | None, str]:
+    """The plan for what was reported, and its reason."""
+    reports = [
+        replace(report, version=None, undo_to=None, forward_to=None) if rank in row.distrusted else report
+        for rank, report in sorted(row.reports.items())
+    ]
+    return plan(
+        reports,
+        layout_of(row),
+        streams,
+        Checkpoints(versions=tuple(row.checkpoints)),
+        config_of(row.config),
+        row.refused,
+    )
+
+
+def count_refusal(row: JobRow, rank: int, reason: str) -> None:
+    """What `rank` refused is not planned again in this recovery, and what came of it is not trusted."""
+    if row.state is not State.RECOVERING:
+        # Its log takes nothing any more, or something else is wrong that no plan is to blame for.
+        row.refused = row.refused.and_everything(f"rank {rank} refused: {reason}")
+        return
+    assert row.plan is not None
+    mine = row.plan.of(rank)
+    why = f"rank {rank} refused {mine.strategy}: {reason}"
+    if mine.strategy is Strategy.CHECKPOINT:
+        # It cannot be loaded, so it is none: the one before it, or nothing, is left.
+        row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
+        row.refused = replace(row.refused, reason=why)
+        return
+    gives = any(rank in other.sources for other in row.plan.ranks)
+    if mine.strategy is Strategy.KEEP and not gives:
+        row.refused = row.refused.and_everything(why)
+        return
+    if mine.strategy is Strategy.KEEP:
+        refused = {Strategy.REPLICA}
+    elif mine.strategy in (Strategy.UNDO, Strategy.ROLL_FORWARD) and not row.distrusted:
+        # Its own step is lost to it, which says nothing about other ranks'. A second time it does.
+        refused = set()
+    else:
+        refused = {mine.strategy, *(REPLAYS if mine.strategy in REPLAYS else ())}
+    row.refused = row.refused.and_of(refused, why)
+    row.distrusted = sorted({*row.distrusted, *_touched(row, row.plan, mine)})
+
+
+def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:
+    """The ranks whose state may have come of what was refused, whatever they report.
+
+    A replay feeds the replays beside it. A copy goes to the replicas of the rank alone.
+    """
+    group = layout_of(row).group(refused.rank)
+    touched = {r.rank for r in plan.ranks if r.rank in group and r.strategy is Strategy.REPLICA}
+    if refused.strategy is not Strategy.KEEP:
+        touched.add(refused.rank)
+    if refused.from_version < plan.target_version or refused.strategy is Strategy.REPLAY:
+        touched |= {
+            r.rank for r in plan.ranks if r.from_version < plan.target_version or r.strategy in REPLAYS
+        }
+    return touched

@@ -1,0 +1,171 @@
+"""What data parallelism adds to a report: copies, undone and rolled forward updates, what reductions cost."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swift.drill.checks import TRAINED_FIELDS, Check, Comparison, all_of
+from swift.drill.config import DrillConfig
+from swift.drill.timeline import Event, Recovery, steps_done
+
+
+def checks(config: DrillConfig, found: Sequence[Recovery], comparisons: Sequence[Comparison]) -> list[Check]:
+    """Those that a drill with replicas needs besides."""
+    if config.topology.replicas == 1:
+        return []
+    undone = [recovery for recovery in found if recovery.undone]
+    return [
+        _agree_check(config, comparisons),
+        *([_copies_check(found)] if any(copied(recovery) for recovery in found) else []),
+        *([_undo_check(config, found)] if undone else []),
+        *([_living_check(config, found)] if config.strategy in ("auto", "replica") else []),
+    ]
+
+
+def _agree_check(config: DrillConfig, comparisons: Sequence[Comparison]) -> Check:
+    """Replicas of a stage hold the same bits, whatever the failure-free run holds."""
+    name = "replicas hold the same state"
+    answers: list[bool | None] = []
+    wrong = []
+    for comparison in comparisons:
+        for first in range(0, config.topology.ranks, config.topology.replicas):
+            ranks = config.topology.replicas_of(first)
+            held = [comparison.ranks[str(rank)]["recovered"] for rank in ranks]
+            answer = _same(held)
+            answers.append(answer)
+            if answer is False:
+                wrong.append(f"ranks {', '.join(map(str, ranks))} {comparison.where}")
+    return Check(name, all_of(answers), "; ".join(wrong))
+
+
+def _same(digests: Sequence[Mapping[str, Any] | None]) -> bool | None:
+    known = [[digest.get(name) for name in TRAINED_FIELDS] for digest in digests if digest is not None]
+    if any(values != known[0] for values in known):
+        return False
+    whole = len(known) == len(digests) and all(None not in values for values in known)
+    return True if whole else None
+
+
+def copied(recovery: Recovery) -> bool:
+    """A copy was planned, or made."""
+    return bool(recovery.received) or any(name == "replica" for name, _ in recovery.strategies().values())
+
+
+def copy_equal(recovery: Recovery) -> bool | None:
+    """What joiners got has the digest that each of their sources told. None: some copy left no record."""
+    answers: list[bool | None] = []
+    for event in recovery.received:
+        told: list[Any] = [source.get("digest") for source in event.get("sources") or ()] or [None]
+        # What sources say themselves, in traces of their own.
+        told += [
+            sent["digest"]
+            for sent in recovery.sent
+            if event.get("rank") in sent["peers"] and sent.get("generation") == event.get("generation")
+        ]
+        digest = event.get("digest")
+        if digest is None or None in told:
+            answers.append(None)
+        else:
+            answers.append(all(other == digest for other in told))
+    received = {(event.get("rank"), event.get("generation")) for event in recovery.received}
+    planned = {
+        (entry["rank"], recovery.generation)
+        for entry in (recovery.plan or {}).get("ranks") or []
+        if str(entry["strategy"]).lower() == "replica"
+    }
+    if planned - received:
+        answers.append(None)
+    return all_of(answers)
+
+
+def _copies_check(found: Sequence[Recovery]) -> Check:
+    answer = all_of(copy_equal(recovery) for recovery in found if copied(recovery))
+    detail = {False: "a joiner's state has another digest than its source's", None: "no record of a copy"}
+    return Check("every copied state equals its source's", answer, "" if answer else detail[answer])
+
+
+def _undo_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
+    name = "updates were taken back as asked"
+    inexact = [recovery for recovery in found if recovery.inexact]
+    if inexact and config.undo != "arithmetic":
+        return Check(name, False, f"an undo was not exact, --undo is {config.undo}")
+    return Check(name, True)
+
+
+def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
+    """Nothing is replayed or restored where a replica of it lives."""
+    name = "living replicas were used"
+    wrong = []
+    for number, recovery in enumerate(found, start=1):
+        for rank, (strategy, _) in recovery.strategies().items():
+            living = set(config.topology.replicas_of(rank)) - recovery.victims
+            if living and strategy in ("replay", "catch_up", "checkpoint"):
+                wrong.append(
+                    f"recovery {number}: {strategy} of rank {rank}, of which rank {min(living)} lives"
+                )
+    if found and not any(recovery.strategies() for recovery in found):
+        return Check(name, None, "no plan in the trace")
+    return Check(name, not wrong, "; ".join(wrong))
+
+
+# What the report says.
+
+
+def copies(found: Sequence[Recovery]) -> dict[str, Any]:
+    """Of these recoveries."""
+    return {
+        "sources": {
+            str(rank): sources for recovery in found for rank, sources in sorted(recovery.sources().items())
+        },
+        "bytes_copied": sum(int(event.get("bytes") or 0) for r in found for event in r.received),
+    }
+
+
+def undo(config: DrillConfig, found: Sequence[Recovery]) -> dict[str, Any]:
+    """`undo` of the report. The errors are the largest that any rank measured; None: nobody did."""
+    done = [event for recovery in found for event in recovery.undone]
+    modes = sorted({str(event.get("mode")) for event in done})
+    return {
+        "asked": config.undo,
+        "mode": ", ".join(modes) if modes else None,
+        "ranks": sorted({int(event["rank"]) for event in done}),
+        "exact": all(event.get("exact") is True for event in done) if done else None,
+        "buckets": sum(int(event.get("buckets") or 0) for event in done),
+        **{name: _largest(done, name) for name in ("ulps_max", "ulps_mean", "relative_error")},
+        "rolled_forward": sorted({int(event["rank"]) for r in found for event in r.rolled_forward}),
+    }
+
+
+def _largest(events: Sequence[Event], name: str) -> float | None:
+    return max((float(event[name]) for event in events if event.get(name) is not None), default=None)
+
+
+def reduction(config: DrillConfig, events: Sequence[Event]) -> dict[str, Any] | None:
+    """`reduction` of the report: what is added in which order, and its cost; None without replicas."""
+    if config.topology.replicas == 1:
+        return None
+    done = steps_done(events)
+    costs: dict[str, list[float]] = {"reduce_seconds": [], "vote_seconds": []}
+    for event in events:
+        # A process that took over in the middle has not done all steps; its own count is what it is divided by.
+        steps = done.get((event.get("rank", -1), event["pid"]))
+        if event["event"] == "finished" and steps:
+            for name, values in costs.items():
+                if event.get(name) is not None:
+                    values.append(float(event[name]) / steps)
+    return {
+        "asked": config.reduction,
+        "mode": "ordered" if config.ordered_reduction else "fast",
+        "by": config.data_parallel,
+        "exact": reduction_exact(config),
+        "reduce_seconds_per_step": _mean(costs["reduce_seconds"]),
+        "vote_seconds_per_step": _mean(costs["vote_seconds"]),
+    }
+
+
+def reduction_exact(config: DrillConfig) -> bool:
+    """The sum does not depend on how a backend lays its buffers out: two addends have one order only."""
+    return config.topology.replicas < 3 or config.ordered_reduction
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

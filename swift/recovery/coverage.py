@@ -1,0 +1,104 @@
+"""Can the log feed the replays of a plan?
+
+Replaying stage k in column c over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of that column (swift.log.streams
+has the names), and compares what it sends with its own F and B. A neighbour that replays from b generates its
+stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay must have
+logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a hole,
+so they only must not be corrupt. Collective results come from one rank that has done all the steps before t.
+
+Whether each single record is there is not known here; a rank that finds one missing refuses.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from swift.log import streams
+from swift.recovery.types import Layout, RankPlan, Report, Strategy, StreamSummary
+
+
+def uncovered(
+    ranks: Iterable[RankPlan], target: int, layout: Layout, log: Mapping[str, StreamSummary]
+) -> str:
+    """Why the log cannot feed the replays; "" if it can."""
+    by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
+    for reader in by_rank.values():
+        if reader.from_version == target:
+            continue
+        column, columns = layout.column(reader.rank), layout.columns()
+        for stage in layout.stages[reader.rank]:
+            for kind in streams.KINDS:
+                own = log.get(streams.boundary(stage, kind, column, columns))
+                if own is not None and own.corrupt:
+                    return _corrupt(own)
+            for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
+                if not 0 <= neighbour < layout.num_stages:
+                    continue
+                writer = by_rank[layout.owners(neighbour)[column]]
+                stream = streams.boundary(neighbour, kind, column, columns)
+                problem = _input_unusable(reader, writer, stream, target, log)
+                if problem:
+                    return f"rank {reader.rank} cannot replay stage {stage}: {problem}"
+    return ""
+
+
+def _input_unusable(
+    reader: RankPlan, writer: RankPlan, stream: str, target: int, log: Mapping[str, StreamSummary]
+) -> str:
+    summary = log.get(stream) or StreamSummary(stream=stream, records=0)
+    if summary.corrupt:
+        return _corrupt(summary)
+    first = reader.from_version
+    # Up to where the log alone must have it; what comes after is generated again by its writer (which may be
+    # the reader itself: stages of one rank hand over inside it, and begin again together).
+    until = min(target, writer.from_version)
+    if until <= first:
+        return ""
+    return _lacks(summary, first, until - 1)
+
+
+def _lacks(summary: StreamSummary, first: int, last: int) -> str:
+    """Which of the steps `first` to `last` the stream does not reach; "" if it spans them."""
+    if summary.trimmed_below_step > first:
+        return (
+            f"{summary.stream} is trimmed below step {summary.trimmed_below_step}, and step {first} is needed"
+        )
+    if summary.records == 0:
+        return f"{summary.stream} is empty, and step {first} is needed"
+    if summary.first_step > first:
+        return f"{summary.stream} begins at step {summary.first_step}, and step {first} is needed"
+    if summary.last_step < last:
+        return f"{summary.stream} ends at step {summary.last_step}, and step {last} is needed"
+    return ""
+
+
+def collective_source(
+    ranks: Sequence[RankPlan], target: int, reports: Iterable[Report], log: Mapping[str, StreamSummary]
+) -> tuple[int, str]:
+    """(rank, "") or (-1, "" if none is needed, else why none will do).
+
+    Any rank that has done the steps before `target` itself may be the source, since results are equal on all;
+    one that keeps its state comes first. (A stage that is rebuilt from the checkpoint although one of its ranks
+    holds the target, because another one does not, may leave nobody who keeps.)
+    """
+    starts = [r.from_version for r in ranks if r.from_version < target]
+    logged = {r.rank: log.get(streams.collectives(r.rank)) for r in ranks}
+    if not starts or not any(summary and summary.records for summary in logged.values()):
+        return -1, ""
+    by_rank = {report.rank: report for report in reports}
+    keeps = {r.rank for r in ranks if r.strategy is Strategy.KEEP}
+    why = []
+    for rank, summary in sorted(
+        logged.items(), key=lambda item: (item[0] not in keeps, by_rank[item[0]].since_generation, item[0])
+    ):
+        newest = by_rank[rank].newest
+        if newest is None or newest < target or summary is None:
+            continue
+        problem = _corrupt(summary) if summary.corrupt else _lacks(summary, min(starts), target - 1)
+        if not problem:
+            return rank, ""
+        why.append(problem)
+    wanted = f"no survivor's log has the collective results of steps {min(starts)} to {target - 1}"
+    return -1, f"{wanted} ({'; '.join(why) or 'none was logged'})"
+
+
+def _corrupt(summary: StreamSummary) -> str:
+    return f"{summary.stream} is corrupt" + (f" ({summary.reason})" if summary.reason else "")

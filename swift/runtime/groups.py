@@ -1,0 +1,342 @@
+"""Process groups that outlive their generation.
+
+Pipelining stages, DistributedDataParallel, FSDP2 and device meshes hold the group that they were made with. A
+`LastingGroup` is that object: torch sees one group with a name and a rank in it, and the communicator puts the
+gloo group of the current generation under it after every change of membership. What it communicates goes through
+`swift.runtime.transport`, so that a notice frees whoever waits.
+
+DDP's reducer does not survive an error in the middle of a backward pass (it waits for a reduction that never ends).
+So with `swallow` a failed collective counts as done, and the session looks at `broken`, which keeps the error, before
+anything that came out of the collective is used: the step is dropped. FSDP2 does survive it, once it is reset
+(`_torch.reset_sharded`), and must see it at once: it would compute with parameters that are half gathered.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swift.runtime import _torch
+from swift.runtime.transport import MESSAGE_TIMEOUT, Alone, Messages, Op, Runner, Task, operation
+
+_RUNNER_END_S = 0.02  # an idle runner ends in microseconds; a lost one is not waited for
+
+
+class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
+    """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
+
+    (communicator) ``attach(inner)`` after a new generation's group is built, ``detach()`` before it ends
+    (watcher thread) ``release()``: whoever waits in this group is freed
+    (torch, trainer) every collective and point-to-point operation, as on any group
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, *, swallow: bool = False):
+        super().__init__(rank, len(ranks))
+        self.label = name
+        self.ranks = tuple(ranks)
+        self.broken: Exception | None = None
+        self.reducing: Callable[[], None] = lambda: None  # called when a reduction of torch's is under way
+        self._swallow = swallow
+        self._quiet = False
+        self._own = rank
+        self._inner: Any = None
+        self._messages: Messages | None = None
+        self._runner: Runner | None = None
+        _torch.give_placeholder_backend(self, name)
+
+    def attach(self, inner: Any) -> None:
+        self._inner = inner
+        self.broken = None
+        number = zlib.crc32(self.label.encode())
+        self._messages = Messages(inner, self._own, len(self.ranks), number)
+        self._runner = Runner(f"swift-{self.label}")
+        _torch.register_group(self, self.label, self.ranks)
+
+    def release(self) -> None:
+        if self._runner is not None:
+            self._runner.stop()
+
+    def detach(self) -> None:
+        self.release()
+        if self._runner is not None:
+            self._runner.join(_RUNNER_END_S)
+        self._inner = self._messages = None
+
+    def submit(self, run: Callable[[Messages], None]) -> Task:
+        """Starts something over this group, in the order of the calls. Raises RuntimeError between generations."""
+        messages, runner = self._messages, self._runner
+        if messages is None or runner is None:
+            raise RuntimeError(f"process group {self.label}: connection of an ended generation")
+        return runner.submit(lambda: run(messages))
+
+    def run(self, run: Callable[[Messages], None]) -> None:
+        self.submit(run).wait()
+
+    def plain_all_reduce(self, tensor: torch.Tensor) -> Task:
+        """The backend's own sum, in its own order."""
+        inner = self._inner
+        return self.submit(lambda _messages: inner.allreduce([tensor], _torch.sum_options()).wait())
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Collectives of torch's are answered from this rank alone meanwhile (`Alone`).
+
+        A stage that infers its shapes runs its module once, in a replacement too, where no peer takes part.
+        """
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    # --- what torch calls ---
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return "gloo"
+
+    def shutdown(self) -> None:
+        """torch ends all groups together with the default one; this one stays, its inner group has ended."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
+        return self._message("send", tensors, to, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
+        return self._message("recv", tensors, source, tag)
+
+    def _message(self, kind: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if self._inner is None or self._runner is None:
+            raise RuntimeError(f"process group {self.label}: connection of an ended generation")
+        return _MessageWork(self._runner, getattr(self._inner, kind)(tensors, peer, tag))
+
+    def _collective(self, result: list[torch.Tensor], run: Callable[[Messages], None]) -> Any:
+        if self._quiet:
+            run(Alone(self._own, len(self.ranks)))
+            return _CollectiveWork(None, result)
+        runner = self._runner
+
+        def broke(error: Exception) -> None:
+            if self._runner is runner:  # DDP may wait for a work of the last generation in this one
+                self.broken = self.broken or error
+
+        if self.broken is not None and self._swallow:
+            return _CollectiveWork(None, result)
+        try:
+            task = self.submit(run)
+        except RuntimeError as error:
+            self.broken = error
+            if not self._swallow:
+                raise
+            return _CollectiveWork(None, result)
+        return _CollectiveWork(task, result, broke, swallow=self._swallow)
+
+    def _reduction(self, result: list[torch.Tensor], run: Callable[[Messages], None]) -> Any:
+        work = self._collective(result, run)
+        if not self._quiet:
+            self.reducing()
+        return work
+
+    def _operation(self, options: Any) -> tuple[Op, Callable[[torch.Tensor], Any]]:
+        """(what combines two tensors, what makes the result of all that are combined)."""
+        op = options.reduceOp if options is not None else None
+        if _torch.reduction_name(op) != "AVG":
+            return operation(op), lambda total: total
+        return operation(None), lambda total: total.div_(len(self.ranks))
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        op, finish = self._operation(options)
+
+        def run(messages: Messages) -> None:
+            for tensor in tensors:
+                messages.all_reduce(tensor, op)
+                finish(tensor)
+
+        return self._reduction(tensors, run)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        root = options.rootRank if options is not None else 0
+
+        def run(messages: Messages) -> None:
+            for tensor in tensors:
+                messages.broadcast(tensor, root)
+
+        return self._collective(tensors, run)
+
+    def barrier(self, options: Any = None) -> Any:
+        return self._collective([], lambda messages: messages.barrier())
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
+        def run(messages: Messages) -> None:
+            for parts, own in zip(outputs, inputs, strict=True):
+                messages.all_gather(parts, own.contiguous())
+
+        return self._collective([part for parts in outputs for part in parts], run)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
+        def run(messages: Messages) -> None:
+            for output, own in zip(outputs, inputs, strict=True):
+                messages.all_gather(self._parts(output), own.contiguous())
+
+        return self._collective(outputs, run)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [own])
+
+    all_gather_single = _allgather_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
+        op, finish = self._operation(options)
+
+        def run(messages: Messages) -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                messages.reduce_scatter(output, self._parts(whole.contiguous()), op)
+                finish(output)
+
+        return self._reduction(outputs, run)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [whole], options)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None
+    ) -> Any:
+        op, finish = self._operation(options)
+
+        def run(messages: Messages) -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                messages.reduce_scatter(output, [part.contiguous() for part in parts], op)
+                finish(output)
+
+        return self._reduction(outputs, run)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        options: Any = None,
+    ) -> Any:
+        def run(messages: Messages) -> None:
+            incoming = list(torch.split(output, output_sizes)) if output_sizes else self._parts(output)
+            outgoing = list(torch.split(whole, input_sizes)) if input_sizes else self._parts(whole)
+            messages.all_to_all(incoming, outgoing)
+
+        return self._collective([output], run)
+
+    all_to_all_single = alltoall_base
+
+    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """One piece for every rank; a contiguous tensor is not copied."""
+        return list(whole.view(len(self.ranks), -1).unbind())
+
+
+class _MessageWork(_torch.Work):
+    """A point-to-point operation that a runner waits for."""
+
+    def __init__(self, runner: Runner, work: Any):
+        super().__init__()
+        self._runner = runner
+        self._work = work
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._runner.submit(lambda: self._work.wait(MESSAGE_TIMEOUT)).wait()
+        return True
+
+
+class _CollectiveWork(_torch.Work):
+    """A collective, over at once without a task. `broke` hears of its error; with `swallow` torch does not."""
+
+    def __init__(
+        self,
+        task: Task | None,
+        result: list[torch.Tensor],
+        broke: Callable[[Exception], None] = lambda _error: None,
+        *,
+        swallow: bool = False,
+    ):
+        super().__init__()
+        self._task = task
+        self._result = result
+        self._broke = broke
+        self._swallow = swallow
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._task is not None:
+            try:
+                self._task.wait()
+            except RuntimeError as error:
+                self._broke(error)
+                if not self._swallow:
+                    raise
+        return True
+
+    def is_completed(self) -> bool:
+        return self._task is None or self._task.done
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+
+        def over() -> None:
+            error = self._task.error if self._task is not None else None
+            if error is not None:
+                self._broke(error)
+            if error is None or self._swallow:
+                future.set_result(self._result)
+            else:
+                future.set_exception(error)
+
+        if self._task is None:
+            over()
+        else:
+            self._task.then(over)
+        return future
+
+
+class Mesh:
+    """Where a rank stands among pipeline ranks and columns: rank = pipeline rank * columns + column.
+
+    Columns are the data-parallel workers of a stage. Of `shards` neighbouring columns each holds a part of the
+    stage's state (FSDP2); columns with the same shard are replicas.
+    """
+
+    def __init__(self, rank: int, world_size: int, replicas: int = 1, shards: int = 1):
+        self.rank, self.world_size = rank, world_size
+        self.replicas, self.shards = replicas, shards
+        self.columns = replicas * shards
+        self.pipeline_ranks = world_size // self.columns
+        self.pipeline_rank, self.column = divmod(rank, self.columns)
+        self.replica, self.shard = divmod(self.column, shards)
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """name -> the ranks of each group that this rank is in.
+
+        ``world``: all. ``pipeline``: its column's stages. ``data``: all columns of its stage. ``replicate`` and
+        ``shard`` (only with shards): the two sides of the data group.
+        """
+        first = self.pipeline_rank * self.columns
+        found = {
+            "world": tuple(range(self.world_size)),
+            "pipeline": tuple(range(self.column, self.world_size, self.columns)),
+            "data": tuple(range(first, first + self.columns)),
+        }
+        if self.shards > 1:
+            found["replicate"] = tuple(first + r * self.shards + self.shard for r in range(self.replicas))
+            found["shard"] = tuple(first + self.replica * self.shards + s for s in range(self.shards))
+        return found

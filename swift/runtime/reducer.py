@@ -1,0 +1,112 @@
+"""Averages gradients over the columns of a stage, bucket by bucket, into copies.
+
+A collective that fails leaves its buffer partly reduced on some ranks (tests/integration/test_groups.py). So a
+bucket is reduced in a flat copy, and gradients are written only after the collective has ended well here. Whether
+it has ended well everywhere is for the commit vote to say.
+
+Two ways to sum the columns: *ordered* by column (`swift.runtime.transport`), whose bits depend on no layout, and
+*fast*, the backend's all_reduce, whose order of additions is the backend's (the same for the same layout).
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from swift.runtime.groups import LastingGroup
+from swift.runtime.transport import Messages, operation
+
+Bucket = Sequence[torch.nn.Parameter]
+
+
+def is_ordered(reduction: str, columns: int) -> bool:
+    """ "auto" adds in column order from three columns on: a sum of two has one order only."""
+    return reduction == "ordered" or (reduction == "auto" and columns > 2)
+
+
+class Reduction:
+    """One bucket's gradients under way."""
+
+    def __init__(
+        self, group: LastingGroup, bucket: Bucket, flat: torch.Tensor, sizes: list[int], ordered: bool
+    ):
+        self.bucket = bucket
+        self.flat = flat
+        self.sizes = sizes
+        add = operation(None)
+        self._task = (
+            group.submit(lambda messages: messages.all_reduce(flat, add))
+            if ordered
+            else group.plain_all_reduce(flat)
+        )
+
+    @property
+    def done(self) -> bool:
+        """It has ended, well or not."""
+        return self._task.done
+
+    def wait(self) -> None:
+        self._task.wait()
+
+
+class Reducer:
+    """Reductions over one data group, launched in the same order on all columns."""
+
+    def __init__(self, group: LastingGroup, *, ordered: bool):
+        self._group = group
+        self._ordered = ordered
+        self._columns = len(group.ranks)
+        self._buffers: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self.seconds = 0.0
+        """Time of the trainer's thread in reductions."""
+
+    def launch(self, bucket: Bucket) -> Reduction:
+        """Starts the average of the bucket's gradients. Raises RuntimeError if a peer is gone."""
+        began = time.monotonic()
+        # Unused parameters have no gradient. Those that some column has used are averaged with zeros; those
+        # that nobody has used stay without one, or the optimizer would decay them.
+        used = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        parts = [grad.detach().reshape(-1) for grad in grads] + [used]
+        sizes = [part.numel() for part in parts]
+        # Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept.
+        kept = self._buffers.get((used.dtype, sum(sizes)))
+        flat = kept.pop() if kept else torch.empty(sum(sizes), dtype=used.dtype)
+        torch.cat(parts, out=flat)
+        reduction = Reduction(self._group, bucket, flat, sizes, self._ordered)
+        self.seconds += time.monotonic() - began
+        return reduction
+
+    def finish(self, reduction: Reduction) -> None:
+        """Waits, then writes the averages into the gradients, which nothing has touched before."""
+        began = time.monotonic()
+        reduction.wait()
+        self._write(reduction)
+        # Not after an error: an operation may still write into it.
+        key = (reduction.flat.dtype, reduction.flat.numel())
+        self._buffers.setdefault(key, []).append(reduction.flat)
+        self.seconds += time.monotonic() - began
+
+    def _write(self, reduction: Reduction) -> None:
+        *parts, used = torch.split(reduction.flat, reduction.sizes)
+        targets, values = [], []
+        for parameter, part, users in zip(reduction.bucket, parts, used.tolist(), strict=True):
+            if users == 0:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            targets.append(parameter.grad)
+            values.append(part.view_as(parameter))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_div_(values, self._columns)
+                torch._foreach_copy_(targets, values)
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Gives all columns the first one's values, bit for bit."""
+
+        def run(messages: Messages) -> None:
+            for tensor in tensors:
+                messages.broadcast(tensor, 0)
+
+        self._group.run(run)

@@ -1,0 +1,251 @@
+"""Gets a rank to the plan's version: undo, copy, restore, replay.
+
+own way   KEEP, ROLL_FORWARD (done by the vote), UNDO, CHECKPOINT or REPLAY (load)
+copies    a REPLICA receives from its sources, which have gone their own way by then
+replay    if that is below the plan's target: the steps up to it, out of the log
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift.checkpoint.store import CheckpointStore
+from swift.errors import ReplayRefused, ReplicaDiffers, ServiceError
+from swift.log.reader import LogReader
+from swift.log.streams import KINDS, collectives
+from swift.log.writer import LogWriter
+from swift.runtime.channel import Channel
+from swift.runtime.faults import FaultInjector
+from swift.runtime.groups import LastingGroup
+from swift.runtime.member import Member
+from swift.runtime.replica import Transfer, receive_state, send_state
+from swift.runtime.state import TrainerState
+
+FLUSH_TIMEOUT_S = 60.0
+
+
+def own_plan(plan: pb.Plan, rank: int) -> pb.RankPlan:
+    return next(entry for entry in plan.ranks if entry.rank == rank)
+
+
+def log_totals(writer: LogWriter) -> dict[str, int]:
+    stats = writer.stats
+    return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
+
+
+def _gives_up_log(plan: pb.Plan) -> bool:
+    """As the coordinator's planner decides (`swift.recovery.types.Plan.gives_up_log`)."""
+    if all(entry.strategy == pb.CHECKPOINT for entry in plan.ranks):
+        return True
+    return not plan.exact and all(entry.from_version == plan.target_version for entry in plan.ranks)
+
+
+class _Wire:
+    """A replica's copy goes over the group of all ranks, whose waits a notice ends."""
+
+    def __init__(self, world: LastingGroup):
+        self._world = world
+
+    def send(self, data: torch.Tensor, to: int, tag: int) -> Any:
+        return self._world.send([data], to, tag)
+
+    def receive(self, data: torch.Tensor, source: int, tag: int) -> Any:
+        return self._world.recv([data], source, tag)
+
+
+class Restorer:
+    """What one rank does in RECOVERING, besides building its groups."""
+
+    def __init__(
+        self,
+        rank: int,
+        member: Member,
+        channel: Channel,
+        state: TrainerState,
+        store: CheckpointStore,
+        faults: FaultInjector,
+        world: LastingGroup,
+    ):
+        self._world = world
+        self._rank = rank
+        self._member = member
+        self._channel = channel
+        self._state = state
+        self._store = store
+        self._faults = faults
+
+    def follow(
+        self, plan: pb.Plan, writer: LogWriter, log_servers: list[str], step: Callable[[], None]
+    ) -> None:
+        """Returns with the state at the plan's target; `step` does one step of the trainer.
+
+        Raises ReplayRefused if it cannot be done as planned, Interrupted if a newer generation comes.
+        """
+        mine = own_plan(plan, self._rank)
+        target = plan.target_version
+        if mine.strategy == pb.UNDO:
+            self._undo(plan)
+        elif mine.strategy in (pb.REPLAY, pb.CHECKPOINT):
+            events.emit("restore_begin", rank=self._rank, generation=plan.generation)
+            self._state.present = False
+            try:
+                self._state.load_state_dict(self._store.load(mine.from_version))
+            except ServiceError as error:
+                raise ReplayRefused(str(error)) from None  # the coordinator may know an older one
+            self._state.present = True
+            events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)
+        if _gives_up_log(plan):
+            # The coordinator has emptied the job's streams; what comes now is logged anew.
+            writer.restart(plan.generation)
+        self._copy_replicas(plan)
+        if mine.strategy == pb.REPLICA and not self._state.lived and mine.from_version == target:
+            # The process that held the rank before has logged some of the step that is done next.
+            reader = LogReader(log_servers, self._member.client.job)
+            try:
+                self._expect_own(reader, writer, target)
+            finally:
+                reader.close()
+        if mine.from_version < target:
+            self._replay(plan, mine, writer, log_servers, step)
+        if self._state.version != target:
+            raise ReplayRefused(
+                f"rank {self._rank} is at version {self._state.version}, the plan says {target}"
+            )
+
+    def _undo(self, plan: pb.Plan) -> None:
+        try:
+            results = self._state.updates.undo()
+        except ServiceError as error:  # the parameters are of no version now; the next plan does without them
+            self._state.present = False
+            raise ReplayRefused(str(error)) from None
+        for result in results:
+            events.emit(
+                "undone",
+                rank=self._rank,
+                generation=plan.generation,
+                version=self._state.version,
+                mode=result.mode,
+                exact=result.exact,
+                buckets=result.buckets,
+                ulps_max=result.ulps_max,
+                ulps_mean=result.ulps_mean,
+                relative_error=result.step_error,
+            )
+        self._state.updates.begin_step(self._state.version)
+
+    def _copy_replicas(self, plan: pb.Plan) -> None:
+        """All copies of the plan that this rank takes part in, in one order for all ranks."""
+        for entry in sorted(plan.ranks, key=lambda entry: entry.rank):
+            if entry.strategy != pb.REPLICA or self._rank not in (entry.rank, *entry.sources):
+                continue
+            transfer = Transfer(joiner=entry.rank, sources=tuple(entry.sources), version=entry.from_version)
+            if self._rank == entry.rank:
+                self._receive_replica(transfer, plan.generation)
+            else:
+                self._send_replica(transfer, plan.generation)
+
+    def _send_replica(self, transfer: Transfer, generation: int) -> None:
+        events.emit(
+            "copy_begin", rank=self._rank, generation=generation, role="source", peers=[transfer.joiner]
+        )
+        sent = send_state(
+            transfer,
+            self._rank,
+            self._state.state_dict(),
+            self._member.check,
+            self._faults.copying,
+            wire=_Wire(self._world),
+        )
+        events.emit(
+            "copy_end",
+            rank=self._rank,
+            generation=generation,
+            role="source",
+            peers=[transfer.joiner],
+            bytes=sent.bytes,
+            digest=sent.digest,
+            seconds=sent.seconds,
+        )
+
+    def _receive_replica(self, transfer: Transfer, generation: int) -> None:
+        where: dict[str, Any] = {"rank": self._rank, "generation": generation}
+        events.emit("restore_begin", **where)
+        events.emit("copy_begin", **where, role="joiner", peers=list(transfer.sources))
+        self._state.present = False
+        received = receive_state(
+            transfer,
+            self._rank,
+            self._state.destinations(),
+            self._member.check,
+            self._faults.copying,
+            wire=_Wire(self._world),
+        )
+        try:
+            self._state.load_state_dict(received.state)
+        except ServiceError as error:
+            raise ReplicaDiffers(f"ranks {list(transfer.sources)} hold another state: {error}") from None
+        self._state.present = True
+        events.emit(
+            "copy_end",
+            **where,
+            role="joiner",
+            peers=list(transfer.sources),
+            bytes=received.bytes,
+            seconds=received.seconds,
+        )
+        events.emit(
+            "replica_received",
+            **where,
+            version=transfer.version,
+            digest=received.digest,
+            sources=[{"rank": rank, "digest": received.digest} for rank in transfer.sources],
+            bytes=received.bytes,
+        )
+        events.emit("restore_end", **where, version=transfer.version)
+
+    def _replay(
+        self,
+        plan: pb.Plan,
+        mine: pb.RankPlan,
+        writer: LogWriter,
+        log_servers: list[str],
+        step: Callable[[], None],
+    ) -> None:
+        target, from_version = plan.target_version, mine.from_version
+        before = log_totals(writer)
+        events.emit("replay_begin", rank=self._rank, generation=plan.generation, version=from_version)
+        reader = LogReader(log_servers, self._member.client.job)
+        try:
+            if mine.strategy in (pb.REPLAY, pb.REPLICA):  # a survivor knows what it has logged
+                self._expect_own(reader, writer, from_version)
+            self._channel.begin_replay(reader, from_version, plan.collective_source)
+            while self._state.version < target:
+                self._member.check()
+                step()
+        finally:
+            self._channel.end_replay()
+            reader.close()
+        writer.flush(FLUSH_TIMEOUT_S)
+        after = log_totals(writer)
+        events.emit(
+            "replay_end",
+            rank=self._rank,
+            generation=plan.generation,
+            version=target,
+            steps=target - from_version,
+            records=self._channel.records_read,
+            microbatches=self._channel.microbatches_replayed,
+            verified=after["verified"] - before["verified"],
+            filled=after["records"] - before["records"],
+        )
+
+    def _expect_own(self, reader: LogReader, writer: LogWriter, from_version: int) -> None:
+        """What this rank's streams hold already is compared, not logged again."""
+        own = [
+            self._channel.stream(stage.stage_index, kind) for stage in self._state.stages for kind in KINDS
+        ]
+        for stream in [*own, collectives(self._rank)]:
+            writer.expect(stream, reader.digests(stream, from_version))

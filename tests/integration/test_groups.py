@@ -1,0 +1,185 @@
+"""Groups that outlive their generation, and reductions that are broken in the middle. Real processes, real gloo."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+BROKEN_REDUCTIONS = textwrap.dedent(
+    """
+    # One rank's connections break at another moment of the reduction in every trial.
+    import json, sys, threading, time
+    import torch
+    from swift.runtime.communicator import Communicator
+    from swift.runtime.groups import LastingGroup
+    from swift.runtime.reducer import Reducer
+    from swift.runtime.transport import Messages
+
+    rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
+    torch.set_num_threads(1)
+    group = LastingGroup("data", range(world), rank)
+    comm = Communicator(rank, world, groups=[group])
+    reducer = Reducer(group, ordered=ordered)
+    parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
+    sums = [torch.full((1 << 20,), sum(r + 1.0 + n for r in range(world)) / world) for n in range(4)]
+    found = {"whole": 0, "broken": 0, "half_reduced": 0, "wrong": 0}
+    for trial in range(trials):
+        comm.build(trial + 1)
+        for n, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, rank + 1.0 + n)
+        before = [parameter.grad.clone() for parameter in parameters]
+        group.run(Messages.barrier)
+        over = threading.Event()
+
+        def break_it():  # the others are told, as survivors are
+            late = over.wait(trial * 0.0015 + (0.05 if rank != 1 else 0.0))
+            while not late:
+                group.release()
+                comm._shut_sockets()
+                late = over.wait(0.02)
+
+        breaker = threading.Thread(target=break_it)
+        if trial:
+            breaker.start()
+        reduction = None
+        try:
+            reduction = reducer.launch(parameters)
+            flat = reduction.flat
+            own = flat.clone()
+            reducer.finish(reduction)
+            found["whole"] += 1
+            expected = sums
+        except RuntimeError:
+            found["broken"] += 1
+            expected = before
+            if reduction is not None:
+                found["half_reduced"] += int(not torch.equal(flat, own))
+        found["wrong"] += sum(not torch.equal(p.grad, e) for p, e in zip(parameters, expected))
+        over.set()
+        if trial:
+            breaker.join()
+        del reduction
+    comm.tear_down()
+    print(json.dumps(found))
+    """
+)
+
+DDP_LIVES_ON = textwrap.dedent(
+    """
+    # Rank 1 dies between two buckets of DDP's backward; rank 0 keeps its DDP module.
+    import json, os, signal, sys
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from swift.runtime.communicator import Communicator
+    from swift.runtime.groups import LastingGroup
+    from swift.runtime.transport import Messages
+
+    rank, generation = int(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    group = LastingGroup("data", [0, 1], rank, swallow=True)
+    comm = Communicator(rank, 2, groups=[group])
+    torch.manual_seed(7)
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    ddp = DistributedDataParallel(
+        module, process_group=group, init_sync=False, find_unused_parameters=True, bucket_cap_mb=0.01
+    )
+
+    def backward(step):
+        ddp.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        ddp(torch.randn(4, 64)).square().mean().backward()
+        return [float(p.grad.sum()) for p in ddp.parameters()]
+
+    comm.build(generation)
+    out = {}
+    if generation == 1:
+        out["first"] = backward(0)
+        group.run(Messages.barrier)
+        if rank == 1:
+            calls = 0
+            def die(grad):
+                global calls
+                calls += 1
+                if calls == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            for parameter in module.parameters():
+                parameter.register_hook(die)
+        backward(1)
+        out["broken"] = group.broken is not None
+        comm.build(2)
+        out["mended"] = group.broken is None
+    out["again"] = backward(1)
+    group.run(Messages.barrier)
+    comm.tear_down()
+    print(json.dumps(out))
+    """
+)
+
+
+class World:
+    """Processes that meet in one store."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str, *arguments: object) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
+        self._started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 0
+    return dict(json.loads(out.strip().splitlines()[-1]))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_broken_reduction_changes_no_gradient(ordered: bool, tmp_path: Path) -> None:
+    world, ranks = World(), 3
+    try:
+        processes = [world.start(BROKEN_REDUCTIONS, rank, ranks, ordered, 40) for rank in range(ranks)]
+        found = [answer(process) for process in processes]
+    finally:
+        world.close()
+    assert sum(f["wrong"] for f in found) == 0, found
+    assert sum(f["broken"] for f in found) > 0, found
+    # The danger is real: some rank's buffer was left neither as it was nor as it should be.
+    assert sum(f["half_reduced"] for f in found) > 0, found
+
+
+def test_ddp_lives_on_with_a_new_peer() -> None:
+    world = World()
+    try:
+        survivor = world.start(DDP_LIVES_ON, 0, 1)
+        victim = world.start(DDP_LIVES_ON, 1, 1)
+        assert victim.wait(60) == -9
+        replacement = answer(world.start(DDP_LIVES_ON, 1, 2))
+        survived = answer(survivor)
+    finally:
+        world.close()
+    assert survived["broken"]
+    assert survived["mended"]
+    assert survived["again"] == replacement["again"]
+    assert survived["again"] != survived["first"]

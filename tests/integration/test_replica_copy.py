@@ -1,0 +1,77 @@
+"""A state is copied between real processes over gloo: whole, verified, and interrupted by a real SIGKILL."""
+
+from pathlib import Path
+
+from tests.integration.replica_world import digest_of, make_state, world_in
+
+
+def test_the_joiner_gets_every_bit_or_nothing(tmp_path: Path) -> None:
+    with world_in(tmp_path) as world:
+        for rank in range(4):
+            world.start(rank, 4, "copies")
+        for sources in (1, 2, 3):
+            received = world.said(f"{sources}-received", 3)
+            sent = [world.said(f"{sources}-sent", rank) for rank in range(sources)]
+            assert received["digest"] == digest_of(make_state(1))
+            assert received["in_place"]
+            assert received["parameters"]
+            assert received["tied"]
+            assert {s["told"] for s in sent} == {received["told"]}
+            assert sum(s["bytes"] for s in sent) == received["bytes"]
+            assert all(s["bytes"] > received["bytes"] / sources / 2 for s in sent), "they share the work"
+        flipped = world.said("flipped-failed", 3)
+        differs = world.said("differs-failed", 3)
+        assert [process.wait(20) for process in world.processes] == [0] * 4
+    assert flipped["kind"] == differs["kind"] == "ReplicaDiffers"
+    assert flipped["message"].startswith(
+        "what rank 3 received from rank 0 is not what it sent, first at state."
+    )
+    expected = "ranks 0, 2 and rank 1 hold different states, first at state.stages.1.bias17"
+    assert differs["message"] == expected
+
+
+def test_shards_are_copied_from_the_same_shards(tmp_path: Path) -> None:
+    with world_in(tmp_path) as world:
+        for rank in range(4):
+            world.start(rank, 4, "sharded")
+        copied, later = (
+            [world.said(name, rank)["digest"] for rank in range(4)] for name in ("shard", "later")
+        )
+        failed = world.said("failed", 3)
+        assert [process.wait(20) for process in world.processes] == [0] * 4
+    assert copied[:2] == copied[2:]
+    assert copied[0] != copied[1]
+    assert later[:2] == later[2:], "the next step is the same one in both replicas"
+    assert later[0] != copied[0]
+    assert failed["kind"] == "ReplicaDiffers"
+    assert failed["message"] == (
+        "state.stages.0.0.weight: rank 0 holds float32[35, 9] (S(0) 1/2 of [70, 9]), "
+        "rank 3 has room for float32[35, 9] (S(0) 2/2 of [70, 9])"
+    )
+
+
+def test_a_copy_that_is_called_off_writes_nothing_more(tmp_path: Path) -> None:
+    with world_in(tmp_path) as world:
+        for rank in range(2):
+            world.start(rank, 2, "interrupted")
+        assert world.said("failed", 1)["kind"] == "Interrupted"
+        assert world.said("failed", 0)["kind"] == "RuntimeError"
+        assert world.said("untouched", 1) == {"all": True}
+        assert [process.wait(20) for process in world.processes] == [0, 0]
+
+
+def test_a_source_dies_and_another_one_takes_over(tmp_path: Path) -> None:
+    with world_in(tmp_path) as world:
+        for rank in range(3):
+            world.start(rank, 3, "source_dies")
+        assert world.processes[0].wait(60) == -9
+        assert (
+            world.said("failed", 2)["kind"] == "RuntimeError"
+        )  # without a notice: it was in touch with the dead
+        world.start(0, 3, "replacement")
+        (tmp_path / "notice").touch()
+        for joiner in (0, 2):
+            assert world.said("received", joiner)["digest"] == digest_of(make_state(1))
+        for rank in range(3):
+            assert world.said("threads", rank) == {"names": ["MainThread"]}
+        assert [process.wait(20) for process in world.processes[1:]] == [0, 0, 0]

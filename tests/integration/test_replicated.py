@@ -1,0 +1,51 @@
+"""Data parallelism without a pipeline survives a loss bit for bit, without replaying: trainers/replicated.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.trainer_world import Run, run_trainer
+
+STEPS = 8
+
+
+def run(directory: Path, mode: str, faults: list[dict[str, Any]], code_wanted: int = 0) -> Run:
+    return run_trainer(
+        directory, "replicated.py", mode, STEPS, ranks=2, faults=faults, code_wanted=code_wanted
+    )
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("plain", {"rank": 1, "step": 5, "phase": "optimizer"}),
+        ("ddp", {"rank": 0, "step": 4, "phase": "reduce"}),
+        ("wait_free", {"rank": 1, "step": 4, "phase": "update"}),
+    ],
+)
+def test_a_replica_gives_its_state(mode: str, fault: dict[str, Any], tmp_path: Path) -> None:
+    twin = run(tmp_path / "twin", mode, [])
+    faulted = run(tmp_path / "faulted", mode, [{"id": "f0", **fault}])
+    trace = faulted["events"]
+    assert [e["event"] for e in trace].count("fault") == 1
+    plan = next(e for e in trace if e["event"] == "plan")
+    victim = fault["rank"]
+    ways = {entry["rank"]: entry["strategy"] for entry in plan["ranks"]}
+    assert ways[victim] == "REPLICA"
+    assert ways[1 - victim] in (("UNDO",) if mode == "wait_free" else ("KEEP", "ROLL_FORWARD"))
+    assert not [e for e in trace if e["event"] == "replay_end"]
+    assert len([name for name in faulted["digests"] if "-g" in name]) == 2
+    assert {f"rank{rank}-v{STEPS}.json" for rank in range(2)} <= set(faulted["digests"])
+    for name, digests in faulted["digests"].items():  # of every version, and at the recovery
+        assert digests == twin["digests"][name.removesuffix(".json").split("-g")[0] + ".json"], name
+    pids = {e["pid"] for e in trace if e["event"] == "step_end" and e["rank"] == 1 - victim}
+    assert len(pids) == 1
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_are_no_replicas_are_told_so_after_the_first_step(tmp_path: Path) -> None:
+    output = run(tmp_path, "statistics", [], code_wanted=2)["output"]
+    assert "these ranks are no replicas" in output
+    assert "a buffer of this rank is not the same" in output

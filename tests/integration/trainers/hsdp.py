@@ -1,0 +1,128 @@
+"""FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION`, world size = stages * REPLICAS * SHARDS.
+
+Every stage is sharded as a whole and layer by layer, in uneven shards (7 rows over 2 ranks). With it come what a
+trainer uses: clipping by the global norm, a schedule of learning rates, dropout, and an average of the weights that
+is sharded like them. PRECISION is fp32, or bf16: FSDP2 then keeps gradients that wait for their reduction apart.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import Schedule1F1B
+
+import swift
+
+STEPS, REPLICAS, SHARDS, PRECISION = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+WIDTH, BATCH, MICROBATCHES = 7, 12, 3
+
+
+class Data:
+    """Each column has batches of its own."""
+
+    def __init__(self, column: int) -> None:
+        self.column, self.position = column, 0
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self.position + self.column)
+        self.position += 1
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        return x, x.roll(1, dims=1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Average:
+    """An exponential average of the weights, in shards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.parameters())
+        self.values: list[Tensor] = []
+
+    def update(self) -> None:
+        if not self.values:  # not before: the session makes replicas alike when it starts
+            self.values = [p.detach().clone() for p in self.parameters]
+        for value, parameter in zip(self.values, self.parameters, strict=True):
+            value.lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = [value.clone() for value in state["values"]]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(x)))
+
+
+class Part(nn.Module):
+    """What one pipeline rank runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target)
+
+
+def main() -> None:
+    session = swift.Session.from_env(
+        seed=5, checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, bucket_bytes=256
+    )
+    torch.manual_seed(session.rank)  # replicas are made alike by the session
+    module = Part()
+    dtype = torch.bfloat16 if PRECISION == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in module.layers:
+        fully_shard(layer, mesh=session.mesh, mp_policy=policy)
+    fully_shard(module, mesh=session.mesh, mp_policy=policy)
+    index, stages = session.pipeline_rank, session.pipeline_ranks
+    stage = session.pipeline_stage(module, index, stages)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
+    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.02))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    data, average = Data(session.column), Average(module)
+    session.register(schedule=schedule, scheduler=scheduler, loader=data, average=average)
+
+    def train_step(step: int) -> None:
+        x, y = next(data)
+        optimizer.zero_grad()
+        inputs = [x] if index == 0 else []
+        schedule.step(*inputs, **({"target": y} if index == stages - 1 else {}))
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        # torch's own norm of DTensors, over the same mesh; a replay has nobody of the other stages.
+        known: Any = torch.nn.utils.get_total_norm(grads) if stages == 1 else None
+        norm = session.clip_grad_norm_(module.parameters(), 0.5)
+        if known is not None:
+            torch.testing.assert_close(norm, known.full_tensor())
+        optimizer.step()
+        scheduler.step()
+        average.update()
+
+    session.run(train_step, num_steps=STEPS)
+    session.close()
+
+
+if __name__ == "__main__":
+    main()

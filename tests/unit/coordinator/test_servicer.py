@@ -1,0 +1,75 @@
+"""From requests to commands: what was not said must not become a zero."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from services.coordinator import messages as m
+from services.coordinator.driver import Driver
+from services.coordinator.servicer import Context, Servicer
+from services.coordinator.views import view_of
+from swift._pb import coordinator_pb2 as pb
+from tests.unit.coordinator.test_parts import row
+
+ME: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
+SENDER = m.Sender(rank=2, incarnation="i")
+
+
+class Taker:
+    """A driver that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.commands: list[m.Command] = []
+
+    def apply(self, _job: str, command: m.Command) -> None:
+        self.commands.append(command)
+
+
+@pytest.mark.parametrize(
+    ("request_", "command"),
+    [
+        (pb.ReportRequest(**ME, generation=3), m.MemberReport(sender=SENDER, generation=3, version=None)),
+        (
+            pb.ReportRequest(**ME, generation=3, has_state=True, undo_to=0, forward_to=0),
+            m.MemberReport(sender=SENDER, generation=3, version=0, undo_to=0, forward_to=0),
+        ),
+        (
+            pb.ReportRequest(**ME, generation=3, undo_to=6, undo_exact=True, forward_to=7),
+            m.MemberReport(
+                sender=SENDER, generation=3, version=None, undo_to=6, undo_exact=True, forward_to=7
+            ),
+        ),
+        (
+            pb.ReadyRequest(**ME, generation=3, version=7, stages=[4, 1], num_stages=8, shard=2),
+            m.Ready(sender=SENDER, generation=3, version=7, stages=(1, 4), num_stages=8, shard=2),
+        ),
+    ],
+)
+def test_a_request_is_the_command_that_it_says(
+    request_: pb.ReportRequest | pb.ReadyRequest, command: m.Command
+) -> None:
+    taker = Taker()
+    servicer = Servicer(cast("Driver", taker))
+    context = cast("Context", None)
+    if isinstance(request_, pb.ReportRequest):
+        asyncio.run(servicer.Report(request_, context))
+    else:
+        asyncio.run(servicer.Ready(request_, context))
+    assert taker.commands == [command]
+
+
+def test_a_plan_is_shown_whole() -> None:
+    shown = row()
+    plan = view_of(shown).plan
+    assert (plan.generation, plan.target_version, plan.collective_source) == (3, 5, 1)
+    assert not plan.exact
+    assert [(r.strategy, r.from_version, list(r.sources)) for r in plan.ranks] == [
+        (pb.REPLAY, 0, []),
+        (pb.KEEP, 5, []),
+        (pb.REPLICA, 5, [1, 0]),
+    ]
+    assert shown.plan is not None
+    shown.plan = replace(shown.plan, exact=True)
+    assert view_of(shown).plan.exact

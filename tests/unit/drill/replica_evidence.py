@@ -1,0 +1,173 @@
+"""Runs of 2 stages and 2 replicas that went well, as evidence: tests break one piece at a time.
+
+Ranks 0 and 1 are stage 0, ranks 2 and 3 stage 1.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from swift.drill import faults
+from swift.drill.checks import DIGEST_FIELDS
+from swift.drill.config import DrillConfig
+from swift.drill.loss import Losses
+from swift.drill.report import Evidence
+from swift.drill.topology import Topology
+from tests.unit.drill.evidence import NEW_PID, Trace
+
+STEPS, KILL_STEP, CHECKPOINT = 12, 8, 5
+KILL = f"rank=3,step={KILL_STEP},microbatch=1,phase=backward"
+
+
+def config(*specs: str, **changes: Any) -> DrillConfig:
+    shape = Topology(
+        pipeline_ranks=2,
+        replicas=2,
+        steps=STEPS,
+        microbatches=4,
+        schedule="1f1b",
+        checkpoint_every=CHECKPOINT,
+    )
+    planned = tuple(faults.parse(spec) for spec in specs or (KILL,))
+    return DrillConfig(topology=shape, faults=planned, **changes)
+
+
+def digest(rank: int, version: int) -> dict[str, str]:
+    """Replicas have the same, apart from where they are in their data."""
+    stage = rank // 2
+    return {name: f"{name}-of-stage-{stage}-at-{version}" for name in DIGEST_FIELDS} | {
+        "data": f"rank {rank}"
+    }
+
+
+Recover = Callable[[Trace], None]
+
+
+def copied(trace: Trace, generation: int = 2, joiner: int = 3, source: int = 2) -> None:
+    """What a source and a joiner say."""
+    where = {"generation": generation}
+    trace.rank(joiner, "restore_begin", **where)
+    trace.rank(source, "copy_begin", role="source", peers=[joiner], **where)
+    trace.rank(joiner, "copy_begin", role="joiner", peers=[source], **where)
+    trace.rank(
+        source, "copy_end", role="source", peers=[joiner], bytes=4096, seconds=0.1, digest="d1", **where
+    )
+    trace.rank(joiner, "copy_end", 0.1, role="joiner", peers=[source], bytes=4096, seconds=0.1, **where)
+    trace.rank(
+        joiner,
+        "replica_received",
+        version=KILL_STEP,
+        digest="d1",
+        sources=[{"rank": source, "digest": "d1"}],
+        bytes=4096,
+        **where,
+    )
+    trace.rank(joiner, "restore_end", version=KILL_STEP, **where)
+
+
+def plan(
+    trace: Trace,
+    strategies: dict[int, tuple[str, int]],
+    generation: int = 2,
+    target: int = KILL_STEP,
+    sources: dict[int, list[int]] | None = None,
+    reason: str = "ok",
+) -> None:
+    trace.plan(generation, target, strategies, reason)
+    for entry in trace.events[-1]["ranks"]:
+        if sources and entry["rank"] in sources:
+            entry["sources"] = sources[entry["rank"]]
+
+
+def fenced(trace: Trace, generation: int = 2) -> None:
+    trace.state("FENCING", generation, 0.02, "a rank was killed by signal 9")
+    trace.state("PLANNING", generation, 0.03)
+
+
+def kept(*others: tuple[int, str], at: int = KILL_STEP) -> dict[int, tuple[str, int]]:
+    return dict.fromkeys(range(4), ("KEEP", at)) | {rank: (name, at) for rank, name in others}
+
+
+def by_replica(trace: Trace) -> None:
+    fenced(trace)
+    plan(trace, kept((3, "REPLICA")), sources={3: [2]})
+    trace.state("RECOVERING", 2, 0.04)
+    for rank in range(4):
+        trace.rank(rank, "group_built", generation=2)
+    copied(trace)
+    trace.state("RUNNING", 2, 0.02)
+
+
+def by_undo(mode: str, exact: bool) -> Recover:
+    def recover(trace: Trace) -> None:
+        fenced(trace)
+        plan(trace, kept((3, "REPLICA"), (2, "UNDO")), sources={3: [2]})
+        trace.state("RECOVERING", 2, 0.04)
+        trace.rank(
+            2,
+            "undone",
+            generation=2,
+            version=KILL_STEP,
+            mode=mode,
+            exact=exact,
+            buckets=3,
+            ulps_max=0.0 if exact else 2.0,
+            ulps_mean=0.0 if exact else 0.25,
+            relative_error=0.0 if exact else 1e-7,
+        )
+        copied(trace)
+        trace.state("RUNNING", 2, 0.02)
+
+    return recover
+
+
+def trace_of(
+    recover: Recover = by_replica, victims: tuple[int, ...] = (3,), back_at: int = KILL_STEP
+) -> Trace:
+    trace = Trace()
+    trace.state("FORMING", 1)
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        live_step(trace, step)
+    for number, victim in enumerate(victims):
+        trace.kill(victim, KILL_STEP, f"fault{number}")
+        trace.pids[victim] = NEW_PID + victim
+    recover(trace)
+    for step in range(back_at, STEPS):
+        live_step(trace, step)
+    for rank in range(4):
+        trace.rank(rank, "finished", version=STEPS, reduce_seconds=0.6, vote_seconds=0.12, buckets=4)
+    trace.state("FINISHED", 2)
+    return trace
+
+
+def live_step(trace: Trace, step: int) -> None:
+    trace.step(step)
+    for rank in (2, 3):
+        trace.rank(rank, "loss", 0.0, step=step, column=rank - 2, loss=loss_at(step, rank - 2))
+
+
+def loss_at(step: int, column: int) -> float:
+    return 5.0 - 0.25 * step + 0.125 * column
+
+
+def losses() -> Losses:
+    return {step: {column: loss_at(step, column) for column in (0, 1)} for step in range(STEPS)}
+
+
+def evidence(
+    trace: Trace | None = None, version: int = KILL_STEP, generation: int = 2, **changes: Any
+) -> Evidence:
+    ours = {f"rank{rank}-v{STEPS}": digest(rank, STEPS) for rank in range(4)}
+    ours |= {f"rank{rank}-v{version}-g{generation}": digest(rank, version) for rank in range(4)}
+    values: dict[str, Any] = {
+        "events": (trace or trace_of()).events,
+        "digests": ours,
+        "twin_digests": {f"rank{r}-v{v}": digest(r, v) for r in range(4) for v in range(STEPS + 1)},
+        "exit_code": 0,
+        "twin_exit_code": 0,
+        "fired": frozenset({"fault0"}),
+        "log": {"records": 400, "bytes": 1 << 20},
+        "negative_control": {"caught": True, "file": "s1c0.F/0.seg", "bit": 5000},
+        "twin_losses": losses(),
+    }
+    return Evidence(**{**values, **changes})

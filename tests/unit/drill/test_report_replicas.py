@@ -1,0 +1,338 @@
+"""Verdicts of drills with replicas: each piece of evidence is broken or taken away once."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swift.drill import report
+from swift.drill.replicas import reduction_exact
+from swift.drill.report import FAIL, INCONCLUSIVE, PASS, Evidence
+from tests.unit.drill.evidence import Trace
+from tests.unit.drill.replica_evidence import (
+    CHECKPOINT,
+    KILL,
+    KILL_STEP,
+    STEPS,
+    by_replica,
+    by_undo,
+    config,
+    copied,
+    digest,
+    evidence,
+    fenced,
+    kept,
+    losses,
+    plan,
+    trace_of,
+)
+from tests.unit.drill.test_report import without
+
+Events = list[dict[str, Any]]
+ARITHMETIC = {"updates": "wait_free", "undo": "arithmetic"}
+
+
+def answer(result: dict[str, Any], name: str) -> bool | None:
+    return next(check["answer"] for check in result["checks"] if check["name"] == name)
+
+
+def changed(event: str, **fields: Any) -> Events:
+    """The good trace with other fields in every event of that name."""
+    events = copy.deepcopy(trace_of().events)
+    found = [e for e in events if e["event"] == event]
+    assert found
+    for e in found:
+        e.update(fields)
+    return events
+
+
+def test_a_copy_passes_with_nothing_replayed() -> None:
+    result = report.build(config(), evidence())
+    assert result["verdict"] == PASS, result["reason"]
+    assert json.loads(json.dumps(result)) == result
+    assert result["exact"] is True
+    assert result["topology"]["ranks"] == 4
+    assert result["topology"]["pipeline_ranks"] == 2
+    assert result["topology"]["replicas"] == 2
+    assert result["topology"]["stages_of_rank"] == {"0": [0], "1": [0], "2": [1], "3": [1]}
+    assert result["strategy"] == {"0": "keep", "1": "replica"}
+    assert result["steps_replayed"] == 0
+    assert result["microbatches_recomputed"] == 0
+    assert result["bytes_copied"] == 4096
+    assert result["recoveries"][0]["sources"] == {"3": [2]}
+    assert result["recoveries"][0]["recovery_seconds"]["restore"] == pytest.approx(0.15)
+    assert result["recoveries"][0]["recovery_seconds"]["replay"] == 0
+    assert result["negative_control"]["copies"] == {"received": 1, "equal_to_source": True}
+    assert "replayed sends were verified" not in [check["name"] for check in result["checks"]]
+    assert result["undo"]["exact"] is None
+
+
+def test_what_reductions_cost_is_per_step_of_each_process() -> None:
+    """Rank 3's second process has done 4 steps, the others 12."""
+    reduction = report.build(config(), evidence())["reduction"]
+    assert reduction["mode"] == "fast"
+    assert reduction["exact"] is True
+    assert reduction["reduce_seconds_per_step"] == pytest.approx((3 * 0.6 / 12 + 0.6 / 4) / 4)
+    assert reduction["vote_seconds_per_step"] == pytest.approx((3 * 0.12 / 12 + 0.12 / 4) / 4)
+
+
+@pytest.mark.parametrize(
+    ("events", "verdict"),
+    [
+        (without("replica_received")(trace_of().events), INCONCLUSIVE),
+        (changed("replica_received", digest=None), INCONCLUSIVE),
+        (changed("replica_received", sources=[]), INCONCLUSIVE),
+        (changed("replica_received", sources=[{"rank": 2, "digest": None}]), INCONCLUSIVE),
+        (changed("replica_received", digest="d2"), FAIL),
+        (changed("copy_end", digest="d2"), FAIL),
+        (
+            changed("replica_received", sources=[{"rank": 2, "digest": "d1"}, {"rank": 9, "digest": "d2"}]),
+            FAIL,
+        ),
+    ],
+)
+def test_a_copy_without_equal_digests_is_never_pass(events: Events, verdict: str) -> None:
+    result = report.build(config(), evidence(events=events))
+    assert result["verdict"] == verdict, result["reason"]
+    assert (
+        answer(result, "every copied state equals its source's") is {FAIL: False, INCONCLUSIVE: None}[verdict]
+    )
+    assert result["negative_control"]["copies"]["equal_to_source"] is not True
+
+
+@pytest.mark.parametrize("field", ["parameters", "optimizer"])
+def test_replicas_that_differ_fail_although_both_runs_agree(field: str) -> None:
+    """Gradients that nobody reduces: the failure-free run is just as wrong."""
+    good = evidence()
+    ours, twin = copy.deepcopy(dict(good.digests)), copy.deepcopy(dict(good.twin_digests))
+    for found in (ours, twin):
+        found[f"rank3-v{STEPS}"][field] = "of its own"
+    result = report.build(config(), evidence(digests=ours, twin_digests=twin))
+    assert result["bitwise_equal"] is True
+    assert result["verdict"] == FAIL
+    assert "ranks 2, 3 at the end" in result["reason"]
+
+
+def test_columns_may_be_at_different_places_of_their_data() -> None:
+    assert digest(2, 3)["data"] != digest(3, 3)["data"]
+    assert answer(report.build(config(), evidence()), "replicas hold the same state") is True
+
+
+# Another strategy than the one that was to be expected.
+
+
+def by_replay(name: str) -> Callable[[Trace], None]:
+    def recover(trace: Trace) -> None:
+        fenced(trace)
+        plan(trace, kept() | dict.fromkeys((2, 3), (name, CHECKPOINT)))
+        trace.state("RECOVERING", 2, 0.04)
+        for rank in (2, 3):
+            trace.replay(rank, 2, CHECKPOINT, KILL_STEP)
+        trace.state("RUNNING", 2, 0.02)
+
+    return recover
+
+
+def test_a_replay_beside_a_living_replica_fails_unless_it_was_asked_for() -> None:
+    found = evidence(trace_of(by_replay("REPLAY")))
+    result = report.build(config(), found)
+    assert result["verdict"] == FAIL
+    assert answer(result, "living replicas were used") is False
+    asked = report.build(config(strategy="replay"), found)
+    assert asked["verdict"] == PASS, asked["reason"]
+    assert asked["strategy"] == {"0": "keep", "1": "replay"}
+    assert asked["microbatches_recomputed"] == 2 * 4 * (KILL_STEP - CHECKPOINT)
+
+
+def test_a_stage_without_a_living_rank_is_replayed() -> None:
+    specs = (KILL, f"rank=2,step={KILL_STEP},phase=backward")
+    found = evidence(trace_of(by_replay("REPLAY"), victims=(3, 2)), fired=frozenset({"fault0", "fault1"}))
+    result = report.build(config(*specs), found)
+    assert result["verdict"] == PASS, result["reason"]
+
+
+@pytest.mark.parametrize(("strategy", "recover"), [("replay", by_replica), ("replica", by_replay("REPLAY"))])
+def test_a_strategy_that_was_not_asked_for_fails(strategy: str, recover: Callable[[Trace], None]) -> None:
+    result = report.build(config(strategy=strategy), evidence(trace_of(recover)))
+    assert result["verdict"] == FAIL
+    assert answer(result, "the strategy was the one asked for") is False
+
+
+def test_what_a_superseded_generation_gave_is_still_how_it_came_back() -> None:
+    """Rank 3 has its copy when rank 0 dies: in the plan that counts it keeps what it holds."""
+
+    def recover(trace: Trace) -> None:
+        fenced(trace)
+        plan(trace, kept((3, "REPLICA")), sources={3: [2]})
+        trace.state("RECOVERING", 2)
+        copied(trace)
+        trace.rank(0, "fault", id="fault1", phase="copy", step=KILL_STEP, microbatch=0)
+        trace.pids[0] = 300
+        fenced(trace, 3)
+        plan(trace, kept((0, "REPLICA")), 3, sources={0: [1]})
+        trace.state("RECOVERING", 3)
+        copied(trace, 3, joiner=0, source=1)
+        trace.state("RUNNING", 3)
+
+    found = evidence(trace_of(recover), generation=3, fired=frozenset({"fault0", "fault1"}))
+    result = report.build(config(KILL, "rank=0,phase=copy"), found)
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["strategy"] == {"0": "replica", "1": "replica"}
+    assert result["recoveries"][0]["sources"] == {"0": [1], "3": [2]}
+    assert result["bytes_copied"] == 8192
+
+
+# Undo and roll forward.
+
+
+@pytest.mark.parametrize("mode", ["exact", "preimage"])
+def test_an_exact_undo_passes_as_exact(mode: str) -> None:
+    result = report.build(config(updates="wait_free"), evidence(trace_of(by_undo(mode, True))))
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["exact"] is True
+    assert result["strategy"]["1"] == "replica"
+    assert result["undo"]["mode"] == mode
+    assert (result["undo"]["exact"], result["undo"]["ranks"], result["undo"]["buckets"]) == (True, [2], 3)
+
+
+def test_an_undo_that_left_no_record_is_inconclusive() -> None:
+    events = without("undone")(trace_of(by_undo("exact", True)).events)
+    result = report.build(config(updates="wait_free"), evidence(events=events))
+    assert result["verdict"] == INCONCLUSIVE
+    assert "undone of rank 2" in result["reason"]
+
+
+def test_an_inexact_undo_that_nobody_asked_for_fails() -> None:
+    result = report.build(config(updates="wait_free"), evidence(trace_of(by_undo("arithmetic", False))))
+    assert result["verdict"] == FAIL
+    assert answer(result, "updates were taken back as asked") is False
+    assert result["exact"] is False
+
+
+def arithmetic(**changes: Any) -> Evidence:
+    return evidence(trace_of(by_undo("arithmetic", False)), **changes)
+
+
+def drifted(*versions: str) -> dict[str, dict[str, str]]:
+    ours = copy.deepcopy(dict(evidence().digests))
+    for name, found in ours.items():
+        if any(name.endswith(version) for version in versions):
+            found["parameters"] += " and some ulps"
+            found["optimizer"] += " and some ulps"
+    return ours  # type: ignore[return-value]
+
+
+def test_an_arithmetic_undo_passes_by_its_loss_curve_and_says_so() -> None:
+    result = report.build(config(**ARITHMETIC), arithmetic(digests=drifted(f"v{STEPS}", "-g2")))
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["exact"] is False
+    assert result["bitwise_equal"] is False
+    assert "promises no bits" in result["reason"]
+    assert "at 0 of 2 places" in result["reason"]
+    assert "losses differ by 0.0e+00 of their size at most" in result["reason"]
+    assert result["undo"] | {"exact": False, "ulps_max": 2.0, "relative_error": 1e-7} == result["undo"]
+
+
+def test_an_arithmetic_undo_is_not_exact_even_if_the_bits_agree() -> None:
+    result = report.build(config(**ARITHMETIC), arithmetic())
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["bitwise_equal"] is True
+    assert result["exact"] is False
+
+
+def test_other_bits_without_an_arithmetic_undo_fail() -> None:
+    result = report.build(config(**ARITHMETIC), evidence(digests=drifted(f"v{STEPS}")))
+    assert result["verdict"] == FAIL
+    assert "parameters" in result["reason"]
+
+
+@pytest.mark.parametrize("field", ["scheduler", "rng", "data"])
+def test_an_arithmetic_undo_excuses_nothing_but_what_is_trained(field: str) -> None:
+    ours = drifted(f"v{STEPS}")
+    ours[f"rank1-v{STEPS}"][field] = "other"
+    result = report.build(config(**ARITHMETIC), arithmetic(digests=ours))
+    assert result["verdict"] == FAIL
+    assert f"rank 1: {field} differ" in result["reason"]
+
+
+def test_an_arithmetic_undo_does_not_excuse_replicas_that_differ() -> None:
+    ours = drifted(f"v{STEPS}")
+    ours[f"rank2-v{STEPS}"]["parameters"] += " and some more"
+    assert report.build(config(**ARITHMETIC), arithmetic(digests=ours))["verdict"] == FAIL
+
+
+def other_losses(change: Callable[[int, float], float]) -> Any:
+    return {step: {c: change(step, value) for c, value in by.items()} for step, by in losses().items()}
+
+
+@pytest.mark.parametrize(
+    ("twin", "verdict"),
+    [
+        (other_losses(lambda step, value: value * 1.00009), PASS),
+        (other_losses(lambda step, value: value * 0.9998), FAIL),
+        (other_losses(lambda step, value: value * (1.0002 if step == STEPS - 1 else 1)), FAIL),
+        (other_losses(lambda step, value: value * (1.0002 if step == KILL_STEP else 1)), FAIL),
+        (other_losses(lambda step, value: 0.0 if step == 3 else value), INCONCLUSIVE),
+        (other_losses(lambda step, value: float("nan") if step == 3 else value), FAIL),
+        ({step: by for step, by in losses().items() if step != 3}, INCONCLUSIVE),
+        ({step: {0: by[0]} for step, by in losses().items()}, INCONCLUSIVE),
+        ({}, INCONCLUSIVE),
+    ],
+)
+def test_the_loss_curve_decides_where_bits_may_differ(twin: Any, verdict: str) -> None:
+    result = report.build(config(**ARITHMETIC), arithmetic(twin_losses=twin))
+    assert result["verdict"] == verdict, result["reason"]
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    exact = report.build(
+        config(updates="wait_free"), evidence(trace_of(by_undo("exact", True)), twin_losses=twin)
+    )
+    assert exact["verdict"] == PASS, "where bits decide, losses are only shown"
+
+
+def test_losses_are_means_over_columns_of_the_last_time_a_step_was_done() -> None:
+    trace = trace_of()
+    trace.rank(2, "loss", step=STEPS - 1, column=0, loss=9.0)
+    curve = report.build(config(), evidence(trace))["loss"]
+    assert curve["steps"] == list(range(STEPS))
+    assert curve["failure_free"][0] == 5.0625
+    assert curve["recovered"][:-1] == curve["failure_free"][:-1]
+    last = losses()[STEPS - 1]
+    assert curve["recovered"][-1] == (9.0 + last[1]) / 2
+    assert curve["final"]["difference"] == (9.0 - last[0]) / 2
+    assert curve["largest_relative_difference"] == (9.0 - last[0]) / (last[0] + last[1])
+
+
+def test_rolling_forward_loses_no_step() -> None:
+    def recover(trace: Trace) -> None:
+        fenced(trace)
+        strategies = [(rank, "ROLL_FORWARD") for rank in (0, 1, 2)]
+        plan(
+            trace, kept((3, "REPLICA"), *strategies, at=KILL_STEP + 1), target=KILL_STEP + 1, sources={3: [2]}
+        )
+        trace.state("RECOVERING", 2)
+        for rank in (0, 1, 2):
+            trace.rank(rank, "roll_forward", generation=2, version=KILL_STEP + 1)
+        copied(trace)
+        trace.state("RUNNING", 2)
+
+    trace = trace_of(recover, back_at=KILL_STEP + 1)
+    result = report.build(config(), evidence(trace, version=KILL_STEP + 1))
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["strategy"] == {"0": "roll_forward", "1": "replica"}
+    assert result["undo"]["rolled_forward"] == [0, 1, 2]
+    assert result["steps_lost"] == 0
+    events = without("roll_forward", rank=1)(trace.events)
+    assert report.build(config(), evidence(events=events, version=KILL_STEP + 1))["verdict"] == INCONCLUSIVE
+
+
+def test_the_backends_order_is_named() -> None:
+    shape = config().topology
+    three = replace(config(), topology=replace(shape, replicas=3))
+    assert reduction_exact(config())
+    assert reduction_exact(three), "auto is ordered from three on"
+    assert not reduction_exact(replace(three, reduction="fast"))
+    assert reduction_exact(replace(three, data_parallel="ddp"))
+    assert reduction_exact(replace(config(), reduction="fast"))

@@ -1,0 +1,455 @@
+"""Random situations for plan(), and what a plan must be, worked out apart from it.
+
+Nothing here is shared with the planner but the types: ways are tried one assignment after the other, replays are
+walked step by step.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+
+from swift.recovery import (
+    Checkpoints,
+    Layout,
+    Plan,
+    PlanConfig,
+    Refusals,
+    Report,
+    Strategy,
+    StreamSummary,
+)
+
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
+NEWEST = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    reports: tuple[Report, ...]
+    layout: Layout
+    log: dict[str, StreamSummary]
+    checkpoints: Checkpoints
+    config: PlanConfig
+    refused: Refusals
+
+    def arguments(
+        self,
+    ) -> tuple[list[Report], Layout, dict[str, StreamSummary], Checkpoints, PlanConfig, Refusals]:
+        return list(self.reports), self.layout, self.log, self.checkpoints, self.config, self.refused
+
+
+# --- drawing them ---
+
+versions = st.integers(0, NEWEST)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, columns: int) -> Layout:
+    """`columns` ranks to each of up to three stage groups; torch's order, or any other."""
+    places = draw(st.integers(1, 3))
+    num_stages = places * draw(st.sampled_from([1, 1, 2]))
+    place_of = draw(st.permutations([stage % places for stage in range(num_stages)]))
+    order = draw(st.sampled_from([False, False, True]))
+    ranks = draw(st.permutations(range(places * columns))) if order else list(range(places * columns))
+    stages = {
+        ranks[place * columns + column]: tuple(s for s in range(num_stages) if place_of[s] == place)
+        for place in range(places)
+        for column in range(columns)
+    }
+    shards = {rank: draw(st.integers(0, 1)) for rank in ranks} if draw(st.integers(0, 2)) == 2 else {}
+    return Layout(num_stages=num_stages, stages=stages, shards=shards)
+
+
+@st.composite
+def partial_reports(draw: st.DrawFn, rank: int, step: int, fate: str) -> Report:
+    """What a failure in `step` may leave, or anything at all."""
+    kinds = ["whole", "whole", "lost", "reduced", "half", "applied", "behind", "ahead", "any"]
+    if fate:
+        kinds = [fate] * 9 + ["any"]
+    kind = draw(st.sampled_from(kinds))
+    version: int | None = None
+    undo_to: int | None = None
+    forward_to: int | None = None
+    match kind:
+        case "whole" | "reduced":
+            version = step
+            forward_to = step + 1 if kind == "reduced" else None
+        case "half" | "applied":
+            undo_to = step
+            forward_to = step + 1 if kind == "applied" else None
+        case "behind":
+            version = max(step - 1, 0)
+        case "ahead":
+            version = step + 1
+        case "any":
+            version, undo_to, forward_to = (draw(st.none() | versions) for _ in range(3))
+    return Report(
+        rank=rank,
+        version=version,
+        undo_to=undo_to,
+        undo_exact=draw(st.booleans()),
+        forward_to=forward_to,
+        since_generation=draw(st.integers(1, 3)),
+        host=draw(st.sampled_from(["", "a", "b"])),
+    )
+
+
+@st.composite
+def inventories(draw: st.DrawFn, layout: Layout) -> dict[str, StreamSummary]:
+    """Mostly whole, so that replays are possible; a hole here and there."""
+    columns = len(layout.owners(0))
+    names = [
+        name(s, kind, c, columns) for s in range(layout.num_stages) for kind in "FBXT" for c in range(columns)
+    ]
+    if draw(st.booleans()):
+        names += [f"r{rank}.C" for rank in layout.stages]
+    whole = draw(st.booleans())
+    streams = {}
+    for stream in names:
+        fate = 0 if whole else draw(st.integers(0, 12))
+        if fate == 12:
+            continue
+        first = draw(st.integers(0, 4)) if fate == 11 else 0
+        last = draw(st.integers(first, NEWEST)) if fate in (10, 11) else NEWEST
+        streams[stream] = StreamSummary(
+            stream=stream,
+            records=1,
+            first_step=first,
+            last_step=last,
+            trimmed_below_step=first if draw(st.booleans()) else 0,
+            corrupt=fate == 9,
+        )
+    return streams
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    layout = draw(layouts(draw(st.integers(1, 3))))
+    step = draw(st.integers(1, NEWEST - 2))
+    # A stage with all of its ranks lost or behind is what replays are for; left to chance it would be rare.
+    fates = {
+        stages: draw(st.sampled_from(["", "", "lost", "behind"])) for stages in set(layout.stages.values())
+    }
+    checkpoints = draw(st.sets(st.integers(0, step), max_size=2)) | (
+        {0} if draw(st.integers(0, 3)) else set()
+    )
+    every_way = [KEEP, CATCH_UP, REPLAY, ROLL_FORWARD, UNDO, REPLICA]
+    refused = draw(st.just([]) | st.just([]) | st.lists(st.sampled_from(every_way), unique=True, max_size=3))
+    return Situation(
+        reports=tuple(
+            draw(partial_reports(rank, step, fates[layout.stages[rank]])) for rank in sorted(layout.stages)
+        ),
+        layout=layout,
+        log=draw(inventories(layout)),
+        checkpoints=Checkpoints(versions=tuple(sorted(checkpoints))),
+        config=PlanConfig(
+            strategy=draw(st.sampled_from(["auto", "auto", "auto", "replica", "replay", "checkpoint"])),
+            inexact_undo=draw(st.booleans()),
+        ),
+        refused=Refusals().and_of(refused, "refused before") if refused else Refusals(),
+    )
+
+
+@st.composite
+def plain_situations(draw: st.DrawFn) -> Situation:
+    """One column, whole versions: what there was before replicas."""
+    layout = draw(layouts(1))
+    streams = draw(inventories(layout))
+    return Situation(
+        reports=tuple(
+            Report(rank=rank, version=draw(st.none() | versions), since_generation=draw(st.integers(1, 3)))
+            for rank in sorted(layout.stages)
+        ),
+        layout=Layout(num_stages=layout.num_stages, stages=layout.stages),
+        log=streams,
+        checkpoints=Checkpoints(versions=tuple(sorted(draw(st.sets(versions, max_size=2))))),
+        config=PlanConfig(strategy=draw(st.sampled_from(["auto", "replay", "checkpoint"]))),
+        refused=draw(st.sampled_from([Refusals(), Refusals(), Refusals().and_everything("bits differ")])),
+    )
+
+
+def name(stage: int, kind: str, column: int, columns: int) -> str:
+    return f"s{stage}.{kind}" if columns == 1 else f"s{stage}c{column}.{kind}"
+
+
+# --- what is right ---
+
+
+def groups_of(situation: Situation) -> list[list[int]]:
+    by_stages: dict[tuple[int, ...], list[int]] = {}
+    for rank, stages in sorted(situation.layout.stages.items()):
+        by_stages.setdefault(stages, []).append(rank)
+    return list(by_stages.values())
+
+
+def shards_of(situation: Situation, group: list[int]) -> list[list[int]]:
+    by_shard: dict[int, list[int]] = {}
+    for rank in group:
+        by_shard.setdefault(situation.layout.shards.get(rank, 0), []).append(rank)
+    return list(by_shard.values())
+
+
+def usable(situation: Situation) -> set[Strategy]:
+    """What refusals and the configuration leave of the ways that replay nothing."""
+    ways = {KEEP, ROLL_FORWARD, UNDO, REPLICA} - set(situation.refused.strategies)
+    if situation.config.strategy == "replay":
+        ways.discard(REPLICA)
+    return ways
+
+
+def own_ways(situation: Situation, rank: int, version: int, inexact: bool) -> Iterator[Strategy]:
+    report = next(r for r in situation.reports if r.rank == rank)
+    if report.version == version:
+        yield KEEP
+    if report.forward_to == version:
+        yield ROLL_FORWARD
+    if report.undo_to == version and (report.undo_exact or inexact):
+        yield UNDO
+
+
+def shard_gets_to(situation: Situation, replicas: list[int], version: int, inexact: bool) -> bool:
+    """Is there any assignment of ways with which all replicas end with the same bits of `version`?"""
+    ways = usable(situation)
+    exact = {r.rank: r.undo_exact for r in situation.reports}
+    choices = [{*own_ways(situation, rank, version, inexact), REPLICA} & ways for rank in replicas]
+    for assignment in itertools.product(*choices):
+        chosen = dict(zip(replicas, assignment))
+        givers = [rank for rank, way in chosen.items() if way is not REPLICA]
+        inexactly = [rank for rank in givers if chosen[rank] is UNDO and not exact[rank]]
+        if givers and (not inexactly or len(givers) == 1):
+            return True
+    return False
+
+
+def group_reaches(situation: Situation, group: list[int], version: int, inexact: bool) -> bool:
+    return all(
+        shard_gets_to(situation, replicas, version, inexact) for replicas in shards_of(situation, group)
+    )
+
+
+def reached(situation: Situation, group: list[int], inexact: bool) -> set[int]:
+    return {v for v in range(NEWEST + 2) if group_reaches(situation, group, v, inexact)}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What kind of plan, to which version."""
+
+    kind: str
+    """"direct" (nothing replayed), "replay", "checkpoint", "none"."""
+    target: int = -1
+    exact: bool = True
+
+
+def expected(situation: Situation) -> Expected:
+    newest = max(situation.checkpoints.versions, default=None)
+    fallback = Expected("none") if newest is None else Expected("checkpoint", newest)
+    if KEEP in situation.refused.strategies or situation.config.strategy == "checkpoint":
+        return fallback
+    allowed = situation.config.inexact_undo
+    groups = groups_of(situation)
+    direct = set.intersection(*(reached(situation, group, allowed) for group in groups))
+    if direct:
+        target = max(direct)
+        exactly = all(group_reaches(situation, group, target, False) for group in groups)
+        return Expected("direct", target, exactly)
+    if {CATCH_UP, REPLAY} & set(situation.refused.strategies) or situation.config.strategy == "replica":
+        return fallback
+    somewhere = {
+        version
+        for report in situation.reports
+        for version in range(NEWEST + 2)
+        if set(own_ways(situation, report.rank, version, allowed)) & usable(situation)
+    }
+    for target in sorted(somewhere, reverse=True):
+        for inexact in (False, True) if allowed else (False,):
+            bases = bases_for(situation, target, inexact)
+            if bases is not None and replays_are_fed(situation, bases, target):
+                exactly = all(
+                    from_checkpoint or group_reaches(situation, list(group), base, False)
+                    for group, (base, from_checkpoint) in bases.items()
+                )
+                return Expected("replay", target, exactly)
+    return fallback
+
+
+def bases_for(
+    situation: Situation, target: int, inexact: bool
+) -> dict[tuple[int, ...], tuple[int, bool]] | None:
+    """group -> (base, is it the checkpoint); None: `target` is not to be had."""
+    checkpoints = [v for v in situation.checkpoints.versions if v <= target]
+    bases = {}
+    for group in groups_of(situation):
+        states = reached(situation, group, inexact)
+        below = [v for v in states if v <= target]
+        if states and not below:
+            return None  # it would have to throw away a whole state
+        if below and max(below) >= max(checkpoints, default=0):
+            bases[tuple(group)] = (max(below), False)
+        elif checkpoints:
+            bases[tuple(group)] = (max(checkpoints), True)
+        else:
+            return None
+    return bases
+
+
+def replays_are_fed(
+    situation: Situation, bases: dict[tuple[int, ...], tuple[int, bool]], target: int
+) -> bool:
+    starts = {rank: base for group, (base, _) in bases.items() for rank in group}
+    if not all(inputs_are_there(situation, rank, starts, target) for rank in starts):
+        return False
+    first = min(starts.values())
+    needed = first < target and any(
+        stream.endswith(".C") and summary.records for stream, summary in situation.log.items()
+    )
+    return not needed or any(
+        gives_collectives(situation, rank, first, target) for rank in situation.layout.stages
+    )
+
+
+def inputs_are_there(situation: Situation, rank: int, starts: dict[int, int], target: int) -> bool:
+    """Every input of every step is logged, or generated again; and nothing it needs or compares is corrupt."""
+    layout = situation.layout
+    columns = len(layout.owners(layout.stages[rank][0]))
+    for step in range(starts[rank], target):
+        for stage in layout.stages[rank]:
+            column = sorted(r for r, stages in layout.stages.items() if stage in stages).index(rank)
+            own = [situation.log.get(name(stage, kind, column, columns)) for kind in "FBXT"]
+            if any(summary is not None and summary.corrupt for summary in own):
+                return False
+            for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
+                if not 0 <= neighbour < layout.num_stages:
+                    continue
+                writer = sorted(r for r, stages in layout.stages.items() if neighbour in stages)[column]
+                summary = situation.log.get(name(neighbour, kind, column, columns))
+                if summary is not None and summary.corrupt:
+                    return False
+                if step < starts[writer] and not has(summary, step):
+                    return False
+    return True
+
+
+def gives_collectives(situation: Situation, rank: int, first: int, target: int) -> bool:
+    summary = situation.log.get(f"r{rank}.C")
+    report = next(r for r in situation.reports if r.rank == rank)
+    done = max(v for v in (report.version, report.undo_to, report.forward_to, -1) if v is not None)
+    return (
+        done >= target
+        and summary is not None
+        and not summary.corrupt
+        and all(has(summary, step) for step in range(first, target))
+    )
+
+
+def has(summary: StreamSummary | None, step: int) -> bool:
+    return (
+        summary is not None
+        and summary.records > 0
+        and max(summary.first_step, summary.trimmed_below_step) <= step <= summary.last_step
+    )
+
+
+def check_can_be_followed(situation: Situation, plan: Plan) -> None:
+    """Every rank can do what the plan says, and all end at the target with the same bits as their replicas."""
+    target = plan.target_version
+    reports = {report.rank: report for report in situation.reports}
+    by_rank = {r.rank: r for r in plan.ranks}
+    assert list(by_rank) == sorted(reports)
+    assert all(r.reason for r in plan.ranks)
+    if CHECKPOINT in {r.strategy for r in plan.ranks}:
+        assert plan.restores
+        assert {r.from_version for r in plan.ranks} == {target}
+        assert target == max(situation.checkpoints.versions)
+        return
+    inexact = []
+    for r in plan.ranks:
+        report = reports[r.rank]
+        assert r.strategy not in situation.refused.strategies
+        assert r.from_version <= target
+        assert bool(r.sources) == (r.strategy is REPLICA)
+        match r.strategy:
+            case Strategy.KEEP:
+                assert report.version == r.from_version == target
+            case Strategy.CATCH_UP:
+                assert report.version == r.from_version < target
+            case Strategy.ROLL_FORWARD:
+                assert report.forward_to == r.from_version
+            case Strategy.UNDO:
+                assert report.undo_to == r.from_version
+                if not report.undo_exact:
+                    inexact.append(r.rank)
+            case Strategy.REPLICA:
+                assert len(set(r.sources)) == len(r.sources)
+                for source in r.sources:
+                    check_source(situation, plan, r.rank, source)
+            case Strategy.REPLAY:
+                assert r.from_version in situation.checkpoints.versions
+    assert plan.exact == (not inexact)
+    assert not inexact or situation.config.inexact_undo
+    for group in groups_of(situation):
+        assert len({by_rank[rank].from_version for rank in group}) == 1, "a stage replays as a whole"
+        assert len({by_rank[rank].strategy is REPLAY for rank in group}) == 1
+        for replicas in shards_of(situation, group):
+            if set(replicas) & set(inexact):
+                others = [by_rank[rank].strategy for rank in replicas if rank not in inexact]
+                assert len(replicas) - len(others) == 1, "two inexact undos do not give the same bits"
+                assert set(others) <= {REPLICA}
+    starts = {r.rank: r.from_version for r in plan.ranks}
+    assert all(inputs_are_there(situation, rank, starts, target) for rank in starts)
+    first = min(starts.values())
+    if plan.collective_source >= 0:
+        assert gives_collectives(situation, plan.collective_source, first, target)
+    else:
+        logged = [s for stream, s in situation.log.items() if stream.endswith(".C") and s.records]
+        assert first == target or not logged
+
+
+def check_source(situation: Situation, plan: Plan, rank: int, source: int) -> None:
+    layout = situation.layout
+    giver = plan.of(source)
+    assert source != rank
+    assert layout.stages[source] == layout.stages[rank]
+    assert layout.shards.get(source, 0) == layout.shards.get(rank, 0)
+    assert giver.strategy in (KEEP, CATCH_UP, ROLL_FORWARD, UNDO), "it has nothing of its own to give"
+    assert giver.from_version == plan.of(rank).from_version
+
+
+def check_ways(situation: Situation, plan: Plan) -> None:
+    """Who holds it keeps it; a whole replica beats rolling forward, that beats undoing, that beats a copy of it."""
+    reports = {report.rank: report for report in situation.reports}
+    ways = usable(situation)
+    copies = REPLICA in ways
+    for group in groups_of(situation):
+        for replicas in shards_of(situation, group):
+            plans = {rank: plan.of(rank) for rank in replicas}
+            if any(p.strategy is REPLAY for p in plans.values()):
+                continue
+            version = next(iter(plans.values())).from_version
+            exact = {
+                rank: [way for way in own_ways(situation, rank, version, False) if way in ways]
+                for rank in replicas
+            }
+            whole = [rank for rank in replicas if KEEP in exact[rank]]
+            makers = [rank for rank in replicas if exact[rank]]
+            for rank, p in plans.items():
+                if rank in whole:
+                    assert p.strategy in (KEEP, CATCH_UP)
+                elif whole and copies:
+                    assert p.strategy is REPLICA
+                    assert set(p.sources) == set(whole)
+                elif exact[rank]:
+                    assert p.strategy is exact[rank][0]
+                elif makers:
+                    assert p.strategy is REPLICA
+                    assert set(p.sources) == set(makers)
+                near = [
+                    (
+                        not reports[rank].host or reports[rank].host != reports[source].host,
+                        abs(source - rank),
+                    )
+                    for source in p.sources
+                ]
+                assert near == sorted(near), "the nearest comes first"
