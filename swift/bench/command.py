@@ -1,0 +1,43 @@
+"""`swift-ft bench NAME`: hands over to the benchmark of that name."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from swift.errors import SwiftError, UsageError
+
+BENCHMARKS = {
+    "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
+    "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
+}
+
+
+def usage() -> str:
+    width = max(map(len, BENCHMARKS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in BENCHMARKS.items()]
+    return "\n".join(
+        [
+            "Measures one part of swift against the limit of this machine, as ratios within one run.",
+            "",
+            "usage: swift-ft bench NAME [ARGS...] [--json PATH]",
+            "",
+            *lines,
+            "",
+            "swift-ft bench NAME --help says more.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    try:
+        if not arguments or arguments[0] not in BENCHMARKS:
+            what = f"there is no benchmark {arguments[0]!r}" if arguments else "name a benchmark"
+            raise UsageError(f"{what}; there are: {', '.join(BENCHMARKS)}")
+        return int(importlib.import_module(f"swift.bench.{arguments[0]}").main(arguments[1:]))
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        return error.exit_code
