@@ -4,6 +4,7 @@ Checked at import: a torch that lacks one of them is refused with the names that
 AttributeError in the middle of a run. Proven with torch 2.13 on CPU with gloo.
 """
 
+import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, 
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
+from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import ServiceError
 
@@ -165,6 +167,17 @@ def reset_sharded(module: torch.nn.Module) -> None:
         part.set_is_last_backward(True)
         part.set_reshard_after_backward(True)
         part.set_requires_gradient_sync(True)
+
+
+def keep_reference(module: DistributedDataParallel) -> None:
+    """Keeps DDP's weak reference to itself from being cleared in the middle of a step.
+
+    DDP's backward finds it in its autograd node, and Python has one such reference for all nodes. If another thread
+    collects garbage while torch, without the interpreter's lock, gives the node a second owner, the collector
+    takes node and reference for garbage at first and clears the reference, for good ("NoneType has no attribute
+    reducer"). Held by the module itself, the reference is never taken for garbage.
+    """
+    module.__dict__["_swift_reference"] = weakref.ref(module)
 
 
 def meta_to_json(metas: Iterable[Any]) -> list[Any]:

@@ -243,11 +243,13 @@ class Session:
         """
         if self.replicas == 1:
             raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             module,
             process_group=self.groups["data"],
             **{"init_sync": False, "find_unused_parameters": True, **options},
         )
+        _torch.keep_reference(wrapped)
+        return wrapped
 
     def adopt(self, stage: Any) -> Any:
         """Makes a stage that exists already (built by `pipeline().build_stage`, say) a logged one."""
