@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from swift.errors import ServiceError
+from swift.optim import native
 from swift.optim import torch_names as many
-from swift.optim.rules import Applied, Hyper, Rule
+from swift.optim.rules import Applied, Backwards, Hyper, Rule
 from swift.optim.units import DTYPES, Unit, cut, direct
 
 
@@ -48,14 +50,37 @@ def unfit(
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
     """Parameters of a bucket that are equally old, so that they share a step's constants."""
 
     members: list[int]
     applied: Applied
-    flat: list[bool]
-    units: list[Unit]
+    backwards: Backwards
+    gradients: list[torch.Tensor]
+    columns: list[list[torch.Tensor]]
+    """The live tensors: the parameters, and their state by kind."""
+
+    @property
+    def kept(self) -> int:
+        """How many columns have a value before the step."""
+        return 1 if self.applied.first else len(self.columns)
+
+    @cached_property
+    def flat(self) -> list[bool]:
+        return direct(self.gradients, *self.columns)
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        return cut(self.gradients, self.columns, self.flat)
+
+    @cached_property
+    def one_pass(self) -> native.Pass | None:
+        """The fast way to compute it backwards, where there is one."""
+        if not native.available([*self.gradients, *(tensor for column in self.columns for tensor in column)]):
+            return None
+        backwards = (self.backwards.form, self.backwards.constants)
+        return native.Pass(backwards, self.gradients, self.columns, kept=self.kept, sane=self.applied.sane)
 
 
 class Bucket:
@@ -143,8 +168,7 @@ class Bucket:
     def _cluster(self, members: list[int], applied: Applied) -> Cluster:
         gradients = [self.gradients[i].detach() for i in members]
         columns = self.columns(members, state=True)
-        flat = direct(gradients, *columns)
-        return Cluster(members, applied, flat, cut(gradients, columns, flat))
+        return Cluster(members, applied, self.rule.backwards(applied), gradients, columns)
 
     def columns(self, members: list[int], *, state: bool) -> list[list[torch.Tensor]]:
         """The live tensors: the parameters, and their state by kind."""
@@ -187,26 +211,28 @@ class Arithmetic:
         bucket = self._bucket
         bucket.check_gradients()
         if not bucket.skipped:
-            sums: list[torch.Tensor] = []
-            for cluster in bucket.clusters(sane=True):
-                kernel = bucket.rule.kernel(cluster.applied)
-                for unit in cluster.units:
-                    columns = [unit.column(i) for i in range(unit.width)]
-                    kernel(columns[0], unit.gradient(), columns[1:])
-                    wide = torch.float64 if columns[0].dtype == torch.float64 else torch.float32
-                    sums.append(columns[0].sum(dtype=wide))
-                    if not unit.direct:
-                        for index in range(1 if cluster.applied.first else unit.width):
-                            unit.store(index, columns[index])
-            self._check(sums)
+            finite = [self._take_back(cluster) for cluster in bucket.clusters(sane=True)]
+            if not all(finite):
+                raise ServiceError(
+                    "this step cannot be taken back arithmetically: it made parameters NaN or infinite; "
+                    "undo='exact' can"
+                )
         bucket.restore_scalars()
 
-    def _check(self, sums: list[torch.Tensor]) -> None:
+    def _take_back(self, cluster: Cluster) -> bool:
+        """Whether the parameters have come out finite."""
+        if cluster.one_pass is not None:
+            return cluster.one_pass.invert() == 0
+        sums: list[torch.Tensor] = []
+        for unit in cluster.units:
+            columns = [unit.column(i) for i in range(unit.width)]
+            cluster.backwards.kernel(columns[0], unit.gradient(), columns[1:])
+            wide = torch.float64 if columns[0].dtype == torch.float64 else torch.float32
+            sums.append(columns[0].sum(dtype=wide))
+            if not unit.direct:
+                for index in range(cluster.kept):
+                    unit.store(index, columns[index])
         if not sums or bool(torch.stack(sums).isfinite().all()):
-            return
+            return True
         # A sum may overflow where no element has.
-        if not all(bool(p.isfinite().all()) for p in self._bucket.parameters):
-            raise ServiceError(
-                "this step cannot be taken back arithmetically: it made parameters NaN or infinite; "
-                "undo='exact' can"
-            )
+        return all(bool(parameter.isfinite().all()) for parameter in cluster.columns[0])

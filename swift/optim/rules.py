@@ -5,6 +5,8 @@ because the step rounds; what they miss is a few units of the last place whereve
 than what was added to it.
 
 A kernel works in place on flat tensors of one length N: parameters `p`, gradients `g` (not changed), state `s`.
+Each has a twin in `kernels.cpp` that does the same in one pass, given `Backwards.constants` in the order in which
+the twin's constructor takes them.
 `sane` asks for values that training can go on with where rounding has eaten the old one: a second moment that is
 never negative nor smaller than its own rounding error, and no NaN. Without it the values are only repeatable,
 which is what the exact undo needs.
@@ -20,6 +22,7 @@ import torch
 from swift.optim import torch_names as many
 from swift.optim.lamb import Lamb
 from swift.optim.lion import Lion
+from swift.optim.native import Form
 
 Tensor = torch.Tensor
 Kernel = Callable[[Tensor, Tensor, list[Tensor]], None]
@@ -46,6 +49,15 @@ class Applied:
     sane: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Backwards:
+    """A step's inverse, for tensors of any device and for `native.Pass`."""
+
+    kernel: Kernel
+    form: Form
+    constants: tuple[float, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """How one class of optimizer is taken back."""
@@ -54,7 +66,7 @@ class Rule:
     """Names of the state that has the parameter's shape, in the order in which kernels take it."""
     refuses: Callable[[Hyper], str]
     """Why a step with these hyperparameters has no inverse; empty if it has one."""
-    kernel: Callable[[Applied], Kernel]
+    backwards: Callable[[Applied], "Backwards"]
     scalars: tuple[str, ...] = ()
     """Names of the state of one number that the kernel needs, other than `step`."""
 
@@ -73,9 +85,14 @@ def _decayed(g: Tensor, p: Tensor, sign: float, decay: float) -> Tensor:
     return g if sign > 0 else -g
 
 
+def _fade(beta: float) -> float:
+    """What `kernels.cpp` multiplies with to undo m ← β·m + (1 - β)·g."""
+    return (1 - beta) / beta
+
+
 def _forget_first(m: Tensor, g: Tensor, beta: float) -> None:
     """Undoes m ← β·m + (1 - β)·g."""
-    m.lerp_(g, -(1 - beta) / beta)
+    m.lerp_(g, -_fade(beta))
 
 
 def _forget_second(v: Tensor, g: Tensor, beta: float, sane: bool, *others: Tensor) -> None:
@@ -136,7 +153,7 @@ def _none(hyper: Hyper) -> tuple[str, ...]:
 # --- SGD ---
 
 
-def _sgd(a: Applied) -> Kernel:
+def _sgd(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, momentum, decay = h["lr"], h["momentum"], h["weight_decay"]
 
@@ -157,7 +174,21 @@ def _sgd(a: Applied) -> Kernel:
         used = _decayed(g, p, sign, decay)
         buffer.sub_(used, alpha=1 - h["dampening"]).mul_(1 / momentum)
 
-    return with_momentum if momentum else plain
+    shrink = 1 / (1 - lr * decay) if h["nesterov"] or not momentum else 1.0
+    if not momentum:
+        return Backwards(plain, Form.SGD, (sign * lr, shrink))
+    by_buffer = lr * momentum if h["nesterov"] else lr
+    constants = (
+        sign * lr,
+        shrink,
+        by_buffer,
+        sign,
+        decay,
+        1 - h["dampening"],
+        momentum,
+        float(h["nesterov"]),
+    )
+    return Backwards(with_momentum, Form.MOMENTUM, constants)
 
 
 def _sgd_refuses(h: Hyper) -> str:
@@ -169,7 +200,7 @@ def _sgd_refuses(h: Hyper) -> str:
 # --- Adam and its kin ---
 
 
-def _adam(a: Applied) -> Kernel:
+def _adam(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, eps, decay = h["lr"], h["eps"], h["weight_decay"]
     (beta1, beta2), decoupled = h["betas"], h.get("decoupled_weight_decay", False)
@@ -192,7 +223,9 @@ def _adam(a: Applied) -> Kernel:
         if a.sane:
             _make_sane(v, used, beta2, 1 - beta2, m)
 
-    return kernel
+    coupled = 0.0 if decoupled else decay
+    constants = (size, eps * root, grow, sign, coupled, _fade(beta1), beta2, 1 - beta2, 1.0)
+    return Backwards(kernel, Form.ADAM, constants)
 
 
 def _betas_refuse(h: Hyper) -> str:
@@ -202,7 +235,7 @@ def _betas_refuse(h: Hyper) -> str:
     return _forgets(beta1=beta1, beta2=beta2) or (_shrink(h) if h.get("decoupled_weight_decay") else "")
 
 
-def _radam(a: Applied) -> Kernel:
+def _radam(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, eps, decay = h["lr"], h["eps"], h["weight_decay"]
     (beta1, beta2), decoupled = h["betas"], h["decoupled_weight_decay"]
@@ -229,10 +262,12 @@ def _radam(a: Applied) -> Kernel:
         _forget_first(m, used, beta1)
         _forget_second(v, used, beta2, a.sane, m)
 
-    return kernel
+    coupled = 0.0 if decoupled else decay
+    constants = (size, eps, grow, sign, coupled, _fade(beta1), beta2, 1 - beta2, float(rho > 5))
+    return Backwards(kernel, Form.ADAM, constants)
 
 
-def _nadam(a: Applied) -> Kernel:
+def _nadam(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, eps, decay = h["lr"], h["eps"], h["weight_decay"]
     (beta1, beta2), decoupled = h["betas"], h["decoupled_weight_decay"]
@@ -261,10 +296,13 @@ def _nadam(a: Applied) -> Kernel:
         _forget_first(m, used, beta1)
         _forget_second(v, used, beta2, a.sane, m)
 
-    return kernel
+    coupled = 0.0 if decoupled else decay
+    moments = (by_moment, sign * by_gradient, eps * root, grow, sign, coupled, _fade(beta1))
+    solve = (1.0, by_gradient * coupled, bound if coupled else math.inf)
+    return Backwards(kernel, Form.NADAM, (*moments, *solve, beta2, 1 - beta2))
 
 
-def _lamb(a: Applied) -> Kernel:
+def _lamb(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     beta1, beta2 = h["betas"]
     root = math.sqrt(1 - beta2**a.step)
@@ -282,10 +320,11 @@ def _lamb(a: Applied) -> Kernel:
         _forget_first(m, used, beta1)
         _forget_second(v, used, beta2, a.sane, m)
 
-    return kernel
+    constants = (size, h["eps"] * root, grow, sign, 0.0, _fade(beta1), beta2, 1 - beta2, 1.0)
+    return Backwards(kernel, Form.ADAM, constants)
 
 
-def _lion(a: Applied) -> Kernel:
+def _lion(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, (beta1, beta2) = h["lr"], h["betas"]
     grow = 1 / (1 - lr * h["weight_decay"])
@@ -301,7 +340,7 @@ def _lion(a: Applied) -> Kernel:
             m.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         p.add_(torch.lerp(m, used, 1 - beta1).sign_(), alpha=lr).mul_(grow)
 
-    return kernel
+    return Backwards(kernel, Form.LION, (lr, grow, sign, _fade(beta2), 1 - beta1, float(a.first)))
 
 
 def _lion_refuses(h: Hyper) -> str:
@@ -311,7 +350,7 @@ def _lion_refuses(h: Hyper) -> str:
 # --- Adagrad, RMSprop, Adadelta ---
 
 
-def _adagrad(a: Applied) -> Kernel:
+def _adagrad(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     rate = h["lr"] / (1 + (a.step - 1) * h["lr_decay"])
 
@@ -327,7 +366,9 @@ def _adagrad(a: Applied) -> Kernel:
         if a.sane:
             _make_sane(total, used, 1.0, 1.0)
 
-    return kernel
+    decay = h["weight_decay"]
+    constants = (h["eps"], sign, decay, sign * rate, sign * decay, 1.0, 1.0, 1.0)
+    return Backwards(kernel, Form.ADAGRAD, constants)
 
 
 def _rmsprop_tensors(h: Hyper) -> tuple[str, ...]:
@@ -338,10 +379,11 @@ def _rmsprop_tensors(h: Hyper) -> tuple[str, ...]:
     )
 
 
-def _rmsprop(a: Applied) -> Kernel:
+def _rmsprop(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, alpha, momentum, decay = h["lr"], h["alpha"], h["momentum"], h["weight_decay"]
-    bound = (1 - alpha) ** -0.5 if alpha < 1 else math.inf
+    # Gradients that are always the same have no variance: then there is no bound.
+    bound = (1 - alpha) ** -0.5 if alpha < 1 and not h["centered"] else math.inf
 
     def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
         v = s[0]
@@ -364,14 +406,21 @@ def _rmsprop(a: Applied) -> Kernel:
             # A variance that rounding has made negative would be a NaN in the next step.
             torch.maximum(v, mean * mean * (1 + 64 * torch.finfo(v.dtype).eps), out=v)
 
-    return kernel
+    averages = (h["eps"], sign, decay, lr, momentum, _fade(alpha))
+    form = {
+        (False, False): Form.RMSPROP,
+        (True, False): Form.RMSPROP_MOMENTUM,
+        (False, True): Form.RMSPROP_CENTERED,
+        (True, True): Form.RMSPROP_MOMENTUM_CENTERED,
+    }[momentum > 0, bool(h["centered"])]
+    return Backwards(kernel, form, (*averages, sign * lr, sign * decay, bound, alpha, 1 - alpha))
 
 
 def _rmsprop_refuses(h: Hyper) -> str:
     return _forgets(alpha=h["alpha"]) or (_forgets(momentum=h["momentum"]) if h["momentum"] > 0 else "")
 
 
-def _adadelta(a: Applied) -> Kernel:
+def _adadelta(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, rho, eps, decay = h["lr"], h["rho"], h["eps"], h["weight_decay"]
 
@@ -392,7 +441,7 @@ def _adadelta(a: Applied) -> Kernel:
         deltas.copy_(old)
         _forget_second(v, _decayed(g, p, sign, decay), rho, a.sane, deltas)
 
-    return kernel
+    return Backwards(kernel, Form.ADADELTA, (lr, eps, rho, sign, decay, rho, 1 - rho))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -406,18 +455,20 @@ def _moments(h: Hyper) -> tuple[str, ...]:
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {
     torch.optim.SGD: Rule(
-        tensors=lambda h: ("momentum_buffer",) if h["momentum"] else (), refuses=_sgd_refuses, kernel=_sgd
+        tensors=lambda h: ("momentum_buffer",) if h["momentum"] else (), refuses=_sgd_refuses, backwards=_sgd
     ),
-    torch.optim.Adam: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_adam),
-    torch.optim.RAdam: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_radam),
-    torch.optim.NAdam: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_nadam, scalars=("mu_product",)),
-    torch.optim.Adagrad: Rule(tensors=lambda h: ("sum",), refuses=lambda h: "", kernel=_adagrad),
-    torch.optim.RMSprop: Rule(tensors=_rmsprop_tensors, refuses=_rmsprop_refuses, kernel=_rmsprop),
+    torch.optim.Adam: Rule(tensors=_moments, refuses=_betas_refuse, backwards=_adam),
+    torch.optim.RAdam: Rule(tensors=_moments, refuses=_betas_refuse, backwards=_radam),
+    torch.optim.NAdam: Rule(
+        tensors=_moments, refuses=_betas_refuse, backwards=_nadam, scalars=("mu_product",)
+    ),
+    torch.optim.Adagrad: Rule(tensors=lambda h: ("sum",), refuses=lambda h: "", backwards=_adagrad),
+    torch.optim.RMSprop: Rule(tensors=_rmsprop_tensors, refuses=_rmsprop_refuses, backwards=_rmsprop),
     torch.optim.Adadelta: Rule(
         tensors=lambda h: ("square_avg", "acc_delta"),
         refuses=lambda h: _forgets(rho=h["rho"]),
-        kernel=_adadelta,
+        backwards=_adadelta,
     ),
-    Lamb: Rule(tensors=_moments, refuses=_betas_refuse, kernel=_lamb, scalars=("trust_ratio",)),
-    Lion: Rule(tensors=lambda h: ("exp_avg",), refuses=_lion_refuses, kernel=_lion),
+    Lamb: Rule(tensors=_moments, refuses=_betas_refuse, backwards=_lamb, scalars=("trust_ratio",)),
+    Lion: Rule(tensors=lambda h: ("exp_avg",), refuses=_lion_refuses, backwards=_lion),
 }

@@ -38,6 +38,7 @@ def step_on(journal: Journal, parameters: list[torch.nn.Parameter], step: int, s
     journal.apply_rest()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "implementation"), list(models.cases()))
 def test_exact_undo_brings_every_bit_back(name: str, implementation: str, dtype: torch.dtype) -> None:
@@ -60,6 +61,7 @@ def test_exact_undo_brings_every_bit_back(name: str, implementation: str, dtype:
         step_on(journal, parameters, step, scale)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)  # float16 has NaNs from the plain step: eps is 0 in it
 @pytest.mark.parametrize(("name", "implementation"), INVERTIBLE)
 def test_arithmetic_undo_comes_close(name: str, implementation: str, dtype: torch.dtype) -> None:

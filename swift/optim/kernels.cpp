@@ -1,0 +1,538 @@
+// Optimizer steps computed backwards, in one pass over memory; the fast version of rules.py and residue.py for
+// CPUs. rules.py explains the formulas, and tests/unit/optim compares the two.
+//
+// Legend: T is the type in memory, A the type of the arithmetic (float, or double for double). Column 0 is the
+// parameter, columns 1.. are its state. Every value is loaded, computed in A, and rounded to T once.
+//
+// What is recorded must be computed with the same bits when it is taken back, by another loop over the same
+// formula. So this file is compiled with -ffp-contract=off and without -ffast-math: every operation is IEEE's.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int64_t BLOCK = 512;            // elements computed at a time, in the first-level cache
+constexpr int64_t PER_THREAD = 1 << 15;   // fewer elements are not worth a thread
+constexpr int MOST = 4;                   // columns
+
+// --- types in memory ---
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+template <class T> struct As;
+template <> struct As<float> {
+  using Wide = float;
+  using Word = uint32_t;
+  static constexpr float epsilon = std::numeric_limits<float>::epsilon();
+};
+template <> struct As<double> {
+  using Wide = double;
+  using Word = uint64_t;
+  static constexpr double epsilon = std::numeric_limits<double>::epsilon();
+};
+template <> struct As<Bfloat16> {
+  using Wide = float;
+  using Word = uint16_t;
+  static constexpr float epsilon = 0x1p-7f;
+};
+template <> struct As<_Float16> {
+  using Wide = float;
+  using Word = uint16_t;
+  static constexpr float epsilon = 0x1p-10f;
+};
+
+template <class To, class From> inline To cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class T> inline typename As<T>::Wide widen(T value) { return static_cast<typename As<T>::Wide>(value); }
+template <> inline float widen(Bfloat16 value) { return cast<float>(uint32_t{value.bits} << 16); }
+
+template <class T> inline typename As<T>::Word rounded(typename As<T>::Wide value) {
+  return cast<typename As<T>::Word>(static_cast<T>(value));
+}
+template <> inline uint16_t rounded<Bfloat16>(float value) {
+  uint32_t bits = cast<uint32_t>(value);
+  uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>(value == value ? even : 0x7fc0);
+}
+
+// --- the rules, for one element: p and s are as after the step, and become as before it ---
+
+template <class A> inline bool finite(A x) { return x - x == 0; }
+
+// m ← β·m + (1 - β)·g, backwards; fade is (1 - β)/β.
+template <class A> inline A forget(A m, A g, A fade) { return m + (m - g) * fade; }
+
+// v ← old·v + fresh·g², backwards.
+template <class A> struct Second {
+  A old, fresh, least;  // least: the type's epsilon, or -1: leave what rounding has eaten as it is
+
+  inline bool back(A& v, A g) const {
+    v = v / old - g * g * (fresh / old);
+    if (!(least >= 0)) return true;
+    A after = v * old + g * g * fresh;
+    bool known = finite(v) && finite(after);
+    A floor = std::max(after * least, A(0));
+    v = v > 0 ? v : floor;
+    v = known ? v : A(0);
+    return known;
+  }
+};
+
+template <class A> struct Constants {
+  const double* at;
+  A least;
+  inline A take() { return static_cast<A>(*at++); }
+  inline Second<A> second() {
+    A old = take(), fresh = take();
+    return {old, fresh, least};
+  }
+};
+
+template <class A> struct Sgd {
+  static constexpr int state = 0;
+  A rate, grow;
+  explicit Sgd(Constants<A> c) : rate(c.take()), grow(c.take()) {}
+  inline void back(A& p, A g, A*) const { p = (p + rate * g) * grow; }
+};
+
+template <class A> struct Momentum {
+  static constexpr int state = 1;
+  A rate, grow, by_buffer, sign, decay, share, keep;
+  bool nesterov;
+  explicit Momentum(Constants<A> c)
+      : rate(c.take()), grow(c.take()), by_buffer(c.take()), sign(c.take()), decay(c.take()), share(c.take()),
+        keep(c.take()), nesterov(c.take() != 0) {}
+  inline void back(A& p, A g, A* s) const {
+    p = p + by_buffer * s[0];
+    if (nesterov) p = (p + rate * g) * grow;
+    A used = sign * g + decay * p;
+    s[0] = (s[0] - share * used) / keep;
+  }
+};
+
+// Adam, AdamW, LAMB and RAdam.
+template <class A> struct Adam {
+  static constexpr int state = 2;
+  A size, floor, grow, sign, decay, fade;
+  Second<A> second;
+  bool scaled;  // by the root of the second moment
+  explicit Adam(Constants<A> c)
+      : size(c.take()), floor(c.take()), grow(c.take()), sign(c.take()), decay(c.take()), fade(c.take()),
+        second(c.second()), scaled(c.at[0] != 0) {}
+  inline void back(A& p, A g, A* s) const {
+    A denominator = scaled ? std::sqrt(s[1]) + floor : A(1);
+    A pull = size * s[0] / denominator;
+    p = (p + (size != 0 ? pull : A(0))) * grow;
+    A used = sign * g + decay * p;
+    s[0] = forget(s[0], used, fade);
+    if (!second.back(s[1], used)) s[0] = 0;
+  }
+};
+
+// Undoes p ← p - rate·(g + decay·p)/denominator, where the fraction is never beyond ±bound.
+template <class A> struct Solve {
+  A rate, decay, bound;
+  explicit Solve(Constants<A>& c) : rate(c.take()), decay(c.take()), bound(c.take()) {}
+  inline A back(A p, A g, A denominator) const {
+    if (decay == 0) return p + rate * (g / denominator);
+    denominator = std::max(denominator - rate * decay, denominator / 2);
+    A fraction = (g + decay * p) / denominator;
+    fraction = fraction > bound ? bound : fraction;
+    return p + rate * (fraction < -bound ? -bound : fraction);
+  }
+};
+
+template <class A> struct Nadam {
+  static constexpr int state = 2;
+  A by_moment, by_gradient, floor, grow, sign, decay, fade;
+  Solve<A> solve;
+  Second<A> second;
+  explicit Nadam(Constants<A> c)
+      : by_moment(c.take()), by_gradient(c.take()), floor(c.take()), grow(c.take()), sign(c.take()),
+        decay(c.take()), fade(c.take()), solve(c), second(c.second()) {}
+  inline void back(A& p, A g, A* s) const {
+    p = solve.back(p, by_moment * s[0] + by_gradient * g, std::sqrt(s[1]) + floor) * grow;
+    A used = sign * g + decay * p;
+    s[0] = forget(s[0], used, fade);
+    if (!second.back(s[1], used)) s[0] = 0;
+  }
+};
+
+template <class A> struct Lion {
+  static constexpr int state = 1;
+  A rate, grow, sign, fade, share, first;
+  bool sane;
+  explicit Lion(Constants<A> c)
+      : rate(c.take()), grow(c.take()), sign(c.take()), fade(c.take()), share(c.take()), first(c.take()),
+        sane(c.least >= 0) {}
+  inline void back(A& p, A g, A* s) const {
+    A used = sign * g;
+    A m = forget(s[0], used, fade);
+    m = !sane || finite(m) ? m : A(0);
+    s[0] = m;
+    A way = first != 0 ? used : m + (used - m) * share;
+    A step = way > 0 ? rate : (way < 0 ? -rate : (way == way ? A(0) : way));
+    p = (p + step) * grow;
+  }
+};
+
+template <class A> struct Adagrad {
+  static constexpr int state = 1;
+  A floor, sign, decay;
+  Solve<A> solve;
+  Second<A> second;
+  explicit Adagrad(Constants<A> c)
+      : floor(c.take()), sign(c.take()), decay(c.take()), solve(c), second(c.second()) {}
+  inline void back(A& p, A g, A* s) const {
+    p = solve.back(p, g, std::sqrt(s[0]) + floor);
+    second.back(s[0], sign * g + decay * p);
+  }
+};
+
+// States: square_avg, then momentum_buffer if there is momentum, then grad_avg if centered.
+template <class A, bool momentum, bool centered> struct Rmsprop {
+  static constexpr int state = 1 + momentum + centered;
+  A floor, sign, decay, lr, keep, fade;
+  Solve<A> solve;
+  Second<A> second;
+  explicit Rmsprop(Constants<A> c)
+      : floor(c.take()), sign(c.take()), decay(c.take()), lr(c.take()), keep(c.take()), fade(c.take()), solve(c),
+        second(c.second()) {}
+  inline void back(A& p, A g, A* s) const {
+    A* mean = s + (centered ? state - 1 : 0);
+    A root = std::sqrt(centered ? s[0] - *mean * *mean : s[0]) + floor;
+    p = momentum ? p + lr * s[1] : solve.back(p, g, root);
+    A used = sign * g + decay * p;
+    if (momentum) s[1] = (s[1] - used / root) / keep;
+    if (centered) *mean = forget(*mean, used, fade);
+    bool known = second.back(s[0], used);
+    for (int k = 1; k < state; k++) s[k] = known ? s[k] : A(0);
+    // A variance that rounding has made negative would be a NaN in the next step.
+    if (centered && second.least >= 0) s[0] = std::max(s[0], *mean * *mean * (1 + 64 * second.least));
+  }
+};
+
+template <class A> struct Adadelta {
+  static constexpr int state = 2;
+  A lr, floor, rho, sign, decay;
+  Second<A> second;
+  explicit Adadelta(Constants<A> c)
+      : lr(c.take()), floor(c.take()), rho(c.take()), sign(c.take()), decay(c.take()), second(c.second()) {}
+  inline void back(A& p, A g, A* s) const {
+    A root = std::sqrt(s[0] + floor), after = p, old = 0;
+    // With weight decay the gradient depends on the old parameter; each round gains the digits of lr·decay.
+    int rounds = sizeof(A) == 8 ? 6 : 3;
+    if (decay == 0) {
+      round(p, sign * g / root, after, s[1], old);
+    } else {
+      for (int i = 0; i < rounds; i++) round(p, (sign * g + decay * p) / root, after, s[1], old);
+    }
+    s[1] = old;
+    if (!second.back(s[0], sign * g + decay * p)) s[1] = 0;
+  }
+  inline void round(A& p, A ratio, A after, A deltas, A& old) const {
+    A square = ratio * ratio;
+    old = (deltas - square * ((1 - rho) * floor)) / (square * (1 - rho) + rho);
+    old = old < 0 ? A(0) : old;
+    p = after + lr * (ratio * std::sqrt(old + floor));
+  }
+};
+
+// --- tensors and threads ---
+
+// Some tensors of one dtype, as pieces of a range of flat elements.
+struct Table {
+  int64_t tensors;
+  const int64_t* sizes;
+  void* const* gradients;
+  void* const* columns[MOST];
+  void* const* old[MOST];
+};
+
+// Calls work(tensor, begin within it, flat begin, count) for blocks of [from, to).
+template <class Work> void blocks(const Table& table, int64_t from, int64_t to, Work work) {
+  int64_t start = 0;
+  for (int64_t t = 0; t < table.tensors && start < to; start += table.sizes[t++]) {
+    int64_t end = std::min(to, start + table.sizes[t]);
+    for (int64_t at = std::max(from, start); at < end; at += BLOCK)
+      work(t, at - start, at, std::min(BLOCK, end - at));
+  }
+}
+
+template <class Work> void spread(int64_t total, int threads, Work work) {
+  int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, total / PER_THREAD));
+  int64_t each = (total / parts + BLOCK) / BLOCK * BLOCK;
+  std::vector<std::thread> others;
+  for (int64_t part = 1; part < parts; part++)
+    others.emplace_back([=] { work(std::min(total, part * each), std::min(total, (part + 1) * each)); });
+  work(0, std::min(total, each));
+  for (std::thread& other : others) other.join();
+}
+
+// A rule and its constants, for blocks of any type that is computed in A.
+template <class A> struct Rule {
+  virtual ~Rule() = default;
+  virtual int state() const = 0;
+  virtual void back(A (*column)[BLOCK], const A* gradient, int64_t n) const = 0;
+};
+
+template <class A, class R> struct RuleOf final : Rule<A> {
+  R rule;
+  explicit RuleOf(const Constants<A>& c) : rule(c) {}
+  int state() const override { return R::state; }
+  void back(A (*__restrict column)[BLOCK], const A* __restrict gradient, int64_t n) const override {
+    const R mine = rule;
+    for (int64_t i = 0; i < n; i++) {
+      A s[R::state + 1];
+      for (int k = 0; k < R::state; k++) s[k] = column[1 + k][i];
+      A p = column[0][i];
+      mine.back(p, gradient[i], s);
+      column[0][i] = p;
+      for (int k = 0; k < R::state; k++) column[1 + k][i] = s[k];
+    }
+  }
+};
+
+// One block's values, computed backwards.
+template <class T> struct Values {
+  using A = typename As<T>::Wide;
+  A column[MOST][BLOCK];
+  A gradient[BLOCK];
+
+  static void load(A* __restrict to, const void* from, int64_t begin, int64_t n) {
+    const T* values = static_cast<const T*>(from) + begin;
+    for (int64_t i = 0; i < n; i++) to[i] = widen(values[i]);
+  }
+
+  void back(const Rule<A>& rule, const Table& table, int64_t t, int64_t begin, int64_t n) {
+    load(gradient, table.gradients[t], begin, n);
+    for (int k = 0; k <= rule.state(); k++) load(column[k], table.columns[k][t], begin, n);
+    rule.back(column, gradient, n);
+  }
+};
+
+// --- what a block's computation backwards misses ---
+
+// Where a column's difference is kept: the low or high half of a byte, or all of it.
+struct Place {
+  int32_t code;   // which of the arrays of codes
+  int32_t shift;  // 0 or 4
+  int32_t half;   // only four bits
+};
+
+struct Codes {
+  int8_t* at[MOST];
+  const Place* places;
+  int32_t columns;  // that are kept: all, or the parameter alone
+};
+
+// Differences that do not fit stand at the least code; their elements are kept whole.
+struct Escapes {
+  std::atomic<int64_t> count;
+  int64_t room;
+  int32_t* where;
+  void* values;
+};
+
+template <class W, int limit> inline int32_t code_of(W old, W estimate) {
+  W difference = static_cast<W>(old - estimate);
+  bool fits = static_cast<W>(difference + limit) <= static_cast<W>(2 * limit);
+  return fits ? static_cast<int32_t>(static_cast<std::make_signed_t<W>>(difference)) : -limit - 1;
+}
+
+template <class T, int limit>
+int64_t encode(const typename As<T>::Wide* __restrict estimate, const typename As<T>::Word* __restrict old,
+               uint8_t* __restrict code, int shift, int64_t n) {
+  uint32_t escaped = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t found = code_of<typename As<T>::Word, limit>(old[i], rounded<T>(estimate[i]));
+    escaped += found == -limit - 1;
+    code[i] = static_cast<uint8_t>(code[i] | (limit == 7 ? (found & 15) << shift : found));
+  }
+  return escaped;
+}
+
+inline int32_t decoded(int8_t code, const Place& place) {
+  return place.half ? static_cast<int8_t>(static_cast<uint8_t>(code) << (4 - place.shift)) >> 4 : code;
+}
+
+template <class T>
+void record(const Rule<typename As<T>::Wide>& rule, const Table& table, const Codes& codes, Escapes* escapes, int64_t from, int64_t to) {
+  using Word = typename As<T>::Word;
+  Values<T> values;
+  uint8_t room[MOST][BLOCK];
+  blocks(table, from, to, [&](int64_t t, int64_t begin, int64_t flat, int64_t n) {
+    values.back(rule, table, t, begin, n);
+    std::memset(room, 0, sizeof room);
+    int last = 0;
+    for (int k = 0; k < codes.columns; k++) {
+      const Place place = codes.places[k];
+      const Word* old = static_cast<const Word*>(table.old[k][t]) + begin;
+      int64_t escaped = place.half ? encode<T, 7>(values.column[k], old, room[place.code], place.shift, n)
+                                   : encode<T, 127>(values.column[k], old, room[place.code], 0, n);
+      last = std::max<int>(last, place.code);
+      if (!escaped) continue;
+      int64_t slot = escapes[k].count.fetch_add(escaped);
+      if (slot + escaped > escapes[k].room) continue;  // the column will be kept whole
+      for (int64_t i = 0; i < n; i++) {
+        if (decoded(static_cast<int8_t>(room[place.code][i]), place) != (place.half ? -8 : -128)) continue;
+        escapes[k].where[slot] = static_cast<int32_t>(flat + i);
+        static_cast<Word*>(escapes[k].values)[slot++] = old[i];
+      }
+    }
+    for (int c = 0; c <= last; c++) std::memcpy(codes.at[c] + flat, room[c], static_cast<size_t>(n));
+  });
+}
+
+template <class T>
+void add(const typename As<T>::Wide* __restrict estimate, const int8_t* __restrict code, Place place,
+         typename As<T>::Word* __restrict to, int64_t n) {
+  using Word = typename As<T>::Word;
+  if (place.half) {
+    for (int64_t i = 0; i < n; i++)
+      to[i] = static_cast<Word>(rounded<T>(estimate[i]) + static_cast<Word>(decoded(code[i], place)));
+  } else {
+    for (int64_t i = 0; i < n; i++)
+      to[i] = static_cast<Word>(rounded<T>(estimate[i]) + static_cast<Word>(static_cast<int32_t>(code[i])));
+  }
+}
+
+template <class T>
+void undo(const Rule<typename As<T>::Wide>& rule, const Table& table, const Codes& codes, int64_t from, int64_t to) {
+  Values<T> values;
+  blocks(table, from, to, [&](int64_t t, int64_t begin, int64_t flat, int64_t n) {
+    values.back(rule, table, t, begin, n);
+    for (int k = 0; k < codes.columns; k++) {
+      auto* live = static_cast<typename As<T>::Word*>(table.columns[k][t]) + begin;
+      add<T>(values.column[k], codes.at[codes.places[k].code] + flat, codes.places[k], live, n);
+    }
+  });
+}
+
+template <class T>
+void invert(const Rule<typename As<T>::Wide>& rule, const Table& table, int columns, std::atomic<int64_t>& lost,
+            int64_t from, int64_t to) {
+  using A = typename As<T>::Wide;
+  Values<T> values;
+  int64_t bad = 0;
+  blocks(table, from, to, [&](int64_t t, int64_t begin, int64_t, int64_t n) {
+    values.back(rule, table, t, begin, n);
+    for (int k = 0; k < columns; k++) {
+      auto* live = static_cast<typename As<T>::Word*>(table.columns[k][t]) + begin;
+      const A* found = values.column[k];
+      for (int64_t i = 0; i < n; i++) live[i] = rounded<T>(found[i]);
+    }
+    uint32_t here = 0;
+    for (int64_t i = 0; i < n; i++) here += !finite(values.column[0][i]);
+    bad += here;
+  });
+  lost += bad;
+}
+
+// Puts whole elements of one column back where they were.
+template <class Word>
+void patch(const Table& table, int column, const int32_t* where, const Word* values, int64_t count) {
+  std::vector<int64_t> starts(static_cast<size_t>(table.tensors));
+  for (int64_t t = 0, start = 0; t < table.tensors; start += table.sizes[t++]) starts[static_cast<size_t>(t)] = start;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t t = std::upper_bound(starts.begin(), starts.end(), int64_t{where[i]}) - starts.begin() - 1;
+    static_cast<Word*>(table.columns[column][t])[where[i] - starts[static_cast<size_t>(t)]] = values[i];
+  }
+}
+
+// --- calls from Python (native.py) ---
+
+enum Task : int32_t { INVERT, RECORD, UNDO };
+
+struct Call {
+  int32_t task, rule, dtype, threads, sane, columns;
+  const double* constants;
+  const Place* places;
+  int8_t* codes[MOST];
+  Table table;
+  int64_t room;
+  int32_t* where[MOST];
+  void* values[MOST];
+  int64_t counts[MOST];  // of escapes by column, out of RECORD and into UNDO; out of INVERT: lost parameters
+};
+
+template <class T> void run_with(Call& call, const Rule<typename As<T>::Wide>& rule) {
+  int64_t total = 0;
+  for (int64_t t = 0; t < call.table.tensors; t++) total += call.table.sizes[t];
+  Codes codes{{}, call.places, call.columns};
+  std::copy(call.codes, call.codes + MOST, codes.at);
+  if (call.task == INVERT) {
+    std::atomic<int64_t> lost{0};
+    spread(total, call.threads,
+           [&](int64_t from, int64_t to) { invert<T>(rule, call.table, call.columns, lost, from, to); });
+    call.counts[0] = lost;
+  } else if (call.task == RECORD) {
+    Escapes escapes[MOST];
+    for (int k = 0; k < MOST; k++) {
+      escapes[k].count = 0;
+      escapes[k].room = call.room;
+      escapes[k].where = call.where[k];
+      escapes[k].values = call.values[k];
+    }
+    spread(total, call.threads,
+           [&](int64_t from, int64_t to) { record<T>(rule, call.table, codes, escapes, from, to); });
+    for (int k = 0; k < MOST; k++) call.counts[k] = escapes[k].count;
+  } else {
+    spread(total, call.threads, [&](int64_t from, int64_t to) { undo<T>(rule, call.table, codes, from, to); });
+    using Word = typename As<T>::Word;
+    for (int k = 0; k < call.columns; k++)
+      patch(call.table, k, call.where[k], static_cast<const Word*>(call.values[k]), call.counts[k]);
+  }
+}
+
+template <class A> std::unique_ptr<Rule<A>> rule_of(int number, const Constants<A>& c) {
+  switch (number) {  // the order of native.py
+    case 0: return std::make_unique<RuleOf<A, Sgd<A>>>(c);
+    case 1: return std::make_unique<RuleOf<A, Momentum<A>>>(c);
+    case 2: return std::make_unique<RuleOf<A, Adam<A>>>(c);
+    case 3: return std::make_unique<RuleOf<A, Nadam<A>>>(c);
+    case 4: return std::make_unique<RuleOf<A, Lion<A>>>(c);
+    case 5: return std::make_unique<RuleOf<A, Adagrad<A>>>(c);
+    case 6: return std::make_unique<RuleOf<A, Rmsprop<A, false, false>>>(c);
+    case 7: return std::make_unique<RuleOf<A, Rmsprop<A, true, false>>>(c);
+    case 8: return std::make_unique<RuleOf<A, Rmsprop<A, false, true>>>(c);
+    case 9: return std::make_unique<RuleOf<A, Rmsprop<A, true, true>>>(c);
+    case 10: return std::make_unique<RuleOf<A, Adadelta<A>>>(c);
+    default: return nullptr;
+  }
+}
+
+template <class T> int run(Call& call) {
+  using A = typename As<T>::Wide;
+  auto rule = rule_of<A>(call.rule, {call.constants, call.sane ? static_cast<A>(As<T>::epsilon) : A(-1)});
+  if (!rule) return 1;
+  run_with<T>(call, *rule);
+  return 0;
+}
+
+}  // namespace
+
+extern "C" int swift_optim_run(Call* call) {
+  switch (call->dtype) {
+    case 0: return run<float>(*call);
+    case 1: return run<double>(*call);
+    case 2: return run<Bfloat16>(*call);
+    case 3: return run<_Float16>(*call);
+    default: return 2;
+  }
+}

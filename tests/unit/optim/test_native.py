@@ -1,0 +1,179 @@
+"""`kernels.cpp`: built where it can be, used where it fits, over blocks, threads and many escapes."""
+
+import ctypes
+import os
+import shutil
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from swift.optim import native
+from swift.optim.codes import ROOM, ManyPasses, OnePass
+from swift.optim.journal import Journal
+from swift.optim.residue import Exact
+from tests.unit.optim import models
+
+LARGE = 5 * (1 << 15) + 77
+"""Elements that several threads share, with a rest."""
+
+
+def has_compiler() -> bool:
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    return found is not None and sys.platform == "linux"
+
+
+def grown(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], steps: int = 2, scale: float = 1.0
+) -> None:
+    for step in range(steps):
+        models.give_gradients(parameters, step, scale)
+        optimizer.step()
+
+
+def residues(journal: Journal) -> list[object]:
+    records = [record for record in journal._records.values() if isinstance(record, Exact)]
+    return [residue for record in records for residue in record._residues]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler was there at the installation")
+def test_it_is_built_and_used() -> None:
+    assert isinstance(native.library(), ctypes.CDLL), "install again: hatch_build.py says why"
+    parameters = models.parameters(torch.float32)
+    journal = Journal(torch.optim.AdamW(parameters), undo="exact")
+    models.give_gradients(parameters, 0)
+    journal.begin(0)
+    journal.apply_rest()
+    assert [type(residue) for residue in residues(journal)] == [OnePass]
+
+
+def test_what_does_not_lie_in_one_piece_takes_many_passes() -> None:
+    weight = torch.nn.Parameter(torch.randn(6, 4).t())
+    optimizer = torch.optim.AdamW([weight, torch.nn.Parameter(torch.randn(3))])
+    journal = Journal(optimizer, undo="exact")
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.randn(parameter.shape)
+    before = models.image(optimizer)
+    journal.begin(0)
+    journal.apply_rest()
+    assert [type(residue) for residue in residues(journal)] == [ManyPasses]
+    journal.undo()
+    assert models.image(optimizer) == before
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.ENV_OFF, "1")
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()
+
+
+VARIANTS = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RAdam, {"decoupled_weight_decay": True}),
+    (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    (torch.optim.RMSprop, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Adadelta, {}),
+]
+
+
+@pytest.mark.parametrize("grown_for", [0, 4, 9])  # RAdam changes its rule after five steps
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+@pytest.mark.parametrize(("cls", "hyper"), VARIANTS)
+def test_both_ways_agree(
+    cls: Any,
+    hyper: dict[str, Any],
+    decay: float,
+    maximize: bool,
+    grown_for: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, truth = [], []
+    for library in (native.library(), None):
+        monkeypatch.setattr(native, "library", lambda library=library: library)
+        parameters = models.parameters(torch.float64)
+        optimizer = cls(parameters, **hyper, weight_decay=decay, maximize=maximize)
+        grown(optimizer, parameters, grown_for)
+        truth.append(torch.cat([p.detach().reshape(-1).clone() for p in parameters]))
+        journal = Journal(optimizer, undo="arithmetic")
+        models.give_gradients(parameters, 20)
+        journal.begin(20)
+        journal.apply_rest()
+        stepped = torch.cat([p.detach().reshape(-1).clone() for p in parameters])
+        journal.undo()
+        assert not torch.equal(stepped, truth[0])
+        state = [v for p in parameters for v in optimizer.state.get(p, {}).values() if v is not None]
+        found.append(torch.cat([t.detach().reshape(-1) for t in [*parameters, *state]]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+    # In a first step with decay a few gradients lose their sign to it, and cannot be told from the others.
+    off = (found[0][: truth[0].numel()] - truth[0]).abs() > 1e-9
+    assert float(off.double().mean()) <= (0.02 if decay and not grown_for else 0.0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["sgd-nesterov", "adamw", "rmsprop-centered"])
+def test_blocks_and_threads(name: str, dtype: torch.dtype, threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [LARGE, 1, 511, 512, 0, 513]
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in sizes]
+    optimizer = models.make(name, "for-loop", parameters)
+    had = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        grown(optimizer, parameters)
+        before = models.image(optimizer)
+        journal = Journal(optimizer, undo="exact")
+        models.give_gradients(parameters, 7)
+        journal.begin(7)
+        journal.apply_rest()
+        assert models.image(optimizer) != before
+        assert journal.undo().exact
+        assert models.image(optimizer) == before
+    finally:
+        torch.set_num_threads(had)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9])
+def test_as_many_escapes_as_there_may_be(share: float) -> None:
+    # A parameter that is tiny beside its step cannot be told from what rounding leaves: it escapes.
+    values = torch.randn(LARGE)
+    tiny = torch.rand(LARGE) < share
+    values[tiny] = 1e-30 * torch.randn(int(tiny.sum()))
+    parameters = [torch.nn.Parameter(values[:1000].clone()), torch.nn.Parameter(values[1000:].clone())]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    grown(optimizer, parameters, steps=1, scale=1.0)
+    with torch.no_grad():  # tiny again after a step that made the state
+        for parameter, start in zip(parameters, values.split([1000, LARGE - 1000]), strict=True):
+            parameter.copy_(start)
+    before = models.image(optimizer)
+    journal = Journal(optimizer, undo="exact")
+    models.give_gradients(parameters, 5)
+    journal.begin(5)
+    journal.apply_rest()
+    (residue,) = residues(journal)
+    if isinstance(residue, OnePass):
+        some = residue._some.get(0)
+        kept = 0 if some is None else some[0].numel()
+        assert (0 in residue._whole) == (share > 0.5)
+        if share == 0.3:
+            assert kept > max(ROOM, LARGE // 64)  # the first room was too small
+        elif share < 0.1:
+            assert int(tiny.sum()) <= kept <= int(tiny.sum()) + LARGE // 50
+    journal.undo()
+    assert models.image(optimizer) == before
