@@ -41,6 +41,7 @@ make victims at once):
   service=logserver,step=12                     SIGKILL of the log server; it is started again
   service=coordinator,state=recovering          the coordinator kills itself there: fencing, planning,
                                                 recovering, running
+  corrupt=copy,rank=3                           a bit of the state that a replica gives to that rank
   corrupt=log,step=17[,stream=s1.F]             a bit of the live log, before the rank killed at that step dies
 
 reduce is the middle of a step's gradient reduction (needs --replicas); update the middle of a wait-free update

@@ -129,6 +129,10 @@ def describe(event: Mapping[str, Any]) -> str:
             return f"rank {rank} killed in {event['phase']}, step {event['step']}, microbatch {event['microbatch']}"
         case "service_killed":
             return f"{event['service']} killed" + (f" in {event['state']}" if "state" in event else "")
+        case "corrupted" if "stream" not in event:
+            return (
+                f"one bit flipped in what rank {rank} is given by a replica (byte {event['byte']} of a chunk)"
+            )
         case "corrupted":
             return f"one bit of {event['stream']} flipped ({event['record']})"
         case "child_exit":

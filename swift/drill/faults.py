@@ -6,6 +6,7 @@
     service=logserver,step=12                      the log server is killed when training reaches that step
     service=coordinator,state=recovering           the coordinator kills itself when it enters that state
     corrupt=log,step=17,stream=s1.F                a bit of that stream is flipped before that kill
+    corrupt=copy,rank=2                            a bit of the first state that rank 2 is given by a replica is flipped
 
 Parsing knows the words, `check` knows the topology; both raise `UsageError` with one line that names what
 would be allowed. A fault round-trips through ``str``.
@@ -92,7 +93,17 @@ class CorruptFault:
         return f"corrupt=log,step={self.step}" + (f",stream={self.stream}" if self.stream else "")
 
 
-Fault = RankFault | LogServerFault | CoordinatorFault | CorruptFault
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorruptCopyFault:
+    """One bit flipped in the first state that this rank receives from a replica, as it arrives."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"corrupt=copy,rank={self.rank}"
+
+
+Fault = RankFault | LogServerFault | CoordinatorFault | CorruptFault | CorruptCopyFault
 
 
 def parse(spec: str) -> Fault:
@@ -106,14 +117,15 @@ def parse(spec: str) -> Fault:
         if key in fields:
             raise UsageError(f"--kill {spec!r}: {key} stands there twice")
         fields[key] = value
+    if "corrupt" in fields:
+        return _corrupt_fault(spec, fields)
     if "rank" in fields:
         return _rank_fault(spec, fields)
     if "service" in fields:
         return _service_fault(spec, fields)
-    if "corrupt" in fields:
-        return _corrupt_fault(spec, fields)
     raise UsageError(
-        f"--kill {spec!r} names no victim: rank=N, service=logserver, service=coordinator or corrupt=log"
+        f"--kill {spec!r} names no victim: rank=N, service=logserver, service=coordinator, corrupt=log or "
+        "corrupt=copy"
     )
 
 
@@ -152,10 +164,13 @@ def _service_fault(spec: str, fields: dict[str, str]) -> Fault:
     raise UsageError(f"--kill {spec!r}: unknown service {service!r}: logserver or coordinator")
 
 
-def _corrupt_fault(spec: str, fields: dict[str, str]) -> CorruptFault:
-    _only(spec, fields, "corrupt", "step", "stream")
+def _corrupt_fault(spec: str, fields: dict[str, str]) -> CorruptFault | CorruptCopyFault:
+    if fields["corrupt"].lower() == "copy":
+        _only(spec, fields, "corrupt", "rank")
+        return CorruptCopyFault(rank=_number(spec, fields, "rank"))
     if fields["corrupt"].lower() != "log":
-        raise UsageError(f"--kill {spec!r}: only corrupt=log is there")
+        raise UsageError(f"--kill {spec!r}: corrupt must be log or copy")
+    _only(spec, fields, "corrupt", "step", "stream")
     stream = fields.get("stream", "")
     stream = stream[:-1].lower() + stream[-1:].upper()
     if stream and not _STREAM.match(stream):
@@ -194,6 +209,8 @@ def check(
                 _check_step(fault, step, topology)
             case CorruptFault():
                 _check_corrupt_fault(fault, faults, topology, strategy)
+            case CorruptCopyFault():
+                _check_corrupt_copy(fault, faults, topology, strategy)
             case CoordinatorFault(state=state):
                 if state != "running" and not any(isinstance(other, RankFault) for other in faults):
                     raise UsageError(
@@ -268,6 +285,18 @@ def _check_corrupt_fault(
     if fault.stream and fault.stream not in streams:
         raise UsageError(
             f"--kill {fault}: a replay of rank {victim.rank} reads only the streams {', '.join(streams)}"
+        )
+
+
+def _check_corrupt_copy(
+    fault: CorruptCopyFault, faults: Sequence[Fault], topology: Topology, strategy: str
+) -> None:
+    if topology.replicas == 1 or strategy in ("replay", "checkpoint"):
+        why = "without replicas" if topology.replicas == 1 else f"with --strategy {strategy}"
+        raise UsageError(f"--kill {fault}: nothing is copied {why}")
+    if not any(isinstance(other, RankFault) and other.rank == fault.rank for other in faults):
+        raise UsageError(
+            f"--kill {fault}: rank {fault.rank} is given no state unless another --kill takes its own"
         )
 
 
@@ -368,5 +397,10 @@ def to_environment(faults: Sequence[Fault]) -> str:
             }
             for index, fault in enumerate(faults)
             if isinstance(fault, RankFault)
+        ]
+        + [
+            {"id": fault_id(index), "rank": fault.rank, "phase": "flip"}
+            for index, fault in enumerate(faults)
+            if isinstance(fault, CorruptCopyFault)
         ]
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 from swift.drill.checks import TRAINED_FIELDS, Check, Comparison, all_of
 from swift.drill.config import DrillConfig
+from swift.drill.faults import CorruptCopyFault
 from swift.drill.timeline import Event, Recovery, steps_done
 
 
@@ -13,11 +14,16 @@ def checks(config: DrillConfig, found: Sequence[Recovery], comparisons: Sequence
     if config.topology.replicas == 1:
         return []
     undone = [recovery for recovery in found if recovery.undone]
+    distrusted = any(isinstance(fault, CorruptCopyFault) for fault in config.faults)
     return [
         _agree_check(config, comparisons),
         *([_copies_check(found)] if any(copied(recovery) for recovery in found) else []),
         *([_undo_check(config, found)] if undone else []),
-        *([_living_check(config, found)] if config.strategy in ("auto", "replica") else []),
+        *(
+            [_living_check(config, found)]
+            if config.strategy in ("auto", "replica") and not distrusted
+            else []
+        ),
     ]
 
 
@@ -89,6 +95,21 @@ def _undo_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
     if inexact and config.undo != "arithmetic":
         return Check(name, False, f"an undo was not exact, --undo is {config.undo}")
     return Check(name, True)
+
+
+def corrupt_copy_check(events: Sequence[Event]) -> Check:
+    """The rank that was given a flipped bit refused the state, and said why."""
+    name = "the corrupt copy was noticed"
+    flipped = [event for event in events if event["event"] == "corrupted" and "stream" not in event]
+    if not flipped:
+        return Check(name, None, "no bit was flipped")
+    refused = {
+        event["rank"]
+        for event in events
+        if event["event"] == "refused" and "is not what it sent" in str(event.get("reason"))
+    }
+    used = [f"rank {event['rank']}" for event in flipped if event["rank"] not in refused]
+    return Check(name, not used, f"the flipped bit was used by {', '.join(used)}" if used else "")
 
 
 def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:

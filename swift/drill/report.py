@@ -11,7 +11,7 @@ from typing import Any
 from swift.drill import loss, replicas, timeline
 from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
-from swift.drill.faults import CorruptFault, RankFault, fault_id
+from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
 from swift.drill.timeline import Event, Recovery
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
@@ -222,13 +222,15 @@ def _recovery_checks(config: DrillConfig, evidence: Evidence, found: Sequence[Re
 
 
 def _strategy_check(config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]) -> Check:
-    """What was asked for took place; a corrupt log was noticed and not replayed."""
+    """What was asked for took place; a corrupt log or copy was noticed and not used."""
     fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
     if any(isinstance(fault, CorruptFault) for fault in config.faults):
         name = "the corrupt log was noticed"
         if evidence.corruption is None:
             return Check(name, None, "no bit was flipped")
         return Check(name, bool(fell_back), "; ".join(fell_back) or "the flipped bit was replayed")
+    if any(isinstance(fault, CorruptCopyFault) for fault in config.faults):
+        return replicas.corrupt_copy_check(evidence.events)
     name = "the strategy was the one asked for"
     used = {strategy for recovery in found for strategy, _ in recovery.strategies().values()}
     if found and not used:

@@ -3,6 +3,7 @@
 The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", "step", "microbatch", "phase",
 "hold"}``. At its coordinates a rank sends SIGKILL to itself: the kernel ends it in the middle of what it does,
 as a lost machine would. A fault fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
+With the phase "flip" it lives, and a bit of the replica's state that it receives is flipped on arrival.
 With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that the drill can prepare the log.
 """
 
@@ -12,6 +13,8 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from swift import events
 from swift.errors import ServiceError
@@ -78,6 +81,13 @@ class FaultInjector:
             if fault.phase == "copy" and 2 * done >= total:
                 self._fire(fault, fault.step or 0)
 
+    def flip_in_copy(self, data: torch.Tensor) -> None:
+        """(a rank that receives a replica's state) Flips a bit of `data`, a chunk that has arrived, if told to."""
+        for fault in self._mine:
+            if fault.phase == "flip" and data.numel() and self._is_first(fault):
+                data.view(torch.uint8)[data.nbytes // 2] ^= 1
+                events.emit("corrupted", rank=self._rank, id=fault.id, byte=data.nbytes // 2, bit=0)
+
     def while_others_replay(self, step: int) -> None:
         """(a rank that waits) Dies if it is told to die in a replay and one is running."""
         if any(fault.phase == "replay" for fault in self._mine) and (self._directory / "replaying").exists():
@@ -99,12 +109,18 @@ class FaultInjector:
             while not (self._directory / f"{fault.id}.fired").exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
 
-    def _fire(self, fault: Fault, step: int) -> None:
+    def _is_first(self, fault: Fault) -> bool:
+        """Whether it has not fired in this job; from now on it has."""
         try:
             descriptor = os.open(self._directory / f"{fault.id}.fired", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
-            return
+            return False
         os.close(descriptor)
+        return True
+
+    def _fire(self, fault: Fault, step: int) -> None:
+        if not self._is_first(fault):
+            return
         if fault.hold:
             (self._directory / f"{fault.id}.reached").touch()
             deadline = time.monotonic() + _HOLD_TIMEOUT_S

@@ -9,6 +9,8 @@ import platform
 
 import torch
 
+from swift.optim import native
+
 
 def determinism_fingerprint() -> dict[str, str]:
     return {
@@ -18,5 +20,6 @@ def determinism_fingerprint() -> dict[str, str]:
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
         "machine": platform.machine(),
         "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "undo": "kernels.cpp" if native.library() is not None else "torch",  # other bits in arithmetic undo
         "default_dtype": str(torch.get_default_dtype()),
     }

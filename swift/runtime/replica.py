@@ -50,7 +50,7 @@ _PROTOCOL = 0x7377_6966_7401
 _MANIFEST_BYTES_MAX = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
-_TAG_HEADER, _TAG_MANIFEST, _TAG_DIGESTS, _TAG_CHUNK = 1, 2, 3, 16
+_TAG_HEADER, _TAG_MANIFEST, _TAG_DIGESTS, TAG_CHUNK = 1, 2, 3, 16
 
 OnChunk = Callable[[int, int], None]
 
@@ -161,7 +161,7 @@ def send_state(
         for chunk in chunks:
             if chunk.source == source:
                 check()
-                send(_packed(chunk, parts), _TAG_CHUNK + chunk.index)
+                send(_packed(chunk, parts), TAG_CHUNK + chunk.index)
                 done += 1
                 while len(in_flight) > _IN_FLIGHT:
                     in_flight.popleft()[1].wait()
@@ -221,7 +221,7 @@ def receive_state(
                 arrived()
             room = _room(chunk, destination.parts)
             source = transfer.sources[chunk.source]
-            in_flight.append((chunk, room, wire.receive(room, source, _TAG_CHUNK + chunk.index)))
+            in_flight.append((chunk, room, wire.receive(room, source, TAG_CHUNK + chunk.index)))
         while in_flight:
             check()
             arrived()

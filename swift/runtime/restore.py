@@ -21,7 +21,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.member import Member
-from swift.runtime.replica import Transfer, receive_state, send_state
+from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
 from swift.runtime.state import TrainerState
 
 FLUSH_TIMEOUT_S = 60.0
@@ -46,14 +46,30 @@ def _gives_up_log(plan: pb.Plan) -> bool:
 class _Wire:
     """A replica's copy goes over the group of all ranks, whose waits a notice ends."""
 
-    def __init__(self, world: LastingGroup):
+    def __init__(self, world: LastingGroup, faults: FaultInjector):
         self._world = world
+        self._faults = faults
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Any:
         return self._world.send([data], to, tag)
 
     def receive(self, data: torch.Tensor, source: int, tag: int) -> Any:
-        return self._world.recv([data], source, tag)
+        pending = self._world.recv([data], source, tag)
+        return _Arriving(pending, data, self._faults) if tag >= TAG_CHUNK else pending
+
+
+class _Arriving:
+    """A chunk on its way, into which a drill may flip a bit."""
+
+    def __init__(self, pending: Any, data: torch.Tensor, faults: FaultInjector):
+        self._pending = pending
+        self._data = data
+        self._faults = faults
+
+    def wait(self) -> Any:
+        result = self._pending.wait()
+        self._faults.flip_in_copy(self._data)
+        return result
 
 
 class Restorer:
@@ -157,7 +173,7 @@ class Restorer:
             self._state.state_dict(),
             self._member.check,
             self._faults.copying,
-            wire=_Wire(self._world),
+            wire=_Wire(self._world, self._faults),
         )
         events.emit(
             "copy_end",
@@ -181,7 +197,7 @@ class Restorer:
             self._state.destinations(),
             self._member.check,
             self._faults.copying,
-            wire=_Wire(self._world),
+            wire=_Wire(self._world, self._faults),
         )
         try:
             self._state.load_state_dict(received.state)

@@ -182,6 +182,14 @@ def test_a_corrupt_log_is_not_replayed(twins: Path, tmp_path: Path) -> None:
     assert "s0c1.F" in report["reason"]
 
 
+def test_a_corrupt_copy_is_not_used(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=3,step=8,microbatch=1", "corrupt=copy,rank=3"]
+    report = passed(drill(*HYBRID, *kills(*specs), twins=twins, at=tmp_path))
+    # Which of the two is damaged nobody knows: both are rebuilt from their logs.
+    assert report["strategy"] == {"0": "keep", "1": "replay"}
+    assert report["exact"] is True
+
+
 def test_a_checkpoint_that_was_asked_for(twins: Path, tmp_path: Path) -> None:
     specs = ["rank=0,step=8,phase=reduce"]
     report = passed(drill(*HYBRID, "--strategy", "checkpoint", *kills(*specs), twins=twins, at=tmp_path))

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift.drill import faults
-from swift.drill.faults import CoordinatorFault, CorruptFault, Fault, LogServerFault, RankFault
+from swift.drill.faults import (
+    CoordinatorFault,
+    CorruptCopyFault,
+    CorruptFault,
+    Fault,
+    LogServerFault,
+    RankFault,
+)
 from swift.drill.topology import SCHEDULES, Topology
 from swift.errors import UsageError
 
@@ -47,6 +54,7 @@ def topology(**changes: object) -> Topology:
         ("corrupt=log,step=17,stream=S1.f", CorruptFault(step=17, stream="s1.F")),
         ("corrupt=log,step=17", CorruptFault(step=17)),
         ("corrupt=log,step=17,stream=S1C0.b", CorruptFault(step=17, stream="s1c0.B")),
+        ("corrupt=copy,rank=3", CorruptCopyFault(rank=3)),
     ],
 )
 def test_parses(spec: str, fault: Fault) -> None:
@@ -75,7 +83,7 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("service=logserver", "step is missing"),
         ("service=coordinator", "running, fencing, planning, recovering"),
         ("service=coordinator,state=asleep", "running, fencing, planning, recovering"),
-        ("corrupt=memory,step=1", "corrupt=log"),
+        ("corrupt=memory,step=1", "corrupt must be log or copy"),
         ("corrupt=log,step=1,stream=../x", "s<stage>.F"),
     ],
 )
@@ -169,6 +177,8 @@ HYBRID = {"pipeline_ranks": 2, "replicas": 2}
         ),
         (["rank=1,step=3", "rank=1,phase=copy"], {"strategy": "checkpoint"}, "--strategy checkpoint copies"),
         (["rank=1,step=7", "corrupt=log,step=7"], {}, "add --strategy replay"),
+        (["rank=1,step=7", "corrupt=copy,rank=2"], {}, "rank 2 is given no state"),
+        (["rank=1,step=7", "corrupt=copy,rank=1"], {"strategy": "replay"}, "nothing is copied with"),
         (
             ["rank=1,step=7", "corrupt=log,step=7,stream=s1.B"],
             {"strategy": "replay"},

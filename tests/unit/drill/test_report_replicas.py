@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swift.drill import report
-from swift.drill.replicas import reduction_exact
+from swift.drill.replicas import corrupt_copy_check, reduction_exact
 from swift.drill.report import FAIL, INCONCLUSIVE, PASS, Evidence
 from tests.unit.drill.evidence import Trace
 from tests.unit.drill.replica_evidence import (
@@ -336,3 +336,21 @@ def test_the_backends_order_is_named() -> None:
     assert not reduction_exact(replace(three, reduction="fast"))
     assert reduction_exact(replace(three, data_parallel="ddp"))
     assert reduction_exact(replace(config(), reduction="fast"))
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], None),
+        (["flip"], False),
+        (["flip", "refusal of the log"], False),
+        (["flip", "refusal"], True),
+    ],
+)
+def test_a_corrupt_copy_must_be_refused_by_who_got_it(events: list[str], expected: bool | None) -> None:
+    said = {
+        "flip": {"event": "corrupted", "rank": 3, "byte": 7, "bit": 0},
+        "refusal": {"event": "refused", "rank": 3, "reason": "what rank 3 received is not what it sent"},
+        "refusal of the log": {"event": "refused", "rank": 3, "reason": "s1.F@4 is corrupt"},
+    }
+    assert corrupt_copy_check([said[event] for event in events]).answer is expected
