@@ -60,6 +60,7 @@ class _Call(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("sane", ctypes.c_int32),
         ("kept", ctypes.c_int32),
+        ("team", ctypes.c_void_p),
         ("constants", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
         ("codes", ctypes.c_void_p * MOST),
@@ -84,6 +85,17 @@ def library() -> ctypes.CDLL | None:
                 return ctypes.CDLL(str(path))
             except OSError:
                 continue  # built for another system
+    return None
+
+
+@functools.cache
+def _team() -> int | None:
+    """Address of GOMP_parallel in the OpenMP that torch has loaded; None: another OpenMP, or none."""
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
+        try:
+            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
     return None
 
 
@@ -123,6 +135,7 @@ class Pass:
         self._hold: list[object] = [gradients, columns]  # what the call points to
         self._call = call = _Call(rule=form, dtype=TYPES[gradients[0].dtype], kept=kept, sane=sane)
         call.threads = torch.get_num_threads()
+        call.team = _team()
         call.constants = self._keep((ctypes.c_double * len(constants))(*constants))
         call.table.tensors = len(gradients)
         call.table.sizes = self._keep((ctypes.c_int64 * len(gradients))(*[g.numel() for g in gradients]))
