@@ -69,7 +69,7 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         messages, runner = self._messages, self._runner
         if messages is None or runner is None:
             raise RuntimeError(f"process group {self.label}: connection of an ended generation")
-        return runner.submit(lambda: run(messages))
+        return runner.submit(lambda: messages.carry_out(run))
 
     def run(self, run: Callable[[Messages], None]) -> None:
         self.submit(run).wait()

@@ -112,9 +112,10 @@ class Session:
         except KeyError as error:
             raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
         columns = config.replicas * config.shards
+        shards = f" of {config.shards} shards" if config.shards > 1 else ""
         if world_size % columns:
             raise UsageError(
-                f"{world_size} ranks cannot be {config.replicas} replicas of {config.shards} shards; start a "
+                f"{world_size} ranks cannot be {config.replicas} replicas{shards}; start a "
                 f"multiple of {columns}"
             )
         events.configure(f"rank{rank}")

@@ -133,7 +133,7 @@ class Runner:
 
 
 class Messages:
-    """Collectives over one gloo group. Called by the group's runner, in the same order on all ranks."""
+    """Collectives over one gloo group. Called by the group's runner (``carry_out``), in the same order on all ranks."""
 
     def __init__(self, inner: Any, own: int, n: int, number: int = 0):
         """`number` keeps groups apart that lie over the same gloo group."""
@@ -141,7 +141,23 @@ class Messages:
         self._first_tag = (1 + number % _GROUPS) * _TAGS
         self._own, self._n = own, n
         self._sequence = 0
+        self._error: Exception | None = None
         self._pool: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+
+    def carry_out(self, run: Callable[["Messages"], None]) -> None:
+        """Some collectives. Raises RuntimeError if one has failed before.
+
+        A collective that fails has not counted all its messages. The next one would take the tags of those that are
+        missing, and a peer that waits for them would get something else: a wrong sum, or the end of its process
+        by gloo if the sizes differ.
+        """
+        if self._error is not None:
+            raise RuntimeError(f"connection: a collective failed here before: {self._error}")
+        try:
+            run(self)
+        except Exception as error:
+            self._error = error
+            raise
 
     def all_reduce(self, tensor: torch.Tensor, op: Op) -> None:
         """In place, in rank order: op(op(x0, x1), x2) ... for every element."""

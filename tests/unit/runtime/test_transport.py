@@ -233,6 +233,47 @@ def test_a_runner_hands_over_what_was_raised_and_goes_on() -> None:
     runner.join(10)
 
 
+class Cut:
+    """What gloo is to a rank that loses a peer: messages from it fail."""
+
+    def __init__(self, inner: Inner, lost: int):
+        self._inner, self._lost = inner, lost
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
+        return self._inner.send(tensors, to, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
+        def fails() -> None:
+            raise RuntimeError("Read error: Connection reset by peer")
+
+        return Work(fails) if source == self._lost else self._inner.recv(tensors, source, tag)
+
+
+def test_nothing_is_sent_after_a_collective_that_failed() -> None:
+    # Rank 1 does not know yet that rank 2 is gone, and waits for rank 0's second half of the first sum.
+    network, add = Network(), operation(None)
+    alive = Messages(Inner(network, 1), 1, 3)
+    cut = Messages(Cut(Inner(network, 0), 2), 0, 3)
+    for _ in range(2):  # what rank 2 has sent to rank 1 before it died
+        network.queue(2, 1, alive._first_tag + 1).put(torch.ones(4000))
+    result = torch.ones(12000)
+    waits = threading.Thread(
+        target=lambda: _fails(lambda: alive.carry_out(lambda m: m.all_reduce(result, add)))
+    )
+    waits.start()
+    for size in (12000, 15000):
+        with pytest.raises(RuntimeError, match="onnection"):
+            cut.carry_out(lambda m, size=size: m.all_reduce(torch.ones(size), add))
+    assert network.queue(0, 1, cut._first_tag + 2).empty(), "it would be taken for the second half"
+    network.queue(0, 1, cut._first_tag + 2).put(torch.ones(1))  # ends the wait
+    waits.join(20)
+
+
+def _fails(run: Callable[[], None]) -> None:
+    with pytest.raises((AssertionError, queue.Empty)):
+        run()
+
+
 def test_a_reduction_without_an_order_is_refused() -> None:
     with pytest.raises(ValueError, match="AVG"):
         operation(torch.distributed.ReduceOp.AVG)
