@@ -150,7 +150,7 @@ class World:
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = process.communicate(timeout=90)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     return dict(json.loads(out.strip().splitlines()[-1]))
 
