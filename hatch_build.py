@@ -1,7 +1,9 @@
 """Compiles swift/optim/kernels.cpp where there is a C++ compiler; without one everything works, undo slower."""
 
+import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,22 +31,39 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
     """(hatchling) called before a wheel, also an editable one, is put together."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        folder = Path(self.root) / "swift" / "optim"
-        for old in folder.glob("_kernels_*.so"):
-            old.unlink()
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-        if self.target_name != "wheel" or not sys.platform.startswith("linux") or compiler is None:
+        if self.target_name != "wheel" or not sys.platform.startswith("linux"):
             return
+        compiler = shlex.split(os.environ.get("CXX", "")) or [
+            shutil.which("g++") or shutil.which("clang++") or ""
+        ]
+        source = Path(self.root) / "swift" / "optim" / "kernels.cpp"
+        # The library says what it was made from: native.py takes no other version's.
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()
         levels = LEVELS if platform.machine() == "x86_64" else {"default": []}
         for name, flags in levels.items():
-            target = folder / f"_kernels_{name}.so"
-            command = [compiler, *FLAGS, *flags, str(folder / "kernels.cpp"), "-o", str(target)]
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-            if done.returncode != 0:
-                reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+            target = source.with_name(f"_kernels_{name}.so")
+            made = target.with_suffix(".new")
+            command = [*compiler, *FLAGS, *flags, f'-DSWIFT_SOURCE="{digest}"', str(source), "-o", str(made)]
+            reason = _compile(command) if compiler[0] else "no C++ compiler was found"
+            if reason:
                 self.app.display_warning(f"swift/optim/kernels.cpp for {name} is left out: {reason}")
+                made.unlink(missing_ok=True)
                 target.unlink(missing_ok=True)
                 continue
+            made.replace(target)  # processes that have loaded the old one keep it
             build_data["artifacts"].append(f"swift/optim/{target.name}")
             build_data["pure_python"] = False
             build_data["infer_tag"] = True
+
+
+def _compile(command: list[str]) -> str:
+    """Why it failed, in one line; empty if it did not."""
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+    return (
+        ""
+        if done.returncode == 0
+        else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+    )

@@ -103,13 +103,25 @@ def corrupt_copy_check(events: Sequence[Event]) -> Check:
     flipped = [event for event in events if event["event"] == "corrupted" and "stream" not in event]
     if not flipped:
         return Check(name, None, "no bit was flipped")
-    refused = {
-        event["rank"]
-        for event in events
-        if event["event"] == "refused" and "is not what it sent" in str(event.get("reason"))
-    }
-    used = [f"rank {event['rank']}" for event in flipped if event["rank"] not in refused]
-    return Check(name, not used, f"the flipped bit was used by {', '.join(used)}" if used else "")
+    answers = [_refused(event["rank"], events[events.index(event) + 1 :]) for event in flipped]
+    answer = all_of(answers)
+    return Check(
+        name, answer, "the flipped bit was used" if answer is False else "the copy did not come to its end"
+    )
+
+
+def _refused(rank: int, later: Sequence[Event]) -> bool | None:
+    """Whether this rank has refused the copy that it was in. None: the copy had no end, because a peer died."""
+    for event in later:
+        if event.get("rank") != rank:
+            continue
+        if event["event"] == "refused" and "is not what it sent" in str(event.get("reason")):
+            return True
+        if event["event"] == "replica_received":
+            return False
+        if event["event"] == "copy_begin":
+            return None
+    return None
 
 
 def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:

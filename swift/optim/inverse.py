@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,23 @@ def unfit(
                 continue
             if tensor.layout != torch.strided or tensor.dtype != parameter.dtype:
                 return "sparse or mixed gradients and state are copied"
+    if _overlap(parameters):
+        return "parameters that share memory are copied"  # one is taken back before the other is read
     return ""
+
+
+def _overlap(parameters: list[torch.nn.Parameter]) -> bool:
+    spans = []
+    for parameter in parameters:
+        if parameter.numel():
+            reach = sum(
+                (size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            spans.append(
+                (parameter.data_ptr(), parameter.data_ptr() + (reach + 1) * parameter.element_size())
+            )
+    spans.sort()
+    return any(end > begin for (_, end), (begin, _) in pairwise(spans))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from swift.optim.inverse import Arithmetic, Bucket, numbers, snapshot, unfit
 from swift.optim.preimage import PreImage
 from swift.optim.residue import Exact
 from swift.optim.rules import RULES
-from swift.optim.torch_names import bare_step, post_hooks, pre_hooks
+from swift.optim.torch_names import bare_step, own_post_hooks, post_hooks, pre_hooks
 from swift.optim.units import Pool
 
 MODES = ("none", "exact", "arithmetic", "preimage")
@@ -241,6 +241,8 @@ class Journal:
             return None
         if self.measure:
             self._copies[bucket] = PreImage(self._optimizer, parameters, whole=False)
+        if own_post_hooks(self._optimizer):  # they may change parameters, also those that have no gradient
+            return PreImage(self._optimizer, self.buckets[bucket], whole=self.whole)
         if self.mode == "preimage":
             return PreImage(self._optimizer, parameters, whole=self.whole)
         assert self._known is not None
@@ -316,7 +318,7 @@ class Journal:
     @property
     def passing_bytes(self) -> int:
         """Bytes of buffers that the exact undo holds for the passing copy of its largest bucket."""
-        return self._pool.bytes_of("old", "estimate", "nibble")
+        return self._pool.bytes_of("old", "estimate", "nibble", "where", "escaped")
 
 
 def make_buckets(

@@ -9,11 +9,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -45,11 +47,13 @@ template <> struct As<Bfloat16> {
   using Word = uint16_t;
   static constexpr float epsilon = 0x1p-7f;
 };
+#ifdef __FLT16_MAX__
 template <> struct As<_Float16> {
   using Wide = float;
   using Word = uint16_t;
   static constexpr float epsilon = 0x1p-10f;
 };
+#endif
 
 template <class To, class From> inline To cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -88,7 +92,7 @@ template <class A> struct Second {
     A after = v * old + g * g * fresh;
     bool known = finite(v) && finite(after);
     A floor = std::max(after * least, A(0));
-    v = v > 0 ? v : floor;
+    v = v > floor ? v : floor;
     v = known ? v : A(0);
     return known;
   }
@@ -129,16 +133,16 @@ template <class A> struct Momentum {
 // Adam, AdamW, LAMB and RAdam.
 template <class A> struct Adam {
   static constexpr int state = 2;
-  A size, floor, grow, sign, decay, fade;
+  A rate, size, floor, grow, sign, decay, fade;  // rate and size are apart: LAMB's product may overflow
   Second<A> second;
   bool scaled;  // by the root of the second moment
   explicit Adam(Constants<A> c)
-      : size(c.take()), floor(c.take()), grow(c.take()), sign(c.take()), decay(c.take()), fade(c.take()),
-        second(c.second()), scaled(c.at[0] != 0) {}
+      : rate(c.take()), size(c.take()), floor(c.take()), grow(c.take()), sign(c.take()), decay(c.take()),
+        fade(c.take()), second(c.second()), scaled(c.at[0] != 0) {}
   inline void back(A& p, A g, A* s) const {
     A denominator = scaled ? std::sqrt(s[1]) + floor : A(1);
-    A pull = size * s[0] / denominator;
-    p = (p + (size != 0 ? pull : A(0))) * grow;
+    A pull = rate * (size * (s[0] / denominator));
+    p = (p + (rate != 0 ? pull : A(0))) * grow;
     A used = sign * g + decay * p;
     s[0] = forget(s[0], used, fade);
     if (!second.back(s[1], used)) s[0] = 0;
@@ -281,21 +285,32 @@ using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
 template <class Work> struct Shared {
   int64_t total, parts, each;
   Work work;
+  std::fenv_t environment{};  // the caller's: a thread that flushes denormals and one that does not have other bits
   std::atomic<int64_t> next{0};
 
   static void run(void* shared) {
     auto& mine = *static_cast<Shared*>(shared);
+    std::fenv_t own;
+    std::fegetenv(&own);
+    std::fesetenv(&mine.environment);
     for (int64_t part = mine.next++; part < mine.parts; part = mine.next++)
       mine.work(std::min(mine.total, part * mine.each), std::min(mine.total, (part + 1) * mine.each));
+    std::fesetenv(&own);
   }
 };
 
 template <class Work> void spread(int64_t total, int threads, Team team, Work work) {
   int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, total / PER_THREAD));
   Shared<Work> shared{total, parts, (total / parts + BLOCK) / BLOCK * BLOCK, work};
-  if (parts > 1 && team != nullptr) return team(&Shared<Work>::run, &shared, static_cast<unsigned>(parts), 0);
+  std::fegetenv(&shared.environment);
+  // All of torch's threads, also if there are fewer parts: a smaller team would end those that are left over.
+  if (parts > 1 && team != nullptr) return team(&Shared<Work>::run, &shared, static_cast<unsigned>(threads), 0);
   std::vector<std::thread> others;
-  for (int64_t part = 1; part < parts; part++) others.emplace_back(&Shared<Work>::run, &shared);
+  try {
+    for (int64_t part = 1; part < parts; part++) others.emplace_back(&Shared<Work>::run, &shared);
+  } catch (const std::system_error&) {
+    // No more threads are to be had: those that are there do all parts.
+  }
   Shared<Work>::run(&shared);
   for (std::thread& other : others) other.join();
 }
@@ -462,7 +477,7 @@ void invert(const Rule<typename As<T>::Wide>& rule, const Table& table, int colu
       uint32_t here = 0;
       for (int64_t i = 0; i < n; i++) {
         live[i] = rounded<T>(found[i]);
-        here += !finite(found[i]);
+        here += !finite(widen(cast<T>(live[i])));
       }
       bad += k == 0 ? here : 0;
     }
@@ -555,12 +570,25 @@ template <class T> int run(Call& call) {
 
 }  // namespace
 
+// What it was compiled from: another version's Call has another layout.
+extern "C" const char* swift_optim_source() { return SWIFT_SOURCE; }
+
+extern "C" int swift_optim_knows_half() {
+#ifdef __FLT16_MAX__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 extern "C" int swift_optim_run(Call* call) {
   switch (call->dtype) {
     case 0: return run<float>(*call);
     case 1: return run<double>(*call);
     case 2: return run<Bfloat16>(*call);
+#ifdef __FLT16_MAX__
     case 3: return run<_Float16>(*call);
+#endif
     default: return 2;
   }
 }

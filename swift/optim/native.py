@@ -6,6 +6,7 @@ installations that found no C++ compiler.
 
 import ctypes
 import functools
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -14,10 +15,13 @@ from typing import Any
 
 import torch
 
+from swift.optim.torch_names import is_plain_memory
+
 MOST = 4
 """Columns of a parameter: itself and its state."""
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 INVERT, RECORD, UNDO = range(3)
+SOURCE = Path(__file__).with_name("kernels.cpp")
 ENV_OFF = "SWIFT_NO_NATIVE"
 """Set to 1: compute with torch's operations alone."""
 
@@ -74,17 +78,18 @@ class _Call(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The one for this CPU; None if it was not built here, or is switched off."""
+    """The one for this CPU; None if it was not built here from this very source, or is switched off."""
     if os.environ.get(ENV_OFF) == "1":
         return None
     name = torch.backends.cpu.get_cpu_capability().lower()
     for candidate in dict.fromkeys((name, "avx2" if name == "avx512" else "default")):
-        path = Path(__file__).with_name(f"_kernels_{candidate}.so")
-        if path.exists():
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError:
-                continue  # built for another system
+        try:
+            found = ctypes.CDLL(str(SOURCE.with_name(f"_kernels_{candidate}.so")))
+            found.swift_optim_source.restype = ctypes.c_char_p
+            if found.swift_optim_source() == hashlib.sha256(SOURCE.read_bytes()).hexdigest().encode():
+                return found
+        except (OSError, AttributeError):
+            continue  # not there, or built for another system, or long ago
     return None
 
 
@@ -101,18 +106,15 @@ def _team() -> int | None:
 
 def available(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these tensors of one dtype can be computed by `Pass`."""
-    first = tensors[0]
+    first, found = tensors[0], library()
     return (
-        first.device.type == "cpu"
+        found is not None
+        and first.device.type == "cpu"
         and first.dtype in TYPES
-        and library() is not None
-        and all(tensor.is_contiguous() for tensor in tensors)
+        and (first.dtype != torch.float16 or bool(found.swift_optim_knows_half()))
+        and all(map(is_plain_memory, tensors))
         and sum(tensor.numel() for tensor in tensors) < 1 << 31
     )
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
 
 
 class Pass:
@@ -154,8 +156,8 @@ class Pass:
         self._call.task = task
         found = library()
         assert found is not None
-        failed = found.swift_optim_run(ctypes.byref(self._call))
-        assert failed == 0, f"kernels.cpp knows no such rule or type ({failed})"
+        if found.swift_optim_run(ctypes.byref(self._call)) != 0:
+            raise RuntimeError("kernels.cpp knows no such rule or type")
 
     def _point_at(
         self,

@@ -224,7 +224,8 @@ def _adam(a: Applied) -> Backwards:
             _make_sane(v, used, beta2, 1 - beta2, m)
 
     coupled = 0.0 if decoupled else decay
-    constants = (size, eps * root, grow, sign, coupled, _fade(beta1), beta2, 1 - beta2, 1.0)
+    scale = root / (1 - beta1**a.step)
+    constants = (lr, scale, eps * root, grow, sign, coupled, _fade(beta1), beta2, 1 - beta2, 1.0)
     return Backwards(kernel, Form.ADAM, constants)
 
 
@@ -263,7 +264,8 @@ def _radam(a: Applied) -> Backwards:
         _forget_second(v, used, beta2, a.sane, m)
 
     coupled = 0.0 if decoupled else decay
-    constants = (size, eps, grow, sign, coupled, _fade(beta1), beta2, 1 - beta2, float(rho > 5))
+    averages = (grow, sign, coupled, _fade(beta1), beta2, 1 - beta2)
+    constants = (lr, size / lr if lr else 0.0, eps, *averages, float(rho > 5))
     return Backwards(kernel, Form.ADAM, constants)
 
 
@@ -307,20 +309,20 @@ def _lamb(a: Applied) -> Backwards:
     beta1, beta2 = h["betas"]
     root = math.sqrt(1 - beta2**a.step)
     rate = h["lr"] * a.scalars["trust_ratio"]
-    size = rate * root / (1 - beta1**a.step)
+    scale = root / (1 - beta1**a.step)  # apart from the rate: a tiny update has a trust ratio near overflow
     # The trust ratio is known after the step only, so this cannot be refused beforehand; it bounds the value.
     grow = 1 / max(1 - rate * h["weight_decay"], SHRINKS_BELOW)
 
     def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
         m, v = s
-        p.addcdiv_(m, v.sqrt().add_(h["eps"] * root), value=size).mul_(grow)
+        p.add_(torch.div(m, v.sqrt().add_(h["eps"] * root)).mul_(scale), alpha=rate).mul_(grow)
         if a.first:
             return
         used = _decayed(g, p, sign, 0.0)
         _forget_first(m, used, beta1)
         _forget_second(v, used, beta2, a.sane, m)
 
-    constants = (size, h["eps"] * root, grow, sign, 0.0, _fade(beta1), beta2, 1 - beta2, 1.0)
+    constants = (rate, scale, h["eps"] * root, grow, sign, 0.0, _fade(beta1), beta2, 1 - beta2, 1.0)
     return Backwards(kernel, Form.ADAM, constants)
 
 
@@ -367,7 +369,8 @@ def _adagrad(a: Applied) -> Backwards:
             _make_sane(total, used, 1.0, 1.0)
 
     decay = h["weight_decay"]
-    constants = (h["eps"], sign, decay, sign * rate, sign * decay, 1.0, 1.0, 1.0)
+    bound = 1.0 if decay else math.inf
+    constants = (h["eps"], sign, decay, sign * rate, sign * decay, bound, 1.0, 1.0)
     return Backwards(kernel, Form.ADAGRAD, constants)
 
 
@@ -413,7 +416,8 @@ def _rmsprop(a: Applied) -> Backwards:
         (False, True): Form.RMSPROP_CENTERED,
         (True, True): Form.RMSPROP_MOMENTUM_CENTERED,
     }[momentum > 0, bool(h["centered"])]
-    return Backwards(kernel, form, (*averages, sign * lr, sign * decay, bound, alpha, 1 - alpha))
+    solve = (sign * lr, sign * decay, bound if decay else math.inf)
+    return Backwards(kernel, form, (*averages, *solve, alpha, 1 - alpha))
 
 
 def _rmsprop_refuses(h: Hyper) -> str:

@@ -14,7 +14,7 @@ from swift.errors import ServiceError
 _NEEDED: dict[str, tuple[object, list[str]]] = {
     "torch.optim.optimizer": (_module, ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
     "torch": (torch, ["_foreach_clone", "_foreach_copy_", "_fused_adamw_"]),
-    "torch.Tensor": (torch.Tensor, ["_version"]),
+    "torch.Tensor": (torch.Tensor, ["_version", "_is_zerotensor"]),
 }
 
 
@@ -81,6 +81,11 @@ def adamw_(
     )
 
 
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Its elements are what lies in its memory, one after another."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
 def version(tensor: torch.Tensor) -> int:
     """Grows with every change of the tensor in place."""
     return tensor._version
@@ -94,6 +99,11 @@ def pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 def post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """What torch would call after `optimizer`'s step, in its order: its own, then everybody's."""
     return [*_own(optimizer, "_optimizer_step_post_hooks"), *_module._global_optimizer_post_hooks.values()]
+
+
+def own_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Somebody has asked to be called after this optimizer's steps."""
+    return bool(_own(optimizer, "_optimizer_step_post_hooks"))
 
 
 def _own(optimizer: torch.optim.Optimizer, name: str) -> list[Callable[..., Any]]:

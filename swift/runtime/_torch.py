@@ -175,9 +175,12 @@ def keep_reference(module: DistributedDataParallel) -> None:
     DDP's backward finds it in its autograd node, and Python has one such reference for all nodes. If another thread
     collects garbage while torch, without the interpreter's lock, gives the node a second owner, the collector
     takes node and reference for garbage at first and clears the reference, for good ("NoneType has no attribute
-    reducer"). Held by the module itself, the reference is never taken for garbage.
+    reducer"). Held elsewhere as well, the reference is never taken for garbage.
     """
-    module.__dict__["_swift_reference"] = weakref.ref(module)
+    _references[module] = weakref.ref(module)
+
+
+_references: "weakref.WeakKeyDictionary[DistributedDataParallel, Any]" = weakref.WeakKeyDictionary()
 
 
 def meta_to_json(metas: Iterable[Any]) -> list[Any]:

@@ -12,14 +12,16 @@ import torch
 from swift.optim import native
 
 
-def determinism_fingerprint() -> dict[str, str]:
+def determinism_fingerprint(undo: str) -> dict[str, str]:
+    """`undo`: how half-applied updates are taken back. Only an arithmetic undo's bits depend on what computes it."""
+    computed = "kernels.cpp" if native.library() is not None else "torch"
     return {
+        **({"undo": computed} if undo == "arithmetic" else {}),
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
         "machine": platform.machine(),
         "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "undo": "kernels.cpp" if native.library() is not None else "torch",  # other bits in arithmetic undo
         "default_dtype": str(torch.get_default_dtype()),
     }

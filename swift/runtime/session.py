@@ -90,7 +90,7 @@ class Session:
         for group in self.groups.values():
             group.reducing = self._updates.reducing
         self._updates.replaying = lambda: self._channel.replaying
-        member.join(world_size, config.agreed(), determinism_fingerprint(), self._engine.interrupt)
+        member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine.interrupt)
         self._engine.form()
 
     @classmethod

@@ -342,14 +342,19 @@ def test_the_backends_order_is_named() -> None:
     ("events", "expected"),
     [
         ([], None),
-        (["flip"], False),
-        (["flip", "refusal of the log"], False),
+        (["flip", "received"], False),
+        (["flip", "refusal of the log", "received"], False),
         (["flip", "refusal"], True),
+        (["flip", "refusal", "another copy", "received"], True),
+        (["flip"], None),
+        (["flip", "another copy", "received"], None),
     ],
 )
 def test_a_corrupt_copy_must_be_refused_by_who_got_it(events: list[str], expected: bool | None) -> None:
     said = {
         "flip": {"event": "corrupted", "rank": 3, "byte": 7, "bit": 0},
+        "received": {"event": "replica_received", "rank": 3},
+        "another copy": {"event": "copy_begin", "rank": 3, "role": "joiner"},
         "refusal": {"event": "refused", "rank": 3, "reason": "what rank 3 received is not what it sent"},
         "refusal of the log": {"event": "refused", "rank": 3, "reason": "s1.F@4 is corrupt"},
     }

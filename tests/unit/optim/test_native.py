@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from swift.optim import native
 from swift.optim.codes import ROOM, ManyPasses, OnePass
 from swift.optim.journal import Journal
+from swift.optim.lamb import Lamb
+from swift.optim.lion import Lion
 from swift.optim.residue import Exact
 from tests.unit.optim import models
 
@@ -62,6 +65,109 @@ def test_what_does_not_lie_in_one_piece_takes_many_passes() -> None:
     assert models.image(optimizer) == before
 
 
+def taken_back(optimizer: torch.optim.Optimizer, scale: float = 1.0) -> tuple[Journal, bool]:
+    """After a step that is undone exactly: the journal while the step is applied, and whether all bits are back."""
+    before = models.image(optimizer)
+    journal = Journal(optimizer, undo="exact")
+    models.give_gradients([p for group in optimizer.param_groups for p in group["params"]], 3, scale)
+    journal.begin(3)
+    journal.apply_rest()
+    kinds = [type(record).__name__ for record in journal._records.values()]
+    journal.undo()
+    assert "Exact" in kinds or kinds == ["PreImage"]
+    return journal, models.image(optimizer) == before
+
+
+@pytest.mark.usefixtures("way")
+def test_parameters_that_share_memory_are_copied() -> None:
+    memory = torch.randn(4000)
+    views = [torch.nn.Parameter(memory[:3000]), torch.nn.Parameter(memory[1000:])]
+    for optimizer in (
+        torch.optim.SGD([views[0], torch.nn.Parameter(memory[:3000])], lr=1e-6),
+        torch.optim.AdamW(views),
+    ):
+        grown(optimizer, optimizer.param_groups[0]["params"])
+        assert taken_back(optimizer)[1]
+
+
+@pytest.mark.usefixtures("way")
+def test_what_a_hook_has_changed_after_the_step_comes_back() -> None:
+    parameters = models.parameters(torch.float32)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def clamp(*_: Any) -> None:
+        for parameter in parameters:
+            parameter.data.clamp_(-0.1, 0.1)
+
+    optimizer.register_step_post_hook(clamp)
+    assert taken_back(optimizer)[1]
+
+
+def test_threads_that_flush_denormals_differently_compute_alike() -> None:
+    # torch's setting is one of the calling thread; the others of a team do not have it.
+    had = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(True)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        parameter = torch.nn.Parameter(2e-38 * torch.randn(1 << 17, generator=generator))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        grown(optimizer, [parameter], scale=1e-38)
+        assert all(taken_back(optimizer, 1e-38)[1] for _ in range(40))
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(had)
+
+
+def test_a_gradient_that_is_negative_by_a_mark_alone_is_read_as_torch_reads_it() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    grown(optimizer, [parameter])
+    before = parameter.detach().clone()
+    journal = Journal(optimizer, undo="arithmetic")
+    parameter.grad = torch.randn(5, dtype=torch.complex64).conj().imag
+    assert parameter.grad.is_neg()
+    journal.begin(3)
+    journal.apply_rest()
+    journal.undo()
+    torch.testing.assert_close(parameter.detach(), before)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_second_moment_is_never_below_what_rounding_leaves_of_it(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(5000, generator=generator).to(dtype))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    grown(optimizer, [parameter], steps=1, scale=1e-3)
+    journal = Journal(optimizer, undo="arithmetic")
+    models.give_gradients([parameter], 3)
+    journal.begin(3)
+    journal.apply_rest()
+    after = optimizer.state[parameter]["exp_avg_sq"].clone()
+    journal.undo()
+    least = 0.5 * torch.finfo(dtype).eps * after.float()
+    assert bool((optimizer.state[parameter]["exp_avg_sq"].float() >= least).all())
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler was there at the installation")
+def test_a_library_of_another_version_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = native.library()
+    assert found is not None
+    copy = tmp_path / "kernels.cpp"
+    shutil.copy(found._name, tmp_path)
+    copy.write_bytes(native.SOURCE.read_bytes())
+    monkeypatch.setattr(native, "SOURCE", copy)
+    native.library.cache_clear()
+    try:
+        assert native.library() is not None
+        native.library.cache_clear()
+        copy.write_bytes(copy.read_bytes() + b"// a change")
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()
+
+
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.ENV_OFF, "1")
     native.library.cache_clear()
@@ -88,6 +194,8 @@ VARIANTS = [
     (torch.optim.RMSprop, {"centered": True}),
     (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
     (torch.optim.Adadelta, {}),
+    (Lamb, {}),
+    (Lion, {}),
 ]
 
 

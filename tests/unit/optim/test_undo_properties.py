@@ -164,6 +164,7 @@ def test_exact_undo_is_exact(
 @example((torch.optim.RMSprop, {"centered": True}), torch.float32, 0, 3, [1e6])
 @example((Lion, {}), torch.float32, 0, 3, [3e38])
 @example((torch.optim.NAdam, {"betas": (0.5, 0.5), "weight_decay": 0.01}), torch.float32, 0, 1, [3e38])
+@example((Lamb, {"lr": 0.3, "betas": (0.9, 0.5), "eps": 1e-3}), torch.float32, 350, 0, [1e-42])
 def test_arithmetic_undo_gives_values_to_go_on_with(
     what: tuple[type[torch.optim.Optimizer], dict[str, Any]],
     dtype: torch.dtype,

@@ -1,6 +1,7 @@
 """What swift does about torch's own faults."""
 
 import gc
+import io
 import weakref
 from collections.abc import Iterator
 
@@ -27,6 +28,7 @@ def test_ddp_finds_itself_in_its_backward_whatever_is_taken_for_garbage() -> Non
     output = module(torch.ones(1, 2))
     reference = output.grad_fn.ddp_weakref
     # It is the one that the module holds: the collector sees an owner besides the nodes.
-    assert any(owner is vars(module) or owner is module for owner in gc.get_referrers(reference))
-    assert weakref.getweakrefs(module) == [reference]
+    assert any(type(owner) is dict and reference in owner.values() for owner in gc.get_referrers(reference))
+    assert reference in weakref.getweakrefs(module)
     assert reference() is module
+    torch.save(module, io.BytesIO())  # it is not in the way of a trainer's own checkpoints
