@@ -135,14 +135,13 @@ template <class A> struct Adam {
   static constexpr int state = 2;
   A rate, size, floor, grow, sign, decay, fade;  // rate and size are apart: LAMB's product may overflow
   Second<A> second;
-  bool scaled;  // by the root of the second moment
+  bool scaled;  // by the root of the second moment; not if the rate is 0, where 0/0 would be no number
   explicit Adam(Constants<A> c)
       : rate(c.take()), size(c.take()), floor(c.take()), grow(c.take()), sign(c.take()), decay(c.take()),
         fade(c.take()), second(c.second()), scaled(c.at[0] != 0) {}
   inline void back(A& p, A g, A* s) const {
     A denominator = scaled ? std::sqrt(s[1]) + floor : A(1);
-    A pull = rate * (size * (s[0] / denominator));
-    p = (p + (rate != 0 ? pull : A(0))) * grow;
+    p = (p + rate * (size * (s[0] / denominator))) * grow;
     A used = sign * g + decay * p;
     s[0] = forget(s[0], used, fade);
     if (!second.back(s[1], used)) s[0] = 0;

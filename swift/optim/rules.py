@@ -225,7 +225,7 @@ def _adam(a: Applied) -> Backwards:
 
     coupled = 0.0 if decoupled else decay
     scale = root / (1 - beta1**a.step)
-    constants = (lr, scale, eps * root, grow, sign, coupled, _fade(beta1), beta2, 1 - beta2, 1.0)
+    constants = (lr, scale, eps * root, grow, sign, coupled, _fade(beta1), beta2, 1 - beta2, float(lr != 0))
     return Backwards(kernel, Form.ADAM, constants)
 
 
@@ -265,7 +265,7 @@ def _radam(a: Applied) -> Backwards:
 
     coupled = 0.0 if decoupled else decay
     averages = (grow, sign, coupled, _fade(beta1), beta2, 1 - beta2)
-    constants = (lr, size / lr if lr else 0.0, eps, *averages, float(rho > 5))
+    constants = (lr, size / lr if lr else 0.0, eps, *averages, float(rho > 5 and lr != 0))
     return Backwards(kernel, Form.ADAM, constants)
 
 
@@ -322,7 +322,18 @@ def _lamb(a: Applied) -> Backwards:
         _forget_first(m, used, beta1)
         _forget_second(v, used, beta2, a.sane, m)
 
-    constants = (rate, scale, h["eps"] * root, grow, sign, 0.0, _fade(beta1), beta2, 1 - beta2, 1.0)
+    constants = (
+        rate,
+        scale,
+        h["eps"] * root,
+        grow,
+        sign,
+        0.0,
+        _fade(beta1),
+        beta2,
+        1 - beta2,
+        float(rate != 0),
+    )
     return Backwards(kernel, Form.ADAM, constants)
 
 
