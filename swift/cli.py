@@ -13,7 +13,7 @@ PROGRAMS = {
 }
 OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
-    "bench": "measure one part against the limit of the machine: undo, replica",
+    "bench": "measure one part against the limit of the machine: undo, replica, log",
     "version": "print the version",
 }
 

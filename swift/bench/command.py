@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from swift.errors import SwiftError, UsageError
 
 BENCHMARKS = {
+    "log": "append to and read from the log: bytes per second over the wire's and the disk's, CPU seconds per GB",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
     "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }

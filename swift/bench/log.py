@@ -1,0 +1,326 @@
+"""`swift-ft bench log`: what the log moves, against what memory, the wire and the disk of this machine can.
+
+    memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
+    append: writer process(es) → gRPC → log server → segment files, until every record is durable
+    read: log server → gRPC → a reader process, checksums verified, with the segments gone from the page cache
+
+Every round measures all cases once, in turn; a case's ratio is the median of its ratios in its own round.
+"""
+
+import json
+import mmap
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from swift.arguments import Parser
+from swift.bench.log_ranks import GENERATION, JOB, TIMEOUT_S
+from swift.errors import ServiceError, UsageError
+from swift.log import admin
+
+SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
+WRITERS = 4
+SHARED_SIZE = "4 MiB"
+"""Of the records that several writers append together."""
+WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
+GOALS = {"append": 0.65, "read": 0.85, "writers": 1.0}
+"""Durable append over an O_DIRECT append, cold read over an O_DIRECT read, 4 writers together over one."""
+_BLOCK = 8 << 20
+_SYNC_BYTES = 64 << 20
+
+
+# --- limits of the machine ---
+
+
+def memcpy(total: int) -> float:
+    """Seconds for a copy of `total` bytes between memories that have been written."""
+    source, target = memoryview(bytearray(os.urandom(1 << 20) * 64)), memoryview(bytearray(64 << 20))
+    target[:] = source
+    began = time.monotonic()
+    for _ in range(max(1, total // len(source))):
+        target[:] = source
+    return (time.monotonic() - began) * total / (max(1, total // len(source)) * len(source))
+
+
+def over_tcp(total: int) -> float:
+    count = total // (4 << 20)
+    worker = Worker("receive", "-", "-", 4 << 20, count)
+    with worker, socket.create_connection(("127.0.0.1", int(worker.line()))) as connection:
+        body = memoryview(bytearray(4 << 20))
+        worker.begin()
+        began = time.monotonic()
+        for _ in range(count):
+            connection.sendall(body)
+        connection.recv(1)
+        took = time.monotonic() - began
+        worker.result()
+    return took
+
+
+def to_disk(path: Path, total: int) -> float:
+    """Aligned O_DIRECT writes into a file that grows, fdatasync for every 64 MiB."""
+    with mmap.mmap(-1, _BLOCK) as block:
+        block.write(os.urandom(1 << 20) * (_BLOCK >> 20))
+        descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_DIRECT, 0o600)
+        try:
+            began = time.monotonic()
+            for at in range(0, total, _BLOCK):
+                os.pwrite(descriptor, block, at)
+                if (at + _BLOCK) % _SYNC_BYTES == 0:
+                    os.fdatasync(descriptor)
+            os.fdatasync(descriptor)
+            return time.monotonic() - began
+        finally:
+            os.close(descriptor)
+
+
+def from_disk(path: Path, total: int) -> float:
+    with mmap.mmap(-1, _BLOCK) as block:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            began = time.monotonic()
+            for at in range(0, total, _BLOCK):
+                os.preadv(descriptor, [block], at)
+            return time.monotonic() - began
+        finally:
+            os.close(descriptor)
+
+
+# --- the log ---
+
+
+class Worker:
+    """A process of `log_ranks`."""
+
+    def __init__(self, role: str, address: str, stream: str, size: int, count: int):
+        command = [
+            sys.executable,
+            "-m",
+            "swift.bench.log_ranks",
+            role,
+            address,
+            stream,
+            str(size),
+            str(count),
+        ]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        found = self._process.stdout.readline().strip()
+        if not found:
+            raise ServiceError(f"a process of the benchmark ended with exit code {self._process.wait()}")
+        return found
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        assert self.line() == "ready"
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def result(self) -> dict[str, float]:
+        found: dict[str, float] = json.loads(self.line())
+        return found
+
+
+class Server:
+    """A log server on a directory of its own."""
+
+    def __init__(self, directory: Path):
+        self.log = directory / "log"
+        address_file = directory / "address"
+        command = [sys.executable, "-m", "services.logserver", "--directory", str(self.log)]
+        self.process = subprocess.Popen(
+            [*command, "--address-file", str(address_file)], stdout=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 30
+        while not address_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise ServiceError("the log server of the benchmark did not start")
+            time.sleep(0.02)
+        self.address = address_file.read_text().strip()
+        admin.fence(self.address, JOB, GENERATION, 10.0)
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def cool(self) -> None:
+        """Takes the segments out of the page cache."""
+        for path in self.log.rglob("*.seg"):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[Server]:
+    server = Server(directory)
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        try:
+            server.process.wait(10)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait()
+
+
+def move(server: Server, role: str, streams: Sequence[str], size: int, total: int) -> dict[str, float]:
+    """Records of `size` in all `streams` at once, `total` bytes together."""
+    count = max(1, total // len(streams) // size)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(role, server.address, stream, size, count)) for stream in streams
+        ]
+        before = server.cpu_seconds()
+        for worker in workers:
+            worker.begin()
+        found = [worker.result() for worker in workers]
+        gigabytes = count * size * len(streams) / 1e9
+        seconds = max(f["ended"] for f in found) - min(f["began"] for f in found)
+        rates = [count * size / 1e6 / (f["ended"] - f["began"]) for f in found]
+        return {
+            "rate": gigabytes * 1e3 / seconds,
+            "client_cpu": sum(f["cpu"] for f in found) / gigabytes,
+            "server_cpu": (server.cpu_seconds() - before) / gigabytes,
+            "slowest_over_fastest": min(rates) / max(rates),
+        }
+
+
+def measure(directory: Path, total: int) -> dict[str, Any]:
+    """One round: all cases. Rates in MB/s."""
+    probe = directory / "probe"
+    limits = {
+        "memcpy": total / 1e6 / memcpy(total),
+        WIRE: total / 1e6 / over_tcp(total),
+        DISK_WRITE: total / 1e6 / to_disk(probe, total),
+        DISK_READ: total / 1e6 / from_disk(probe, total),
+    }
+    probe.unlink()
+    cases: dict[str, dict[str, float]] = {}
+    with served(directory) as server:
+        for name, size in SIZES.items():
+            cases[f"append {name}"] = move(server, "append", ["s0.F"], size, total)
+            server.cool()
+            cases[f"read {name}"] = move(server, "read", ["s0.F"], size, total)
+            admin.reset(server.address, JOB, GENERATION, TIMEOUT_S)
+        streams = [f"s{n}.F" for n in range(WRITERS)]
+        cases[f"append {SHARED_SIZE}, {WRITERS} writers"] = move(
+            server, "append", streams, SIZES[SHARED_SIZE], total
+        )
+        admin.reset(server.address, JOB, GENERATION, TIMEOUT_S)
+    return {"limits": limits, "cases": cases}
+
+
+# --- what comes out ---
+
+
+def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
+    """Medians over rounds, ratios within them, and the goals."""
+    found: dict[str, Any] = {"bytes": total, "rounds": len(rounds), "limits_mb_s": {}, "cases": {}}
+    for name in rounds[0]["limits"]:
+        found["limits_mb_s"][name] = statistics.median(r["limits"][name] for r in rounds)
+    for name, first in rounds[0]["cases"].items():
+        case = {key: statistics.median(r["cases"][name][key] for r in rounds) for key in first}
+        limit = DISK_READ if name.startswith("read") else DISK_WRITE
+        for key, against in (("of_disk", limit), ("of_wire", WIRE)):
+            case[key] = statistics.median(r["cases"][name]["rate"] / r["limits"][against] for r in rounds)
+        found["cases"][name] = case
+    alone, together = f"append {SHARED_SIZE}", f"append {SHARED_SIZE}, {WRITERS} writers"
+    values = {
+        "append": found["cases"][alone]["of_disk"],
+        "read": found["cases"][f"read {SHARED_SIZE}"]["of_disk"],
+        "writers": statistics.median(
+            r["cases"][together]["rate"] / r["cases"][alone]["rate"] for r in rounds
+        ),
+    }
+    found["goals"] = {
+        name: {"at_least": GOALS[name], "value": value, "met": value >= GOALS[name]}
+        for name, value in values.items()
+    }
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['machine']}; {result['bytes'] >> 20} MiB a case, medians of {result['rounds']} rounds",
+        "",
+    ]
+    lines += [f"{name:<28}{rate:8.0f} MB/s" for name, rate in result["limits_mb_s"].items()]
+    lines += ["", f"{'':<28}{'MB/s':>8}  {'of disk':>7} {'of wire':>7}   CPU s/GB client  server"]
+    for name, case in result["cases"].items():
+        lines.append(
+            f"{name:<28}{case['rate']:8.0f}  {case['of_disk']:7.2f} {case['of_wire']:7.2f}"
+            f"   {case['client_cpu']:15.2f}  {case['server_cpu']:6.2f}"
+        )
+    words = {
+        "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
+        "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
+        "writers": f"{WRITERS} writers together over one",
+    }
+    lines.append("")
+    for name, goal in result["goals"].items():
+        said = "met" if goal["met"] else "missed"
+        lines.append(f"goal at least {goal['at_least']}: {goal['value']:.2f}, {said} ({words[name]})")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    return f"{os.cpu_count()} cores ({platform.machine()}), {memory} GiB, loopback, load {os.getloadavg()[0]:.1f}"
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="swift-ft bench log",
+        description="Measures append and read of the log against memory, wire and disk.",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    parser.add_argument(
+        "--mebibytes", type=int, default=512, metavar="N", help="of a case (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    if arguments.mebibytes < 256 or arguments.mebibytes % 64 or arguments.rounds < 1:
+        raise UsageError("--mebibytes takes a multiple of 64 from 256 on, --rounds 1 or more")
+    path: Path | None = arguments.json
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise UsageError(f"--json {path}: give a file in a directory that exists")
+    on, total = machine(), arguments.mebibytes << 20
+    rounds = []
+    try:
+        for _ in range(arguments.rounds):
+            with tempfile.TemporaryDirectory(prefix="swift-bench-", dir=arguments.directory) as directory:
+                rounds.append(measure(Path(directory), total))
+    except OSError as error:
+        raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error
+    result = {"machine": on, **evaluate(rounds, total)}
+    print(table(result))
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
