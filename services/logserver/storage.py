@@ -27,6 +27,7 @@ from typing import Protocol
 import crc32c
 
 from services.logserver.core import STEP_UNKNOWN, Entry, Hole
+from services.logserver.disk import sync_directory, write_all
 from swift.errors import ServiceError, UsageError
 from swift.log.frame import Bytes
 from swift.log.record import NAME_PATTERN
@@ -47,7 +48,6 @@ LOCK = ".lock"
 RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 20
 _MANIFEST_MAGIC = "swift-log-manifest 1"
-_IOV_MAX = 512
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -238,7 +238,7 @@ class DirectoryStorage:
                 out.torn_bytes += scanned.torn_bytes
             if scanned.header is None and not scanned.damage:
                 path.unlink()
-                _sync_directory(folder)
+                sync_directory(folder)
                 continue
             segments.append(self._take_segment(scanned, out, trimmed, meta.first))
         if out.next_sequence < meta.next_at_least:
@@ -336,7 +336,7 @@ class DirectoryStorage:
     def _seal(self, stream: tuple[str, str], segment: _Segment) -> None:
         footer = encode_footer(SegmentHeader(*stream, segment.first), len(segment.offsets), segment.size)
         try:
-            _write_all(segment.fd, [footer], segment.size)
+            write_all(segment.fd, [footer], segment.size)
             os.fdatasync(segment.fd)
         except OSError:
             os.ftruncate(segment.fd, segment.size)
@@ -350,16 +350,16 @@ class DirectoryStorage:
         folder = self.directory / job / name
         if not folder.is_dir():
             folder.mkdir()
-            _sync_directory(folder.parent)
+            sync_directory(folder.parent)
         if folder.is_symlink() or folder.parent.is_symlink():
             raise OSError(errno.ELOOP, f"{folder} is a symbolic link")
         path = folder / segment_name(sequence)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags, 0o644)
         try:
-            _write_all(fd, [encode_segment_header(SegmentHeader(job, name, sequence))], 0)
+            write_all(fd, [encode_segment_header(SegmentHeader(job, name, sequence))], 0)
             os.fdatasync(fd)
-            _sync_directory(folder)
+            sync_directory(folder)
         except OSError:
             os.close(fd)
             path.unlink()
@@ -388,18 +388,18 @@ class DirectoryStorage:
         folder = self.directory / job
         if not folder.is_dir():
             folder.mkdir()
-            _sync_directory(self.directory)
+            sync_directory(self.directory)
         if folder.is_symlink():
             raise OSError(errno.ELOOP, f"{folder} is a symbolic link")
         aside = folder / f"{MANIFEST}.new"
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            _write_all(fd, [data], 0)
+            write_all(fd, [data], 0)
             os.fsync(fd)
         finally:
             os.close(fd)
         os.rename(aside, folder / MANIFEST)
-        _sync_directory(folder)
+        sync_directory(folder)
 
     # -- reading and removing -------------------------------------------------------------------------
 
@@ -461,29 +461,6 @@ def _as_storage_error(error: OSError) -> ServiceError:
     return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, parts: Sequence[Bytes], offset: int) -> int:
-    """Writes all parts at ``offset``; gives the offset behind them."""
-    views = [memoryview(part) for part in parts]
-    at = 0
-    while at < len(views):
-        written = os.pwritev(fd, views[at : at + _IOV_MAX], offset)
-        offset += written
-        while at < len(views) and written >= len(views[at]):
-            written -= len(views[at])
-            at += 1
-        if written:
-            views[at] = views[at][written:]
-    return offset
-
-
 def _write_frames(segment: _Segment, group: Sequence[Write]) -> list[int]:
     """Appends frames; gives their offsets."""
     offsets = []
@@ -491,7 +468,7 @@ def _write_frames(segment: _Segment, group: Sequence[Write]) -> list[int]:
     for write in group:
         offsets.append(at)
         at += len(write.frame)
-    _write_all(segment.fd, [write.frame for write in group], segment.size)
+    write_all(segment.fd, [write.frame for write in group], segment.size)
     segment.size = at
     segment.dirty = True
     return offsets

@@ -3,11 +3,12 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from services.logserver.disk import write_all
 from services.logserver.storage import (
     LOCK,
     MANIFEST,
@@ -442,3 +443,24 @@ def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_bodies_of_frames_are_those_of_the_helper() -> None:
     assert frame_of(3)[1].endswith(body_of(3))
+
+
+@pytest.mark.parametrize("most", [1 << 62, 3 << 20, 1000])
+def test_large_frames_are_written_in_pieces_however_little_the_system_takes_at_once(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [0, 5, (9 << 20) + 3, 4 << 20, 1, (4 << 20) + 1] if most > 1000 else [0, 5, 4096, 700, 1]
+    parts = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
+    real = os.pwritev
+
+    def takes_little(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        whole = b"".join(views)[:most]
+        return real(fd, [whole], offset)
+
+    monkeypatch.setattr(os, "pwritev", takes_little)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        assert write_all(fd, parts, 7) == 7 + sum(sizes)
+    finally:
+        os.close(fd)
+    assert (tmp_path / "file").read_bytes() == bytes(7) + b"".join(parts)
