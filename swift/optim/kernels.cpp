@@ -218,7 +218,9 @@ template <class A, bool momentum, bool centered> struct Rmsprop {
         solve(c), second(c.second()) {}
   inline void back(A& p, A g, A* s) const {
     A* mean = s + (centered ? state - 1 : 0);
-    A root = std::sqrt(centered ? s[0] - *mean * *mean : s[0]) + floor;
+    // Fused, as torch's addcmul is: an infinite average less a square beyond the type's range stays infinite.
+    A variance = centered ? std::fma(-*mean, *mean, s[0]) : s[0];
+    A root = std::sqrt(variance > 0 || !centered ? variance : A(0)) + floor;
     p = momentum ? p + lr * s[1] : solve.back(p, g, root);
     A used = sign * g + decay * p;
     if (momentum) s[1] = (s[1] - used / root) * grow_back;
