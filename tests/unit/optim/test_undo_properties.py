@@ -162,7 +162,9 @@ def test_exact_undo_is_exact(
 @example((torch.optim.AdamW, {"lr": 1e-2}), torch.float32, 0, 1, [1e12])
 @example((torch.optim.AdamW, {"lr": 1e-2}), torch.float32, 0, 3, [1e30])
 @example((torch.optim.RMSprop, {"centered": True}), torch.float32, 0, 3, [1e6])
-@example((torch.optim.RMSprop, {"centered": True, "alpha": 0.5, "foreach": False}), torch.float32, 0, 0, [1e30])
+@example(
+    (torch.optim.RMSprop, {"centered": True, "alpha": 0.5, "foreach": False}), torch.float32, 0, 0, [1e30]
+)
 @example((Lion, {}), torch.float32, 0, 3, [3e38])
 @example((torch.optim.NAdam, {"betas": (0.5, 0.5), "weight_decay": 0.01}), torch.float32, 0, 1, [3e38])
 @example((Lamb, {"lr": 0.3, "betas": (0.9, 0.5), "eps": 1e-3}), torch.float32, 350, 0, [1e-42])
