@@ -83,7 +83,7 @@ class Committer:
         for queued in self._queue:
             if size >= _BATCH_BYTES:
                 break
-            size += len(queued.write.frame)
+            size += queued.write.size
             count += 1
         batch, self._queue = self._queue[:count], self._queue[count:]
         return batch
@@ -125,7 +125,7 @@ class Committer:
         for queued in batch:
             self._state.core.made_durable(queued.stream, queued.write.sequence + 1)
             durable[queued.stream.tag] = queued.stream
-            credit[queued.session] = credit.get(queued.session, 0) + len(queued.write.frame)
+            credit[queued.session] = credit.get(queued.session, 0) + queued.write.size
         for tag, stream in durable.items():
             holder = self._state.holders.get(tag)
             if holder is not None:

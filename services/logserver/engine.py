@@ -176,7 +176,7 @@ class LogEngine:
         session.underway_bytes += len(frame)
         if session.underway_bytes > self.config.credit_bytes + self.config.body_bytes_max + HEADER_BYTES_MAX:
             raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
-        self._committer.put(session, stream, Write(stream.job, stream.name, header.sequence, frame))
+        self._committer.put(session, stream, Write(stream.job, stream.name, header.sequence, [frame]))
         return 0
 
     # -- the end --------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ Order of effects, so that a kill at any point loses nothing acknowledged: a segm
 successor is made; a new file's directory entry is synced before the first record in it is acknowledged; the
 manifest says what is dropped before files are unlinked; a manifest is written aside, synced, renamed, and its
 directory synced.
+
+A segment takes its space when it is made, and more in steps of 32 MiB, so that appends change no metadata
+and a full disk is found before anything is written.
 """
 
-import errno
-import fcntl
 import json
-import os
+import re
 import threading
-from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,28 +27,30 @@ from typing import Protocol
 import crc32c
 
 from services.logserver.core import STEP_UNKNOWN, Entry, Hole
-from services.logserver.disk import sync_directory, write_all
+from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
+from services.logserver.segments import Segment
 from swift.errors import ServiceError, UsageError
 from swift.log.frame import Bytes
 from swift.log.record import NAME_PATTERN
 from swift.log.segment import (
-    SEGMENT_HEADER_BYTES,
+    BLOCK_BYTES,
+    FOOTER_BYTES,
     SUFFIX,
     Ending,
     SegmentHeader,
     SegmentScan,
     encode_footer,
     encode_segment_header,
+    padding,
     segment_name,
     walk,
 )
 
 MANIFEST = ".manifest"
-LOCK = ".lock"
 RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 20
 _MANIFEST_MAGIC = "swift-log-manifest 1"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
 
 
 class StorageFull(ServiceError):
@@ -66,7 +68,12 @@ class Write:
     job: str
     stream: str
     sequence: int
-    frame: Bytes
+    frame: Sequence[Bytes]
+    """Its bytes, in one or more pieces."""
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.frame))
 
 
 @dataclass(slots=True)
@@ -126,50 +133,17 @@ class Storage(Protocol):
         """Seals and closes everything."""
 
 
-@dataclass(slots=True)
-class _Segment:
-    path: Path
-    first: int
-    size: int
-    offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # 0: damaged
-    fd: int = -1  # open for writing if it is the last one and not sealed
-    dirty: bool = False
-
-    @property
-    def next_sequence(self) -> int:
-        return self.first + len(self.offsets)
-
-
 class DirectoryStorage:
     """Segment files under one directory, which it holds alone."""
 
-    def __init__(self, directory: Path, segment_bytes: int) -> None:
+    def __init__(self, directory: Path, segment_bytes: int, disk: Disk | None = None) -> None:
         """Takes the directory. UsageError: it cannot be used; ServiceError: another server holds it."""
         self.directory = directory
         self.segment_bytes = segment_bytes
-        self._streams: dict[tuple[str, str], list[_Segment]] = {}
+        self._disk: Disk = RealDisk(directory) if disk is None else disk
+        self._streams: dict[tuple[str, str], list[Segment]] = {}
         self._maps = threading.Lock()  # guards the lists; held for moments
         self._writing = threading.RLock()  # one commit, roll or removal at a time
-        self._lock_fd = self._take(directory)
-
-    @staticmethod
-    def _take(directory: Path) -> int:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            os.listdir(directory)
-            fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise UsageError(
-                f"cannot use directory {directory}: {error.strerror}; give one that can be read and written"
-            ) from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise ServiceError(
-                f"directory {directory} is in use by another log server; stop it or give another directory"
-            ) from None
-        return fd
 
     # -- start ----------------------------------------------------------------------------------------
 
@@ -177,33 +151,31 @@ class DirectoryStorage:
         """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted."""
         try:
             self._reserve()
-            jobs = [
-                self._recover_job(entry.name)
-                for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name)
-                if NAME_PATTERN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
+            jobs = [self._recover_job(name) for name in self._folders(self.directory)]
         except OSError as error:
             raise UsageError(f"cannot read directory {self.directory}: {error}") from None
         return jobs
 
+    def _folders(self, path: Path) -> list[str]:
+        return [name for name, is_dir in self._disk.names(path) if is_dir and NAME_PATTERN.fullmatch(name)]
+
     def _reserve(self) -> None:
         path = self.directory / RESERVE
+        there = any(name == RESERVE for name, _ in self._disk.names(self.directory))
         try:
-            with open(path, "r+b" if path.exists() else "w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            file = self._disk.open(path) if there else self._disk.create(path)
+            try:
+                file.reserve(RESERVE_BYTES)
+            finally:
+                file.close()
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in NO_SPACE:
                 raise
-            path.unlink(missing_ok=True)
+            self._disk.remove(path)
 
     def _recover_job(self, job: str) -> RecoveredJob:
         meta = self._load_manifest(job)
-        found = {
-            entry.name
-            for entry in os.scandir(self.directory / job)
-            if NAME_PATTERN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        }
-        names = sorted(found | set(meta.streams))
+        names = sorted({*self._folders(self.directory / job), *meta.streams})
         streams = [
             self._recover_stream(job, name, meta.streams.get(name, StreamMeta()), meta.trimmed_below_step)
             for name in names
@@ -213,34 +185,44 @@ class DirectoryStorage:
     def _load_manifest(self, job: str) -> JobMeta:
         path = self.directory / job / MANIFEST
         try:
-            head, _, body = path.read_bytes().partition(b"\n")
+            file = self._disk.open(path)
         except FileNotFoundError:
-            if any((self.directory / job).glob(f"*/*{SUFFIX}")):
+            if any(self._segment_names(path.parent / name) for name in self._folders(path.parent)):
                 raise ServiceError(
                     f"{path} is missing: the granted generation of job {job} is unknown; "
                     "restore it, or move the job's directory away"
                 ) from None
             return JobMeta()
+        try:
+            head, _, body = file.read(0, file.size).rstrip(b"\0").partition(b"\n")
+        finally:
+            file.close()
         if head.decode(errors="replace") != f"{_MANIFEST_MAGIC} {crc32c.crc32c(body):08x}":
             raise ServiceError(f"{path} is damaged; restore it, or move the job's directory away")
         fields = json.loads(body)
         streams = {name: StreamMeta(**stream) for name, stream in fields.pop("streams").items()}
         return JobMeta(streams=streams, **fields)
 
+    def _segment_names(self, folder: Path) -> list[str]:
+        return [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
+
     def _recover_stream(self, job: str, name: str, meta: StreamMeta, trimmed: int) -> RecoveredStream:
         folder = self.directory / job / name
-        paths = sorted(folder.glob(f"{'[0-9]' * 20}{SUFFIX}"))
+        paths = [folder / found for found in self._segment_names(folder)]
         out = RecoveredStream(name, meta.first, meta.first, [], [], meta.quarantined)
-        segments: list[_Segment] = []
+        segments: list[Segment] = []
         for index, path in enumerate(paths):
-            scanned = walk(path, verify_bodies=False, last=index == len(paths) - 1)
+            file = self._disk.open(path)
+            last = index == len(paths) - 1
+            scanned = walk(path, verify_bodies=False, last=last, source=file)
             if scanned.torn_bytes:
                 out.torn_bytes += scanned.torn_bytes
             if scanned.header is None and not scanned.damage:
-                path.unlink()
-                sync_directory(folder)
+                file.close()
+                self._disk.remove(path)
+                self._disk.sync_names(folder)
                 continue
-            segments.append(self._take_segment(scanned, out, trimmed, meta.first))
+            segments.append(self._take_segment(file, scanned, out, trimmed, meta.first))
         if out.next_sequence < meta.next_at_least:
             reason = f"records {out.next_sequence} to {meta.next_at_least - 1} were durable and are gone"
             self._hole(out, out.next_sequence, meta.next_at_least, reason)
@@ -248,12 +230,14 @@ class DirectoryStorage:
         self.remove(job, name, meta.first)
         return out
 
-    def _take_segment(self, scanned: SegmentScan, out: RecoveredStream, trimmed: int, first: int) -> _Segment:
+    def _take_segment(
+        self, file: File, scanned: SegmentScan, out: RecoveredStream, trimmed: int, first: int
+    ) -> Segment:
         begin = int(scanned.path.name.removesuffix(SUFFIX))
         if begin > out.next_sequence:
             reason = f"records {out.next_sequence} to {begin - 1} are gone"
             self._hole(out, out.next_sequence, begin, reason)
-        segment = _Segment(scanned.path, begin, scanned.end)
+        segment = Segment(scanned.path, begin, scanned.end)
         for damage in scanned.damage:
             end = damage.end_sequence if damage.end_sequence is not None else damage.sequence + 1
             if end > first:
@@ -274,11 +258,14 @@ class DirectoryStorage:
         ends = [hole.end_sequence for hole in out.holes]
         out.next_sequence = max(out.next_sequence, segment.next_sequence, *ends)
         if scanned.ending is Ending.SEALED or scanned.damage:
+            file.close()
             return segment
-        segment.fd = os.open(scanned.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        segment.file = file
         if scanned.torn_bytes:
-            os.ftruncate(segment.fd, scanned.end)
-        os.fdatasync(segment.fd)
+            file.resize(scanned.end)
+        file.sync()
+        tail = scanned.end % BLOCK_BYTES
+        segment.tail = file.read(scanned.end - tail, tail)
         return segment
 
     @staticmethod
@@ -294,77 +281,77 @@ class DirectoryStorage:
         for write in writes:
             groups.setdefault((write.job, write.stream), []).append(write)
         with self._writing:
-            before: list[tuple[_Segment, int]] = []
+            before: list[tuple[Segment, int, bytes]] = []
+            placed = []
             try:
-                placed = []
                 for stream, group in groups.items():
                     segment = self._segment_for(stream, group[0].sequence)
-                    before.append((segment, segment.size))
-                    placed.append((segment, group, _write_frames(segment, group)))
+                    before.append((segment, segment.size, segment.tail))
+                    placed.append((segment, segment.offsets_of(write.size for write in group)))
+                    segment.write([part for write in group for part in write.frame])
             except OSError as error:
-                for segment, size in before:
-                    segment.size = size
-                    os.ftruncate(segment.fd, size)
+                for segment, size, tail in before:
+                    segment.go_back(size, tail)
                 raise _as_storage_error(error) from None
             if sync:
                 self._sync()
             with self._maps:
-                for segment, _, offsets in placed:
+                for segment, offsets in placed:
                     segment.offsets.extend(offsets)
 
     def _sync(self) -> None:
         """A failed sync is never tried again: the kernel may have dropped the pages (ATC'20)."""
         try:
             for segments in list(self._streams.values()):
-                if segments and segments[-1].dirty:
-                    os.fdatasync(segments[-1].fd)
+                if segments and segments[-1].dirty and segments[-1].file is not None:
+                    segments[-1].file.sync()
                     segments[-1].dirty = False
         except OSError as error:
             raise StorageFailed(
                 f"a sync failed: {error.strerror}; replace the disk, then start again"
             ) from None
 
-    def _segment_for(self, stream: tuple[str, str], sequence: int) -> _Segment:
+    def _segment_for(self, stream: tuple[str, str], sequence: int) -> Segment:
         segments = self._streams.get(stream, [])
-        if segments and segments[-1].fd >= 0:
+        if segments and segments[-1].file is not None:
             last = segments[-1]
             if last.next_sequence == sequence and last.size < self.segment_bytes:
                 return last
             self._seal(stream, last)
         return self._new_segment(stream, sequence)
 
-    def _seal(self, stream: tuple[str, str], segment: _Segment) -> None:
-        footer = encode_footer(SegmentHeader(*stream, segment.first), len(segment.offsets), segment.size)
+    def _seal(self, stream: tuple[str, str], segment: Segment) -> None:
+        assert segment.file is not None
+        size, tail = segment.size, segment.tail
+        footer = encode_footer(SegmentHeader(*stream, segment.first), len(segment.offsets), size)
         try:
-            write_all(segment.fd, [footer], segment.size)
-            os.fdatasync(segment.fd)
+            segment.write([padding(size, FOOTER_BYTES), footer])
+            segment.file.resize(segment.size)  # gives back what was reserved
+            segment.file.sync()
         except OSError:
-            os.ftruncate(segment.fd, segment.size)
+            segment.go_back(size, tail)
             raise
-        os.close(segment.fd)
-        segment.fd = -1
+        segment.size = size
+        segment.file.close()
+        segment.file = None
         segment.dirty = False
 
-    def _new_segment(self, stream: tuple[str, str], sequence: int) -> _Segment:
+    def _new_segment(self, stream: tuple[str, str], sequence: int) -> Segment:
         job, name = stream
         folder = self.directory / job / name
-        if not folder.is_dir():
-            folder.mkdir()
-            sync_directory(folder.parent)
-        if folder.is_symlink() or folder.parent.is_symlink():
-            raise OSError(errno.ELOOP, f"{folder} is a symbolic link")
+        self._disk.make_directory(folder.parent)
+        self._disk.make_directory(folder)
         path = folder / segment_name(sequence)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o644)
+        segment = Segment(path, sequence, 0, file=self._disk.create(path))
+        assert segment.file is not None
         try:
-            write_all(fd, [encode_segment_header(SegmentHeader(job, name, sequence))], 0)
-            os.fdatasync(fd)
-            sync_directory(folder)
+            segment.write([encode_segment_header(SegmentHeader(job, name, sequence))])
+            segment.file.sync()
+            self._disk.sync_names(folder)
         except OSError:
-            os.close(fd)
-            path.unlink()
+            segment.file.close()
+            self._disk.remove(path)
             raise
-        segment = _Segment(path, sequence, SEGMENT_HEADER_BYTES, fd=fd)
         with self._maps:
             self._streams.setdefault(stream, []).append(segment)
         return segment
@@ -376,9 +363,9 @@ class DirectoryStorage:
             try:
                 self._replace(job, data)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in NO_SPACE:
                     raise _as_storage_error(error) from None
-                (self.directory / RESERVE).unlink(missing_ok=True)
+                self._disk.remove(self.directory / RESERVE)
                 try:
                     self._replace(job, data)
                 except OSError as again:
@@ -386,20 +373,18 @@ class DirectoryStorage:
 
     def _replace(self, job: str, data: bytes) -> None:
         folder = self.directory / job
-        if not folder.is_dir():
-            folder.mkdir()
-            sync_directory(self.directory)
-        if folder.is_symlink():
-            raise OSError(errno.ELOOP, f"{folder} is a symbolic link")
+        self._disk.make_directory(folder)
         aside = folder / f"{MANIFEST}.new"
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        self._disk.remove(aside)  # a kill may have left it
+        file = self._disk.create(aside)
         try:
-            write_all(fd, [data], 0)
-            os.fsync(fd)
+            file.write(0, [data, padding(len(data))])
+            file.resize(len(data))
+            file.sync()
         finally:
-            os.close(fd)
-        os.rename(aside, folder / MANIFEST)
-        sync_directory(folder)
+            file.close()
+        self._disk.rename(aside, folder / MANIFEST)
+        self._disk.sync_names(folder)
 
     # -- reading and removing -------------------------------------------------------------------------
 
@@ -411,11 +396,11 @@ class DirectoryStorage:
                     break
             else:
                 raise FileNotFoundError(f"record {sequence} of {job}/{stream} is in no segment")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = self._disk.open(path)
         try:
-            return os.pread(fd, frame_bytes, offset)
+            return file.read(offset, frame_bytes)
         finally:
-            os.close(fd)
+            file.close()
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
         """Unlinks whole segments. The manifest tells where a stream goes on that has none left."""
@@ -428,9 +413,9 @@ class DirectoryStorage:
         freed = 0
         try:
             for segment in dead:
-                if segment.fd >= 0:
-                    os.close(segment.fd)
-                segment.path.unlink(missing_ok=True)
+                if segment.file is not None:
+                    segment.file.close()
+                self._disk.remove(segment.path)
                 freed += segment.size
             if freed:
                 self._reserve()
@@ -442,33 +427,20 @@ class DirectoryStorage:
         with self._writing:
             for stream, segments in self._streams.items():
                 last = segments[-1] if segments else None
-                if last is None or last.fd < 0:
+                if last is None or last.file is None:
                     continue
                 try:
                     if last.offsets:  # an empty one stays open for the record that it is named after
                         self._seal(stream, last)
                 except OSError:  # unsealed is sound too: the next start scans it
                     pass
-                if last.fd >= 0:
-                    os.close(last.fd)
-                    last.fd = -1
-        os.close(self._lock_fd)
+                if last.file is not None:
+                    last.file.close()
+                    last.file = None
+        self._disk.close()
 
 
 def _as_storage_error(error: OSError) -> ServiceError:
-    if error.errno in _FULL:
+    if error.errno in NO_SPACE:
         return StorageFull(f"no space left: {error.strerror}; free some, or trim the log")
     return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")
-
-
-def _write_frames(segment: _Segment, group: Sequence[Write]) -> list[int]:
-    """Appends frames; gives their offsets."""
-    offsets = []
-    at = segment.size
-    for write in group:
-        offsets.append(at)
-        at += len(write.frame)
-    write_all(segment.fd, [write.frame for write in group], segment.size)
-    segment.size = at
-    segment.dirty = True
-    return offsets

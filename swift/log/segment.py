@@ -3,11 +3,11 @@
 ::
 
     0                                                     256
-    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +--------+
-    | SWSG | ver | len | crc | zero | tag | first # | job | stream | frame | ... | footer |
-    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +--------+
+    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +------+--------+
+    | SWSG | ver | len | crc | zero | tag | first # | job | stream | frame | ... | zero | footer |
+    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +------+--------+
 
-    header, 256 bytes          footer, 64 bytes, once the segment is sealed
+    header, 256 bytes          footer, 64 bytes, once the segment is sealed; the file ends with it
       0  4  magic SWSG           0  4  magic SWFT
       4  2  version 1            4  2  version 1
       6  2  length 256           6  2  length 64
@@ -16,9 +16,12 @@
      16  8  stream tag          16  8  stream tag
      24  8  first sequence      24  8  first sequence
      32 32  zero                32  8  number of records
-     64 64  job, zero-padded    40  8  offset of the footer
+     64 64  job, zero-padded    40  8  where the frames end
     128 64  stream              48 16  zero
     192 64  zero
+
+Files are written in blocks of 4096 bytes: a last block that is not full ends with zeros, which the next frames
+replace, or which stand before the footer.
 
 Sequences are contiguous: within a segment, and from one segment to the next. A segment is sealed before its
 successor is made, so only the last one can have a torn tail. How a file ends:
@@ -26,9 +29,9 @@ successor is made, so only the last one can have a torn tail. How a file ends:
 =================================================== ============== =============================
 what is there                                       last, unsealed sealed, or not the last
 =================================================== ============== =============================
-nothing, on a record boundary                       clean          sealed: the footer says where
+nothing, or zeros that fill a block                 clean          sealed: the footer says where
 fewer bytes than a header, or than the frame says   torn tail      damage
-nothing but zeros                                   torn tail      damage
+nothing but more zeros                              torn tail      damage
 a whole header that is wrong, with bytes behind it  damage         damage
 a whole frame with a wrong body                     damage         damage
 another stream's frame, or an unexpected sequence   damage         damage
@@ -38,12 +41,13 @@ A torn tail was never acknowledged and is cut off. Damage is never repaired: wha
 (by its magic and checksums), but the damaged records are refused.
 """
 
-import mmap
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 import crc32c
 
@@ -61,6 +65,8 @@ from swift.log.record import stream_tag
 SEGMENT_MAGIC = b"SWSG"
 FOOTER_MAGIC = b"SWFT"
 VERSION = 1
+BLOCK_BYTES = 4096
+"""Files are written in multiples of it. No disk in use has larger sectors."""
 SEGMENT_HEADER_BYTES = 256
 FOOTER_BYTES = 64
 SUFFIX = ".seg"
@@ -68,6 +74,7 @@ SUFFIX = ".seg"
 _HEADER = struct.Struct("<4sHHIIQQ32s64s64s64s")
 _FOOTER = struct.Struct("<4sHHIIQQQQ16s")
 _CRC_FROM = 12
+_CHUNK_BYTES = 1 << 20
 _ANY_BODY_BYTES = 1 << 62  # while scanning, a body is bounded by the file it is in
 
 assert _HEADER.size == SEGMENT_HEADER_BYTES
@@ -169,15 +176,21 @@ def decode_segment_header(data: bytes) -> SegmentHeader:
     return header
 
 
-def encode_footer(header: SegmentHeader, records: int, offset: int) -> bytes:
+def encode_footer(header: SegmentHeader, records: int, end: int) -> bytes:
+    """For frames that end at ``end``."""
     packed = _FOOTER.pack(
-        FOOTER_MAGIC, VERSION, FOOTER_BYTES, 0, 0, header.tag, header.first_sequence, records, offset, b""
+        FOOTER_MAGIC, VERSION, FOOTER_BYTES, 0, 0, header.tag, header.first_sequence, records, end, b""
     )
     return _seal(packed)
 
 
-def _footer_records(data: bytes, header: SegmentHeader, offset: int) -> int | None:
-    """The number of records that a footer at ``offset`` seals; None if it is none of this segment."""
+def padding(end: int, more: int = 0) -> bytes:
+    """Zeros from ``end``, so that a block ends ``more`` bytes behind them."""
+    return bytes(-(end + more) % BLOCK_BYTES)
+
+
+def _decode_footer(data: bytes, header: SegmentHeader, offset: int) -> tuple[int, int] | None:
+    """(records, where they end) by the footer at ``offset``; None if it is none of this segment."""
     if len(data) != FOOTER_BYTES:
         return None
     magic, version, length, crc, _, tag, first, records, at, _ = _FOOTER.unpack(data)
@@ -185,9 +198,33 @@ def _footer_records(data: bytes, header: SegmentHeader, offset: int) -> int | No
         return None
     if crc32c.crc32c(data[_CRC_FROM:]) != crc:
         return None
-    if (tag, first, at) != (header.tag, header.first_sequence, offset):
+    if (tag, first) != (header.tag, header.first_sequence) or not 0 <= offset - at < BLOCK_BYTES:
         return None
-    return int(records)
+    return int(records), int(at)
+
+
+class Source(Protocol):
+    """A file to read."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """So many bytes, or fewer at the end."""
+
+
+class _Opened:
+    """A file of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.size = os.fstat(self._fd).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._fd, size, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def scan(path: Path, *, verify_bodies: bool = True) -> SegmentScan:
@@ -198,25 +235,29 @@ def scan(path: Path, *, verify_bodies: bool = True) -> SegmentScan:
     return result
 
 
-def walk(path: Path, *, verify_bodies: bool = True, last: bool = True) -> SegmentScan:
+def walk(
+    path: Path, *, verify_bodies: bool = True, last: bool = True, source: Source | None = None
+) -> SegmentScan:
     """Everything that a segment file holds, damage included. ``last``: no segment of the stream follows.
 
     With ``verify_bodies`` False the bodies of a sealed segment are left to be checked when they are read;
-    those of an unsealed one are always checked.
+    those of an unsealed one are always checked. ``source``: the file of this name, where it is not to be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if source is not None:
+        return _Walker(path, source, verify_bodies, last).walk()
+    opened = _Opened(path)
     try:
-        return _Walker(path, fd, verify_bodies, last).walk()
+        return _Walker(path, opened, verify_bodies, last).walk()
     finally:
-        os.close(fd)
+        opened.close()
 
 
 class _Walker:
-    def __init__(self, path: Path, fd: int, verify_bodies: bool, last: bool) -> None:
-        self.fd = fd
+    def __init__(self, path: Path, source: Source, verify_bodies: bool, last: bool) -> None:
+        self.source = source
         self.verify = verify_bodies
         self.last = last
-        self.result = SegmentScan(path, os.fstat(fd).st_size)
+        self.result = SegmentScan(path, source.size)
         self.data_end = self.result.size
         self.expected = 0
 
@@ -228,20 +269,20 @@ class _Walker:
         result.header = header
         result.end = SEGMENT_HEADER_BYTES
         self.expected = header.first_sequence
+        sealed = None
         footer_at = result.size - FOOTER_BYTES
-        sealed_records = None
         if footer_at >= SEGMENT_HEADER_BYTES:
-            sealed_records = _footer_records(os.pread(self.fd, FOOTER_BYTES, footer_at), header, footer_at)
-        if sealed_records is None:
+            sealed = _decode_footer(self.source.read(footer_at, FOOTER_BYTES), header, footer_at)
+        if sealed is None:
             self.verify = True
         else:
             result.ending = Ending.SEALED
-            self.data_end = footer_at
+            self.data_end = sealed[1]
             self.last = False
         self._frames(header)
-        if sealed_records is not None and self.expected != header.first_sequence + sealed_records:
-            end = header.first_sequence + sealed_records
-            self._damage(end, f"its footer says that it has {sealed_records} records")
+        if sealed is not None and self.expected != header.first_sequence + sealed[0]:
+            end = header.first_sequence + sealed[0]
+            self._damage(end, f"its footer says that it has {sealed[0]} records")
         return result
 
     def _damage(self, end_sequence: int | None, reason: str) -> None:
@@ -250,7 +291,7 @@ class _Walker:
 
     def _header(self) -> SegmentHeader | None:
         result = self.result
-        data = os.pread(self.fd, SEGMENT_HEADER_BYTES, 0)
+        data = self.source.read(0, SEGMENT_HEADER_BYTES)
         named = int(result.path.name.removesuffix(SUFFIX))
         self.expected = named
         if self.last and (len(data) < SEGMENT_HEADER_BYTES or not any(data)):
@@ -277,12 +318,16 @@ class _Walker:
                 if frame.sequence != self.expected:
                     raise RecordCorrupt(f"record {frame.sequence} is where {self.expected} should be")
             except FrameIncomplete as error:
+                if self._is_padding(result.end):
+                    return
                 if self.last:
                     result.ending, result.torn_reason = Ending.TORN, str(error)
                 else:
                     self._damage(None, f"cut short: {error}")
                 return
             except (RecordCorrupt, RecordInvalid) as error:
+                if self._is_padding(result.end):
+                    return
                 if self.last and self._zeros_from(result.end):
                     result.ending, result.torn_reason = Ending.TORN, "zeros to the end of the file"
                     return
@@ -293,7 +338,7 @@ class _Walker:
 
     def _frame_at(self, offset: int, tag: int) -> FrameHeader:
         length = min(HEADER_BYTES_MAX, self.data_end - offset)
-        frame = decode_header(os.pread(self.fd, length, offset), 0, _ANY_BODY_BYTES)
+        frame = decode_header(self.source.read(offset, length), 0, _ANY_BODY_BYTES)
         if frame.stream_tag != tag:
             raise RecordCorrupt("a frame of another stream")
         if offset + frame.frame_bytes > self.data_end:
@@ -306,7 +351,7 @@ class _Walker:
         result = self.result
         damaged = False
         if self.verify:
-            body = os.pread(self.fd, frame.stored_bytes, result.end + frame.header_bytes)
+            body = self.source.read(result.end + frame.header_bytes, frame.stored_bytes)
             try:
                 check_body(frame, memoryview(body))
             except RecordCorrupt as error:
@@ -316,9 +361,12 @@ class _Walker:
         result.end += frame.frame_bytes
         self.expected += 1
 
+    def _is_padding(self, offset: int) -> bool:
+        return self.data_end - offset == len(padding(offset)) and self._zeros_from(offset)
+
     def _zeros_from(self, offset: int) -> bool:
         while offset < self.data_end:
-            chunk = os.pread(self.fd, 1 << 20, offset)
+            chunk = self.source.read(offset, min(_CHUNK_BYTES, self.data_end - offset))
             if any(chunk):
                 return False
             offset += len(chunk)
@@ -326,17 +374,26 @@ class _Walker:
 
     def _resynchronize(self, tag: int, reason: str) -> bool:
         """Finds the next frame of this stream behind damage. False: there is none."""
-        with mmap.mmap(self.fd, self.data_end, access=mmap.ACCESS_READ) as data:
-            at = data.find(MAGIC, self.result.end + 1)
-            while at >= 0:
-                try:
-                    frame = self._frame_at(at, tag)
-                    if frame.sequence > self.expected:
-                        self._damage(frame.sequence, reason)
-                        self.result.end, self.expected = at, frame.sequence
-                        return True
-                except (RecordCorrupt, RecordInvalid, FrameIncomplete):
-                    pass
-                at = data.find(MAGIC, at + 1)
+        for at in self._magic_from(self.result.end + 1):
+            try:
+                frame = self._frame_at(at, tag)
+            except (RecordCorrupt, RecordInvalid, FrameIncomplete):
+                continue
+            if frame.sequence > self.expected:
+                self._damage(frame.sequence, reason)
+                self.result.end, self.expected = at, frame.sequence
+                return True
         self._damage(None, reason)
         return False
+
+    def _magic_from(self, offset: int) -> Iterator[int]:
+        """Where a frame could start."""
+        while offset < self.data_end:
+            chunk = self.source.read(offset, min(_CHUNK_BYTES, self.data_end - offset))
+            at = chunk.find(MAGIC)
+            while at >= 0:
+                yield offset + at
+                at = chunk.find(MAGIC, at + 1)
+            if offset + len(chunk) >= self.data_end:
+                return
+            offset += len(chunk) - len(MAGIC) + 1

@@ -18,7 +18,7 @@ from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGener
 from swift.log import admin
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
-from swift.log.segment import FOOTER_BYTES, Ending, scan
+from swift.log.segment import BLOCK_BYTES, FOOTER_BYTES, Ending, scan
 from swift.log.wire import SERVICE, client_options
 from swift.log.writer import LogWriter
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
@@ -267,7 +267,8 @@ def test_fault_11_torn_tail_after_a_kill_is_cut_counted_and_written_again(tmp_pa
         writer.flush(TIMEOUT_S)
         server.kill()
         (path,) = server.segments("s0.F")
-        with path.open("ab") as file:
+        with path.open("r+b") as file:
+            file.seek(scan(path).end)
             file.write(path.read_bytes()[256:5000])  # the beginning of a record that nobody was told about
         server.start()
         (torn,) = [event for event in events.read(server.events) if event["event"] == "torn_tail"]
@@ -340,7 +341,7 @@ def test_fault_15_a_sealed_file_cut_on_a_record_boundary(tmp_path: Path) -> None
         server.stop()
         (path,) = server.segments("s0.F")
         found = scan(path)
-        assert found.size == found.end + FOOTER_BYTES
+        assert 0 <= found.size - FOOTER_BYTES - found.end < BLOCK_BYTES
         path.write_bytes(path.read_bytes()[: found.records[4].offset])
         server.start()
         (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)

@@ -19,14 +19,14 @@ class MemoryStorage:
 
     def commit(self, writes: Sequence[Write], sync: bool) -> None:
         self._check()
-        size = sum(len(write.frame) for write in writes)
+        size = sum(write.size for write in writes)
         if size > self.space:
             raise StorageFull("no space left: made up; free some, or trim the log")
         self.space -= size
         for write in writes:
             stream = self.frames.setdefault((write.job, write.stream), {})
             assert write.sequence not in stream, "a record is written once"
-            stream[write.sequence] = bytes(write.frame)
+            stream[write.sequence] = b"".join(write.frame)
         self.unsynced = 0 if sync else self.unsynced + len(writes)
         self.commits.append((len(writes), sync))
 

@@ -6,11 +6,14 @@ import pytest
 
 from swift.errors import RecordCorrupt
 from swift.log.segment import (
+    BLOCK_BYTES,
     FOOTER_BYTES,
     SEGMENT_HEADER_BYTES,
     Ending,
     SegmentHeader,
+    encode_footer,
     encode_segment_header,
+    padding,
     scan,
     segment_name,
     walk,
@@ -137,6 +140,30 @@ def test_fault_16_zero_filled_tail(tmp_path: Path) -> None:
     # Zeros with something behind them are not an end.
     with pytest.raises(RecordCorrupt):
         scan(write_segment(tmp_path, 0, data + bytes(4096) + b"x"))
+
+
+def test_zeros_that_fill_a_block_are_no_torn_tail(tmp_path: Path) -> None:
+    data = segment_bytes(0, 2)
+    filled = data + padding(len(data))
+    for last in (True, False):
+        found = walk(write_segment(tmp_path, 0, filled), last=last)
+        assert (found.ending, found.damage, found.torn_bytes) == (Ending.CLEAN, [], 0)
+        assert found.end == len(data)
+    for more in (1, BLOCK_BYTES):
+        path = write_segment(tmp_path, 0, filled + bytes(more))
+        assert walk(path).ending is Ending.TORN
+        assert walk(path, last=False).damage
+    with pytest.raises(RecordCorrupt):
+        scan(write_segment(tmp_path, 0, filled[:-1] + b"x"))
+
+
+def test_a_footer_stands_within_a_block_behind_the_frames(tmp_path: Path) -> None:
+    data = segment_bytes(0, 2)
+    footer = encode_footer(SegmentHeader(JOB, STREAM, 0), 2, len(data))
+    for zeros in (0, 1, 4095):
+        found = scan(write_segment(tmp_path, 0, data + bytes(zeros) + footer))
+        assert (found.ending, found.end) == (Ending.SEALED, len(data))
+    assert walk(write_segment(tmp_path, 0, data + bytes(BLOCK_BYTES) + footer)).ending is not Ending.SEALED
 
 
 def test_fault_17_stale_bytes_of_another_segment(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Storage: one conformance test for every implementation, then what only files can suffer."""
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -8,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.disk import write_all
+from services.logserver.disk import LOCK, RealDisk
 from services.logserver.storage import (
-    LOCK,
     MANIFEST,
     RESERVE,
     DirectoryStorage,
@@ -23,7 +23,7 @@ from services.logserver.storage import (
     Write,
 )
 from swift.errors import ServiceError, UsageError
-from swift.log.segment import FOOTER_BYTES, SEGMENT_HEADER_BYTES, Ending, scan
+from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, Ending, padding, scan
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 
@@ -32,7 +32,7 @@ FIVE_A_SEGMENT = SEGMENT_HEADER_BYTES + 5 * FRAME
 
 
 def write(sequence: int, stream: str = STREAM) -> Write:
-    return Write(JOB, stream, sequence, frame_of(sequence, stream=stream)[1])
+    return Write(JOB, stream, sequence, [frame_of(sequence, stream=stream)[1]])
 
 
 def fill(storage: Storage, begin: int, end: int, stream: str = STREAM) -> None:
@@ -51,9 +51,9 @@ def crash(storage: DirectoryStorage) -> None:
     """The process is gone: no footer, no manifest; only the lock is free again."""
     for segments in storage._streams.values():
         for segment in segments:
-            if segment.fd >= 0:
-                os.close(segment.fd)
-    os.close(storage._lock_fd)
+            if segment.file is not None:
+                segment.file.close()
+    storage._disk.close()
 
 
 def recovered(directory: Path, stream: str = STREAM) -> RecoveredStream:
@@ -69,6 +69,15 @@ def recovered(directory: Path, stream: str = STREAM) -> RecoveredStream:
 
 def sequences(found: RecoveredStream) -> list[int]:
     return [entry.sequence for entry in found.entries]
+
+
+def frames_only(path: Path, count: int) -> bytes:
+    """A segment's bytes up to the end of its last frame, without the zeros that fill the block."""
+    whole = path.read_bytes()
+    end = SEGMENT_HEADER_BYTES + count * FRAME
+    assert len(whole) % BLOCK_BYTES == 0
+    assert not any(whole[end:])
+    return whole[:end]
 
 
 def files(directory: Path, stream: str = STREAM) -> list[Path]:
@@ -135,7 +144,7 @@ def test_fault_11_a_torn_tail_is_cut_and_counted(tmp_path: Path) -> None:
     fill(storage, 0, 3)
     crash(storage)
     (path,) = files(tmp_path / "data")
-    whole = path.read_bytes()
+    whole = frames_only(path, 3)
     for cut in range(1, FRAME + 1):
         path.write_bytes(whole[:-cut])
         found = recovered(tmp_path / "data")
@@ -182,9 +191,9 @@ def test_damage_at_the_very_end_is_a_hole_not_a_short_log(tmp_path: Path) -> Non
     fill(storage, 0, 3)
     crash(storage)
     (path,) = files(tmp_path / "data")
-    for at in (-FRAME + 20, -1):  # in the header, in the body
+    for at in (2 * FRAME + 20, 3 * FRAME - 1):  # in the header, in the body
         changed = bytearray(path.read_bytes())
-        changed[at] ^= 4
+        changed[SEGMENT_HEADER_BYTES + at] ^= 4
         path.write_bytes(bytes(changed))
         found = recovered(tmp_path / "data")
         assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(2, 3)]
@@ -199,7 +208,7 @@ def test_fault_15_a_sealed_file_cut_on_a_record_boundary(tmp_path: Path) -> None
     first, last = files(tmp_path / "data")
     for path, gone in [(first, (4, 5)), (last, (7, 8))]:
         whole = path.read_bytes()
-        path.write_bytes(whole[: -FOOTER_BYTES - FRAME])
+        path.write_bytes(whole[: scan(path).records[-1].offset])
         found = recovered(tmp_path / "data")
         assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [gone]
         path.write_bytes(whole)
@@ -272,7 +281,7 @@ def test_fault_23_no_space_goes_back_to_the_record_boundary(
     storage = on_disk(tmp_path / "data")
     fill(storage, 0, 2)
     fill(storage, 0, 1, "s1.F")
-    sizes = {path: path.stat().st_size for path in tmp_path.rglob("*.seg")}
+    held = {path: path.read_bytes().rstrip(b"\0") for path in tmp_path.rglob("*.seg")}
     real = os.pwritev
     calls = 0
 
@@ -282,14 +291,14 @@ def test_fault_23_no_space_goes_back_to_the_record_boundary(
         if calls == 1:
             return real(fd, buffers, offset)
         if calls == 2:  # a part of the record, then nothing
-            return real(fd, [memoryview(buffers[0])[:50]], offset)
+            os.pwrite(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY), bytes(buffers[0])[:600], offset)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(StorageFull, match="no space left"):
         storage.commit([write(1, "s1.F"), write(2), write(3)], True)
     monkeypatch.setattr(os, "pwritev", real)
-    assert {path: path.stat().st_size for path in tmp_path.rglob("*.seg")} == sizes
+    assert {path: path.read_bytes().rstrip(b"\0") for path in held} == held
     assert storage.read(JOB, STREAM, 1, FRAME) == frame_of(1)[1]
     storage.commit([write(1, "s1.F"), write(2), write(3)], True)
     storage.close()
@@ -322,7 +331,7 @@ def test_no_space_for_a_new_segment_leaves_nothing_half_made(
 def test_a_trim_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = on_disk(tmp_path / "data")
     reserve = tmp_path / "data" / RESERVE
-    assert reserve.stat().st_size > 0
+    assert reserve.stat().st_blocks * 512 >= 1 << 20
     real = os.pwritev
 
     def full_while_reserved(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -371,7 +380,7 @@ def test_fault_26_the_manifest_is_replaced_in_the_order_that_survives(
     """Written aside, synced, renamed, and the directory synced: in this order."""
     storage = on_disk(tmp_path / "data")
     done: list[str] = []
-    for name in ("fsync", "rename", "pwritev"):
+    for name in ("fdatasync", "fsync", "rename", "pwritev"):
         real = getattr(os, name)
 
         def spy(*args: object, name: str = name, real: Callable[..., object] = real) -> object:
@@ -382,7 +391,7 @@ def test_fault_26_the_manifest_is_replaced_in_the_order_that_survives(
         monkeypatch.setattr(os, name, spy)
     storage.save(JOB, JobMeta(generation=2))
     aside = f"{MANIFEST}.new"
-    assert done == [f"pwritev {aside}", f"fsync {aside}", f"rename {aside}", f"fsync {JOB}"]
+    assert done == [f"pwritev {aside}", f"fdatasync {aside}", f"rename {aside}", f"fsync {JOB}"]
     storage.close()
 
 
@@ -425,7 +434,7 @@ def test_fault_40_symbolic_links_are_not_followed(tmp_path: Path) -> None:
     storage.save("job2", JobMeta(generation=1))
     (data / "job2" / STREAM).symlink_to(outside)
     with pytest.raises(StorageFailed, match=r"Too many|symbolic"):
-        storage.commit([Write("job2", STREAM, 0, frame_of(0)[1])], True)
+        storage.commit([Write("job2", STREAM, 0, [frame_of(0)[1]])], True)
     storage.close()
     assert list(outside.iterdir()) == []
 
@@ -446,21 +455,41 @@ def test_bodies_of_frames_are_those_of_the_helper() -> None:
 
 
 @pytest.mark.parametrize("most", [1 << 62, 3 << 20, 1000])
-def test_large_frames_are_written_in_pieces_however_little_the_system_takes_at_once(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("direct", [True, False])
+def test_parts_of_any_size_are_written_however_little_the_system_takes_at_once(
+    most: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [0, 5, (9 << 20) + 3, 4 << 20, 1, (4 << 20) + 1] if most > 1000 else [0, 5, 4096, 700, 1]
     parts = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
+    parts.append(padding(sum(sizes)))
     real = os.pwritev
+    used: set[bool] = set()
 
     def takes_little(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        whole = b"".join(views)[:most]
-        return real(fd, [whole], offset)
+        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and not direct:
+            raise OSError(errno.EINVAL, "this file system has no O_DIRECT")
+        used.add(is_direct)
+        return real(fd, [views[0][: max(most, 1)]], offset)
 
     monkeypatch.setattr(os, "pwritev", takes_little)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    try:
-        assert write_all(fd, parts, 7) == 7 + sum(sizes)
-    finally:
-        os.close(fd)
-    assert (tmp_path / "file").read_bytes() == bytes(7) + b"".join(parts)
+    disk = RealDisk(tmp_path)
+    file = disk.create(tmp_path / "file")
+    file.reserve(64 << 20)
+    file.write(2 * BLOCK_BYTES, parts)
+    file.sync()
+    assert file.size == 2 * BLOCK_BYTES + sum(map(len, parts))
+    file.close()
+    disk.close()
+    assert (tmp_path / "file").read_bytes() == bytes(2 * BLOCK_BYTES) + b"".join(parts)
+    assert used <= {direct, False}
+
+
+def test_what_was_reserved_is_given_back(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 3)
+    (path,) = files(tmp_path / "data")
+    assert path.stat().st_blocks * 512 > 1 << 20
+    storage.close()
+    assert path.stat().st_blocks * 512 <= 2 * BLOCK_BYTES
+    assert len(scan(path).records) == 3

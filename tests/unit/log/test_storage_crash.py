@@ -103,7 +103,7 @@ def workload(storage: DirectoryStorage, recorder: Recorder) -> None:
     for generation in (2, 3):
         for size in (1, 2, 3, 1):
             batch = [
-                Write(JOB, STREAM, sequence + index, frame_of(sequence + index)[1]) for index in range(size)
+                Write(JOB, STREAM, sequence + index, [frame_of(sequence + index)[1]]) for index in range(size)
             ]
             storage.commit(batch, True)
             sequence += size
@@ -166,5 +166,5 @@ def check(
             frame = again.read(JOB, STREAM, entry.sequence, entry.frame_bytes)
             assert frame == frame_of(entry.sequence)[1], what
         # And it goes on from there.
-        again.commit([Write(JOB, STREAM, stream.next_sequence, frame_of(stream.next_sequence)[1])], True)
+        again.commit([Write(JOB, STREAM, stream.next_sequence, [frame_of(stream.next_sequence)[1]])], True)
     again.close()
