@@ -46,6 +46,9 @@ class File(Protocol):
     def read(self, offset: int, size: int) -> bytes:
         """So many bytes, or fewer at the end."""
 
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fills page-aligned memory with whole blocks; gives how many bytes there were."""
+
     def write(self, offset: int, parts: Sequence[Bytes]) -> None:
         """Whole blocks (of BLOCK_BYTES), one part after the other. If it raises, any part of it may be there."""
 
@@ -169,6 +172,15 @@ class RealFile:
     def read(self, offset: int, size: int) -> bytes:
         return os.pread(self._fd, size, offset)
 
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        at = 0
+        while at < len(buffer):
+            got = self._directly(os.preadv, [buffer[at:]], offset + at)
+            at += got
+            if got == 0 or got % BLOCK_BYTES:
+                break
+        return at
+
     def write(self, offset: int, parts: Sequence[Bytes]) -> None:
         if offset % BLOCK_BYTES or sum(map(len, parts)) % BLOCK_BYTES:
             raise ValueError("only whole blocks are written")
@@ -176,23 +188,29 @@ class RealFile:
 
     def _write_block(self, block: memoryview, offset: int) -> None:
         while block:
-            try:
-                written = os.pwritev(self._descriptor(), [block], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL or self._direct_fd is None:
-                    raise
-                self._forget_direct()  # it can be opened, not used
-                continue
+            written = self._directly(os.pwritev, [block], offset)
             block = block[written:]
             offset += written
             if written % BLOCK_BYTES:
                 self._forget_direct()
 
+    def _directly(
+        self, call: Callable[[int, list[memoryview], int], int], buffers: list[memoryview], offset: int
+    ) -> int:
+        """Calls with a descriptor that goes around the page cache, if there can be one."""
+        try:
+            return call(self._descriptor(), buffers, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._direct_fd is None:
+                raise
+        self._forget_direct()  # it can be opened, not used
+        return call(self._fd, buffers, offset)
+
     def _descriptor(self) -> int:
         if self._direct_fd is None and self._can_be_direct:
             try:
                 self._direct_fd = os.open(
-                    self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | getattr(os, "O_DIRECT", 0)
+                    self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | getattr(os, "O_DIRECT", 0)
                 )
             except OSError as error:
                 if error.errno not in _NO_SUPPORT:

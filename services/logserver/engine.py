@@ -20,13 +20,11 @@ from services.logserver.storage import RecoveredJob, Storage, Write
 from swift import events
 from swift._pb import log_pb2
 from swift.errors import LogError, RecordCorrupt
+from swift.log.assembly import Assembler
 from swift.log.frame import (
     HEADER_BYTES_MAX,
     FrameHeader,
-    FrameIncomplete,
     FrameOversize,
-    check_body,
-    decode_header,
 )
 from swift.log.wire import Reason
 
@@ -77,7 +75,7 @@ class LogEngine:
 
     def attach(self) -> Session:
         """A writer has connected: welcome and the first credit."""
-        session = Session()
+        session = Session(Assembler(self.config.body_bytes_max))
         session.outbox.put(
             log_pb2.AppendReply(
                 welcome=log_pb2.Welcome(body_bytes_max=self.config.body_bytes_max),
@@ -116,7 +114,7 @@ class LogEngine:
 
     def handle(self, session: Session, frames: memoryview) -> None:
         """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
-        parsed = self._parse(frames)
+        parsed = self._parse(session, frames)
         with self._changed:
             given_back = 0
             try:
@@ -127,32 +125,31 @@ class LogEngine:
                     session.outbox.put(log_pb2.AppendReply(credit_bytes=given_back))
                 self._changed.notify_all()
 
-    def _parse(self, frames: memoryview) -> list[tuple[FrameHeader, memoryview]]:
-        parsed = []
-        offset = 0
+    def finish(self, session: Session) -> None:
+        """The writer has sent its last message. Raises Refused if that ended within a frame."""
+        self._parse(session, None)
+
+    @staticmethod
+    def _parse(session: Session, frames: memoryview | None) -> list[tuple[FrameHeader, list[memoryview]]]:
+        """None: no more will come."""
         try:
-            while offset < len(frames):
-                header = decode_header(frames, offset, self.config.body_bytes_max)
-                end = offset + header.frame_bytes
-                if end > len(frames):
-                    raise FrameIncomplete(f"{header.key}: the message ends before the frame does")
-                check_body(header, frames[offset + header.header_bytes : end])
-                parsed.append((header, frames[offset:end]))
-                offset = end
+            if frames is not None:
+                return list(session.assembler.feed(frames))
+            session.assembler.finish()
+            return []
         except RecordCorrupt as error:
             raise Refused(Refusal(Reason.CORRUPT, f"damaged on the way here: {error}")) from None
         except FrameOversize as error:
             raise Refused(Refusal(Reason.OVERSIZE, str(error))) from None
         except LogError as error:
             raise Refused(Refusal(Reason.INVALID, str(error))) from None
-        return parsed
 
     @staticmethod
     def _check_session(session: Session) -> None:
         if session.ended:
             raise Refused(session.refusal or Refusal(Reason.CLOSED, "the call has ended"))
 
-    def _accept(self, session: Session, header: FrameHeader, frame: memoryview) -> int:
+    def _accept(self, session: Session, header: FrameHeader, frame: list[memoryview]) -> int:
         """Queues a frame; gives the credit to return at once."""
         self.state.check_open()
         self._check_session(session)
@@ -172,11 +169,11 @@ class LogEngine:
                     acked=[log_pb2.Acked(stream=stream.name, durable_sequence=stream.durable)]
                 )
             )
-            return len(frame)
-        session.underway_bytes += len(frame)
+            return header.frame_bytes
+        session.underway_bytes += header.frame_bytes
         if session.underway_bytes > self.config.credit_bytes + self.config.body_bytes_max + HEADER_BYTES_MAX:
             raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
-        self._committer.put(session, stream, Write(stream.job, stream.name, header.sequence, [frame]))
+        self._committer.put(session, stream, Write(stream.job, stream.name, header.sequence, frame))
         return 0
 
     # -- the end --------------------------------------------------------------------------------------

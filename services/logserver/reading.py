@@ -4,16 +4,14 @@ from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
 from services.logserver.core import Hole, JobState, Refusal, StreamState
+from services.logserver.readahead import ReadAhead, Wanted
 from services.logserver.state import Refused, ServerState, check_names
 from swift import events
 from swift._pb import log_pb2
-from swift.errors import LogError, RecordCorrupt
-from swift.log.frame import check_body, decode_header
-from swift.log.wire import Reason, frames_message
+from swift.log.assembly import MESSAGE_BYTES
+from swift.log.wire import Reason
 
-_READ_BATCH_BYTES = 1 << 20
 _POLL_S = 0.5
-_ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is today
 
 
 class Reading:
@@ -52,68 +50,53 @@ class Reading:
     def _follow(
         self, job: JobState, request: log_pb2.ReadRequest, alive: Callable[[], bool]
     ) -> Iterator[bytes]:
-        sequence = request.from_sequence
-        while alive():
-            with self._changed:
-                plan, sequence, refusal = self._plan_read(job, request, sequence)
-                if not plan and refusal is None:
-                    if not request.follow:
-                        return
-                    if self._state.draining:
-                        self._state.check_open()
-                    self._changed.wait(_POLL_S)
-                    continue
-            frames: list[bytes] = []
-            for stream, entry_sequence, frame_bytes in plan:
-                try:
-                    frames.append(self._read_one(stream, entry_sequence, frame_bytes))
-                except RecordCorrupt as error:
-                    refusal = self._found_damage(stream, entry_sequence, str(error))
-                    break
-            if frames:
-                yield frames_message(frames, sum(map(len, frames)))
-            if refusal is not None:
-                raise Refused(refusal)
+        with ReadAhead(self._state.storage) as ahead:
+            sequence = request.from_sequence
+            while alive():
+                with self._changed:
+                    run, sequence, refusal = self._plan_read(job, request, sequence)
+                    if not run and ahead.is_empty and refusal is None:
+                        if not request.follow:
+                            return
+                        if self._state.draining:
+                            self._state.check_open()
+                        self._changed.wait(_POLL_S)
+                        continue
+                for entry in run:
+                    ahead.add(entry)
+                ahead.flush()
+                while not ahead.is_empty and (refusal is not None or not run or ahead.is_full):
+                    yield from self._take(ahead)
+                if refusal is not None:
+                    raise Refused(refusal)
+
+    def _take(self, ahead: ReadAhead) -> Iterator[bytes]:
+        """The oldest message that was read ahead."""
+        message, damage = ahead.take()
+        if message:
+            yield message
+        if damage is not None:
+            if damage.gone:
+                raise Refused(Refusal(Reason.TRIMMED, damage.reason))
+            raise Refused(self._found_damage(damage.stream, damage.sequence, damage.reason))
 
     def _plan_read(
         self, job: JobState, request: log_pb2.ReadRequest, sequence: int
-    ) -> tuple[list[tuple[StreamState, int, int]], int, Refusal | None]:
+    ) -> tuple[list[Wanted], int, Refusal | None]:
         """The next records to read, the sequence behind them, and what ends the call after them."""
-        plan: list[tuple[StreamState, int, int]] = []
+        plan: list[Wanted] = []
         stream = job.streams.get(request.stream)
         size = 0
-        while stream is not None and size < _READ_BATCH_BYTES:
+        while stream is not None and size < MESSAGE_BYTES:
             entry = self._state.core.next_to_read(stream, sequence, request.from_step)
             if isinstance(entry, Refusal):
                 return plan, sequence, entry
             if entry is None:
                 break
-            plan.append((stream, entry.sequence, entry.frame_bytes))
+            plan.append(Wanted(stream, entry.sequence, entry.frame_bytes))
             sequence = entry.sequence + 1
             size += entry.frame_bytes
         return plan, sequence, None
-
-    def _read_one(self, stream: StreamState, sequence: int, frame_bytes: int) -> bytes:
-        """The frame, its checksums verified. Raises RecordCorrupt; Refused if it was dropped meanwhile."""
-        try:
-            data = self._state.storage.read(stream.job, stream.name, sequence, frame_bytes)
-        except FileNotFoundError:
-            message = f"record {sequence} of {stream.name} was dropped while it was read"
-            raise Refused(Refusal(Reason.TRIMMED, message)) from None
-        except OSError as error:
-            raise RecordCorrupt(f"it cannot be read: {error.strerror}") from None
-        try:
-            header = decode_header(data, 0, _ANY_BODY_BYTES)
-            if (
-                header.frame_bytes != len(data)
-                or header.sequence != sequence
-                or header.stream_tag != stream.tag
-            ):
-                raise RecordCorrupt("another record is in its place")
-            check_body(header, memoryview(data)[header.header_bytes :])
-        except LogError as error:
-            raise RecordCorrupt(str(error)) from None
-        return data
 
     def _found_damage(self, stream: StreamState, sequence: int, reason: str) -> Refusal:
         with self._changed:

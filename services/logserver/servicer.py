@@ -73,6 +73,7 @@ class LogServicer:
                     frames = memoryview(request.frames)
                 if frames:
                     self.engine.handle(session, frames)
+            self.engine.finish(session)
             session.end()
         except Refused as refused:
             session.end(refused.refusal)

@@ -14,6 +14,7 @@ from services.logserver.core import LogCore, Refusal, StreamState
 from services.logserver.storage import Storage
 from swift._pb import log_pb2
 from swift.errors import UsageError
+from swift.log.assembly import Assembler
 from swift.log.record import check_name
 from swift.log.wire import Reason
 
@@ -53,6 +54,7 @@ class Refused(Exception):
 class Session:
     """One Append call: the streams it opened, and what goes back to it."""
 
+    assembler: Assembler
     outbox: "queue.SimpleQueue[log_pb2.AppendReply | None]" = field(default_factory=queue.SimpleQueue)
     streams: dict[int, tuple[StreamState, int]] = field(default_factory=dict)
     """Stream tag -> the stream and the generation it was opened under."""

@@ -20,7 +20,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -114,14 +114,30 @@ class RecoveredJob:
     streams: list[RecoveredStream]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a frame begins."""
+
+    path: Path
+    offset: int
+    end_sequence: int
+    """Frames of the sequences up to here follow each other in this file."""
+
+    def behind(self, size: int) -> "Place":
+        return replace(self, offset=self.offset + size)
+
+
 class Storage(Protocol):
     """Keeps frames and manifests. Raises StorageFull or StorageFailed. One caller writes; any may read."""
 
     def commit(self, writes: Sequence[Write], sync: bool) -> None:
         """Writes frames, in order; with ``sync`` all that was ever committed is durable after it."""
 
-    def read(self, job: str, stream: str, sequence: int, frame_bytes: int) -> bytes:
-        """The frame as it was written. FileNotFoundError if it was removed."""
+    def locate(self, job: str, stream: str, sequence: int) -> Place:
+        """Where a record is. FileNotFoundError if it was removed."""
+
+    def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
+        """So many bytes from there on, in ``buffer``: page-aligned, and two blocks larger. OSError."""
 
     def save(self, job: str, meta: JobMeta) -> None:
         """Makes this the job's manifest, durably."""
@@ -388,19 +404,23 @@ class DirectoryStorage:
 
     # -- reading and removing -------------------------------------------------------------------------
 
-    def read(self, job: str, stream: str, sequence: int, frame_bytes: int) -> bytes:
+    def locate(self, job: str, stream: str, sequence: int) -> Place:
         with self._maps:
             for segment in reversed(self._streams.get((job, stream), [])):
                 if segment.first <= sequence < segment.next_sequence:
-                    path, offset = segment.path, segment.offsets[sequence - segment.first]
-                    break
-            else:
-                raise FileNotFoundError(f"record {sequence} of {job}/{stream} is in no segment")
-        file = self._disk.open(path)
+                    offset = segment.offsets[sequence - segment.first]
+                    return Place(segment.path, offset, segment.next_sequence)
+        raise FileNotFoundError(f"record {sequence} of {job}/{stream} is in no segment")
+
+    def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
+        begin = place.offset // BLOCK_BYTES * BLOCK_BYTES
+        skip = place.offset - begin
+        file = self._disk.open(place.path)
         try:
-            return file.read(offset, frame_bytes)
+            read = file.read_into(begin, buffer[: -(-(skip + size) // BLOCK_BYTES) * BLOCK_BYTES])
         finally:
             file.close()
+        return buffer[skip : min(skip + size, read)]
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
         """Unlinks whole segments. The manifest tells where a stream goes on that has none left."""

@@ -255,6 +255,11 @@ def check_body(header: FrameHeader, stored: memoryview) -> None:
 def decode_record(header: FrameHeader, stored: memoryview) -> Record:
     """The record, checked down to the digest of the raw tensor."""
     check_body(header, stored)
+    return decode_body(header, stored)
+
+
+def decode_body(header: FrameHeader, stored: memoryview) -> Record:
+    """As `decode_record`, of a stored body whose checksum was verified."""
     body = decompress(header, stored)
     if digest_of(header.dtype, header.shape, body) != header.digest:
         raise RecordCorrupt(f"{header.key}: the digest of its tensor does not match")

@@ -16,6 +16,7 @@ import grpc
 
 from swift._pb import log_pb2
 from swift.errors import LogUnavailable, SequenceConflict, StaleGeneration, SwiftError, UsageError
+from swift.log.assembly import cut
 from swift.log.frame import BODY_BYTES_MAX, Bytes, FrameHeader, encode_header
 from swift.log.record import RecordKey, stream_tag
 from swift.log.rpc import as_error, message_of, method, open_channel, reason_of
@@ -93,6 +94,7 @@ class Link:
         self._pending = 0
         self._call_number = 0
         self._call: grpc.Call | None = None
+        self._rest: deque[Bytes] = deque()  # of the record that was begun last: it follows before all else
         self._credit = 0
         self._body_bytes_max = BODY_BYTES_MAX
         self._error: SwiftError | None = None  # until the next generation
@@ -208,8 +210,12 @@ class Link:
             return log_pb2.AppendRequest(opens=opens).SerializeToString()
         parts: list[Bytes] = []
         size = 0
+        if self._rest and self._credit > 0:
+            parts.append(self._rest.popleft())
+            size += len(parts[0])
+            self._credit -= len(parts[0])
         for stream in self._streams.values():
-            while stream.opened and stream.unsent and self._credit > 0 and size < _BATCH_BYTES:
+            while self._may_send(stream) and size < _BATCH_BYTES:
                 if len(stream.unsent[0].stored) > self._body_bytes_max:
                     self._refuse_size(stream.unsent[0])
                     return None
@@ -220,10 +226,15 @@ class Link:
                     stream.next_sequence += 1
                 stream.sent.append(record)
                 header = record.header(stream.tag, self._generation)
-                parts += (header, record.stored)
-                size += len(header) + len(record.stored)
-                self._credit -= len(header) + len(record.stored)
+                first, *rest = cut(record.stored)
+                self._rest.extend(rest)
+                parts += (header, first)
+                size += len(header) + len(first)
+                self._credit -= len(header) + len(first)
         return frames_message(parts, size) if parts else None
+
+    def _may_send(self, stream: _Stream) -> bool:
+        return stream.opened and bool(stream.unsent) and self._credit > 0 and not self._rest
 
     def _refuse_size(self, record: Outgoing) -> None:
         self._error = UsageError(
@@ -264,6 +275,7 @@ class Link:
     def _begin_call(self) -> int:
         self._call_number += 1
         self._credit = 0
+        self._rest.clear()
         for stream in self._streams.values():
             stream.asked = stream.opened = False
             self.resent += len(stream.sent)

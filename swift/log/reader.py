@@ -8,7 +8,8 @@ import grpc
 
 from swift._pb import log_pb2, log_pb2_grpc
 from swift.errors import LogInterrupted, LogUnavailable, RecordCorrupt, RecordMissing, SwiftError, UsageError
-from swift.log.frame import FrameIncomplete, decode_header, decode_record
+from swift.log.assembly import Assembler
+from swift.log.frame import BODY_BYTES_MAX, FrameHeader, FrameIncomplete, decode_body
 from swift.log.placement import server_of
 from swift.log.record import Record, RecordKey, check_name
 from swift.log.rpc import as_error, code_of, message_of, method, open_channel, reason_of
@@ -169,9 +170,10 @@ class StreamCursor:
                     follow=True,
                 )
                 call = self._call = self._read(request, wait_for_ready=True)
+            assembler = Assembler(BODY_BYTES_MAX)
             try:
                 for message in call:
-                    self._take(message)
+                    self._take(message, assembler)
             except grpc.RpcError as error:
                 if not self._retry(error):
                     return
@@ -182,31 +184,29 @@ class StreamCursor:
             with self._cond:
                 self._cond.wait_for(lambda: self._closed, _RETRY_S)
 
-    def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes, assembler: Assembler) -> None:
         frames = split_frames(message)
         if frames is None:
             frames = memoryview(log_pb2.ReadReply.FromString(message).frames)
-        offset = 0
-        while offset < len(frames):
-            try:
-                header = decode_header(frames, offset)
-                end = offset + header.frame_bytes
-                if end > len(frames):
-                    raise FrameIncomplete("the message ends before the frame does")
-                record = decode_record(header, frames[offset + header.header_bytes : end])
-            except FrameIncomplete as error:
-                raise RecordCorrupt(f"{self.stream}: {error}") from None
-            offset = end
-            with self._cond:
-                self._next_sequence = record.sequence + 1
-                if record.key.step >= self._from_step:
-                    self._records[record.key] = record
-                    self._held_bytes += record.body.nbytes
-                self._cond.notify_all()
+        try:
+            for header, parts in assembler.feed(frames):
+                self._keep(header, parts)
+        except FrameIncomplete as error:
+            raise RecordCorrupt(f"{self.stream}: {error}") from None
         with self._cond:
             self._cond.wait_for(
                 lambda: self._closed or self._waiting > 0 or self._held_bytes < self._prefetch_bytes
             )
+
+    def _keep(self, header: FrameHeader, parts: list[memoryview]) -> None:
+        frame = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        record = decode_body(header, frame[header.header_bytes :])
+        with self._cond:
+            self._next_sequence = record.sequence + 1
+            if record.key.step >= self._from_step:
+                self._records[record.key] = record
+                self._held_bytes += record.body.nbytes
+            self._cond.notify_all()
 
     def _retry(self, error: grpc.RpcError) -> bool:
         """Whether to connect again: the server is gone or leaving, it did not refuse."""

@@ -1,8 +1,9 @@
 """A Storage in memory that fails when it is told to."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from services.logserver.storage import JobMeta, StorageFailed, StorageFull, Write
+from services.logserver.storage import JobMeta, Place, StorageFailed, StorageFull, Write
 
 
 class MemoryStorage:
@@ -30,11 +31,19 @@ class MemoryStorage:
         self.unsynced = 0 if sync else self.unsynced + len(writes)
         self.commits.append((len(writes), sync))
 
-    def read(self, job: str, stream: str, sequence: int, frame_bytes: int) -> bytes:
-        frame = self.frames.get((job, stream), {}).get(sequence)
-        if frame is None:
+    def locate(self, job: str, stream: str, sequence: int) -> Place:
+        if sequence not in self.frames.get((job, stream), {}):
             raise FileNotFoundError(f"record {sequence}")
-        return frame[:frame_bytes]
+        return Place(Path(job, stream, str(sequence)), 0, sequence + 1)
+
+    def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
+        job, stream, sequence = place.path.parts
+        frame = self.frames.get((job, stream), {}).get(int(sequence))
+        if frame is None:
+            raise FileNotFoundError(str(place.path))
+        found = frame[place.offset : place.offset + size]
+        buffer[: len(found)] = found
+        return buffer[: len(found)]
 
     def save(self, job: str, meta: JobMeta) -> None:
         self._check()

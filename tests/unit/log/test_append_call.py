@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -63,8 +64,11 @@ class Call:
             self.read(lambda: False)
         return code_of(caught.value), reason_of(caught.value), message_of(caught.value)
 
-    def end(self) -> None:
+    def raw_end(self) -> None:
         self._requests.put(None)
+
+    def end(self) -> None:
+        self.raw_end()
         with pytest.raises(StopIteration):
             self.read(lambda: False)
 
@@ -215,7 +219,35 @@ def test_damaged_frames_are_refused(
     call = Call(server)
     call.open()
     call.send(damage(frame_of(0)[1]))
+    call.raw_end()
     assert call.refused()[0] is code
+    assert stored(server) == []
+
+
+def test_a_frame_may_come_in_several_messages(server: InProcess) -> None:
+    call = Call(server)
+    call.open()
+    frames = b"".join(frame_of(sequence)[1] for sequence in range(3))
+    header = frame_of(0)[0].header_bytes
+    one = len(frames) // 3
+    cuts = [0, header, header + 1, one, one + header + 5, 2 * one + header + 7, len(frames)]
+    for begin, end in pairwise(cuts):
+        call.send(frames[begin:end])
+    call.until_acked(3)
+    assert stored(server) == [0, 1, 2]
+    call.end()
+
+
+def test_a_flip_in_any_message_of_a_frame_is_found(server: InProcess) -> None:
+    header, frame = frame_of(0)
+    for at in (header.header_bytes, header.header_bytes + 10, len(frame) - 1):
+        call = Call(server)
+        call.open()
+        changed = bytearray(frame)
+        changed[at] ^= 1
+        for begin, end in pairwise((0, header.header_bytes, header.header_bytes + 9, len(frame))):
+            call.send(bytes(changed[begin:end]))
+        assert call.refused()[0] is grpc.StatusCode.DATA_LOSS
     assert stored(server) == []
 
 

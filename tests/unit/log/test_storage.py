@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -33,6 +34,12 @@ FIVE_A_SEGMENT = SEGMENT_HEADER_BYTES + 5 * FRAME
 
 def write(sequence: int, stream: str = STREAM) -> Write:
     return Write(JOB, stream, sequence, [frame_of(sequence, stream=stream)[1]])
+
+
+def frame_in(storage: Storage, stream: str, sequence: int, job: str = JOB) -> bytes:
+    place = storage.locate(job, stream, sequence)
+    with mmap.mmap(-1, 3 * BLOCK_BYTES) as memory, memoryview(memory) as buffer:
+        return bytes(storage.read(place, FRAME, buffer))
 
 
 def fill(storage: Storage, begin: int, end: int, stream: str = STREAM) -> None:
@@ -101,16 +108,16 @@ def test_conformance(make: Callable[[Path], Storage], tmp_path: Path) -> None:
     for stream, count in [(STREAM, 3), ("s1.F", 2)]:
         for sequence in range(count):
             frame = frame_of(sequence, stream=stream)[1]
-            assert storage.read(JOB, stream, sequence, len(frame)) == frame
+            assert frame_in(storage, stream, sequence) == frame
     for missing in (3, 99):
         with pytest.raises(FileNotFoundError):
-            storage.read(JOB, STREAM, missing, 1)
+            frame_in(storage, STREAM, missing)
     with pytest.raises(FileNotFoundError):
-        storage.read("other", STREAM, 0, 1)
+        frame_in(storage, STREAM, 0, job="other")
     # Sequences go on behind a removal, whether or not it freed all of it.
     storage.remove(JOB, STREAM, 3)
     storage.commit([write(3)], True)
-    assert storage.read(JOB, STREAM, 3, FRAME) == frame_of(3)[1]
+    assert frame_in(storage, STREAM, 3) == frame_of(3)[1]
     storage.save(JOB, JobMeta(generation=2, trimmed_below_step=3))
     storage.close()
 
@@ -134,7 +141,7 @@ def test_everything_comes_back_after_close_and_after_a_crash(tmp_path: Path) -> 
         assert (found.next_sequence, found.holes, found.torn_bytes) == (12, [], 0)
         assert [entry.digest for entry in found.entries] == [frame_of(i)[0].digest for i in range(12)]
         fill(again, 12, 14)
-        assert again.read(JOB, STREAM, 13, FRAME) == frame_of(13)[1]
+        assert frame_in(again, STREAM, 13) == frame_of(13)[1]
         again.close()
         assert all(scan(path).ending is Ending.SEALED for path in files(data))
 
@@ -299,7 +306,7 @@ def test_fault_23_no_space_goes_back_to_the_record_boundary(
         storage.commit([write(1, "s1.F"), write(2), write(3)], True)
     monkeypatch.setattr(os, "pwritev", real)
     assert {path: path.read_bytes().rstrip(b"\0") for path in held} == held
-    assert storage.read(JOB, STREAM, 1, FRAME) == frame_of(1)[1]
+    assert frame_in(storage, STREAM, 1) == frame_of(1)[1]
     storage.commit([write(1, "s1.F"), write(2), write(3)], True)
     storage.close()
     assert sequences(recovered(tmp_path / "data")) == [0, 1, 2, 3]

@@ -19,6 +19,7 @@ import pytest
 from services.logserver.storage import DirectoryStorage, JobMeta, StreamMeta, Write
 from swift.log.segment import SEGMENT_HEADER_BYTES
 from tests.unit.log.frames import JOB, STREAM, frame_of
+from tests.unit.log.test_storage import frame_in
 
 FRAME = len(frame_of(0)[1])
 THREE_A_SEGMENT = SEGMENT_HEADER_BYTES + 3 * FRAME
@@ -163,7 +164,7 @@ def check(
         found = [entry.sequence for entry in stream.entries]
         assert found == list(range(stream.first, stream.next_sequence)), what
         for entry in stream.entries:
-            frame = again.read(JOB, STREAM, entry.sequence, entry.frame_bytes)
+            frame = frame_in(again, STREAM, entry.sequence)
             assert frame == frame_of(entry.sequence)[1], what
         # And it goes on from there.
         again.commit([Write(JOB, STREAM, stream.next_sequence, [frame_of(stream.next_sequence)[1]])], True)

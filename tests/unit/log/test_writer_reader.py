@@ -1,14 +1,17 @@
 """The Python API end to end against a server in this process: writer, reader, cursor, admin."""
 
+import random
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from services.logserver.state import EngineConfig
+from services.logserver.storage import DirectoryStorage
 from swift.errors import (
     Divergence,
     LogInterrupted,
@@ -481,6 +484,22 @@ def test_following_a_stream_that_is_being_written(server: InProcess) -> None:
             time.sleep(0.002)
         thread.join(TIMEOUT_S)
         assert got == [step * 100 for step in range(2, 30)]
+
+
+def test_large_records_travel_in_pieces_between_small_ones(tmp_path: Path) -> None:
+    """Sizes around that of a message; over files that end between them; read in order and verified."""
+    sizes = [10, 4 << 20, (4 << 20) + 1, 70_000, 3, (9 << 20) + 5, 0, *[900_000] * 9, (13 << 20) - 7, 1]
+    bodies = [random.Random(size).randbytes(size) for size in sizes]
+    storage = DirectoryStorage(tmp_path, 6 << 20)
+    storage.recover()
+    with InProcess(storage) as server, writing(server) as writer, reading(server) as reader:
+        for step, body in enumerate(bodies):
+            writer.append("s0.F", key(step), "uint8", (len(body),), body)
+        writer.flush(TIMEOUT_S)
+        assert len(list(tmp_path.rglob("*.seg"))) > 3
+        with following(reader, "s0.F", 0) as cursor:
+            for step, body in enumerate(bodies):
+                assert cursor.get(key(step), TIMEOUT_S, never).body == body
 
 
 def test_missing_cancelled_closed(server: InProcess) -> None:

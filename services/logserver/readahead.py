@@ -1,0 +1,210 @@
+"""Reading ahead of a reader: a thread reads the next messages while the last one is verified and sent.
+
+Call sequence of one Read call::
+
+    (handler)   add(record)…, flush()       what is wanted next, in log order
+    (thread)    storage.read into page-aligned memory
+    (handler)   take()                      checksums, one join: a message; in order
+
+Records that follow each other in a file are read at once, up to a message; a large record is read, and travels, in
+several messages.
+"""
+
+import mmap
+from collections import deque
+from concurrent import futures
+from dataclasses import dataclass
+
+import crc32c
+
+from services.logserver.core import StreamState
+from services.logserver.storage import Storage
+from swift.errors import LogError, RecordCorrupt
+from swift.log.assembly import MESSAGE_BYTES
+from swift.log.frame import HEADER_BYTES_MAX, FrameHeader, check_body, decode_header
+from swift.log.segment import BLOCK_BYTES
+from swift.log.wire import frames_message
+
+_AHEAD = 2
+_PART_BYTES = MESSAGE_BYTES + HEADER_BYTES_MAX
+_BUFFER_BYTES = _PART_BYTES // BLOCK_BYTES * BLOCK_BYTES + 3 * BLOCK_BYTES
+_ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is today
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    stream: StreamState
+    sequence: int
+    frame_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Why a record cannot be sent."""
+
+    stream: StreamState
+    sequence: int
+    reason: str
+    gone: bool = False
+    """It was dropped meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one message has: whole frames that follow each other, or a piece of one frame."""
+
+    frames: tuple[Wanted, ...]
+    begin: int
+    """Of the first frame."""
+    size: int
+
+
+@dataclass(slots=True)
+class _Begun:
+    """The frame whose pieces are under way."""
+
+    header: FrameHeader
+    crc: int
+
+
+class ReadAhead:
+    """For one reader. A context manager."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._run: list[Wanted] = []
+        self._run_bytes = 0
+        self._waiting: deque[_Part] = deque()
+        self._reading: deque[tuple[_Part, futures.Future[memoryview]]] = deque()
+        self._begun: _Begun | None = None
+        self._thread: futures.ThreadPoolExecutor | None = None
+        # One more than is read ahead: the oldest is being sent.
+        self._buffers: deque[memoryview] = deque()
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._reading and not self._waiting
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._reading) >= _AHEAD
+
+    def add(self, wanted: Wanted) -> None:
+        if self._run_bytes + wanted.frame_bytes > _PART_BYTES or (
+            self._run and wanted.sequence != self._run[-1].sequence + 1
+        ):
+            self.flush()
+        if wanted.frame_bytes <= _PART_BYTES:
+            self._run.append(wanted)
+            self._run_bytes += wanted.frame_bytes
+            return
+        count = -(-wanted.frame_bytes // MESSAGE_BYTES)
+        each = -(-wanted.frame_bytes // count)
+        for begin in range(0, wanted.frame_bytes, each):
+            self._waiting.append(_Part((wanted,), begin, min(each, wanted.frame_bytes - begin)))
+
+    def flush(self) -> None:
+        """Reads what was added."""
+        if self._run:
+            self._waiting.append(_Part(tuple(self._run), 0, self._run_bytes))
+            self._run, self._run_bytes = [], 0
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._thread is None and self._waiting:
+            self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+            self._buffers.extend(memoryview(mmap.mmap(-1, _BUFFER_BYTES)) for _ in range(_AHEAD + 1))
+        while self._waiting and len(self._reading) < _AHEAD:
+            part = self._waiting.popleft()
+            assert self._thread is not None
+            buffer = self._buffers[0]
+            self._buffers.rotate(-1)
+            self._reading.append((part, self._thread.submit(self._read, part, buffer)))
+
+    def _read(self, part: _Part, buffer: memoryview) -> memoryview:
+        """(the thread) A run that goes on in the next file is read up to there."""
+        first = part.frames[0]
+        place = self._storage.locate(first.stream.job, first.stream.name, first.sequence)
+        size = part.size
+        if len(part.frames) > 1:
+            size = sum(frame.frame_bytes for frame in part.frames if frame.sequence < place.end_sequence)
+        return self._storage.read(place.behind(part.begin), size, buffer)
+
+    def take(self) -> tuple[bytes, Damage | None]:
+        """The next message (or none), and what is wrong with the record behind it. Waits for the disk."""
+        part, future = self._reading.popleft()
+        try:
+            view = future.result()
+        except OSError as error:
+            return b"", _unreadable(part.frames[0], error)
+        is_piece = part.size < part.frames[0].frame_bytes
+        good, damage = self._piece(part, view) if is_piece else self._frames(part, view)
+        message = frames_message([view[:good]], good) if good else b""
+        self._go_on()
+        return message, damage
+
+    def _frames(self, part: _Part, view: memoryview) -> tuple[int, Damage | None]:
+        """(bytes that are sound, what is wrong behind them)."""
+        at = 0
+        for index, wanted in enumerate(part.frames):
+            if index and at == len(view):  # the rest is in the next file
+                rest = part.frames[index:]
+                self._again(_Part(rest, 0, sum(frame.frame_bytes for frame in rest)))
+                return at, None
+            frame = view[at : at + wanted.frame_bytes]
+            try:
+                header = _header(frame, wanted)
+                check_body(header, frame[header.header_bytes :])
+            except LogError as error:
+                return at, Damage(wanted.stream, wanted.sequence, str(error))
+            at += wanted.frame_bytes
+        return at, None
+
+    def _again(self, part: _Part) -> None:
+        """Comes before what is under way, which is read again behind it."""
+        self._waiting.extendleft(reversed([part, *(other for other, _ in self._reading)]))
+        for _, future in self._reading:
+            future.cancel()
+        futures.wait([future for _, future in self._reading])
+        self._reading.clear()
+
+    def _piece(self, part: _Part, view: memoryview) -> tuple[int, Damage | None]:
+        wanted = part.frames[0]
+        try:
+            if part.begin == 0:
+                self._begun = _Begun(_header(view, wanted), 0)
+            begun = self._begun
+            assert begun is not None
+            if len(view) < part.size:
+                raise RecordCorrupt("its file is too short")
+            begun.crc = crc32c.crc32c(view[begun.header.header_bytes if part.begin == 0 else 0 :], begun.crc)
+            if part.begin + part.size == wanted.frame_bytes and begun.crc != begun.header.body_crc:
+                raise RecordCorrupt(f"{begun.header.key}: its body's checksum does not match")
+        except LogError as error:
+            return 0, Damage(wanted.stream, wanted.sequence, str(error))
+        return len(view), None
+
+
+def _unreadable(wanted: Wanted, error: OSError) -> Damage:
+    if isinstance(error, FileNotFoundError):
+        reason = f"record {wanted.sequence} of {wanted.stream.name} was dropped while it was read"
+        return Damage(wanted.stream, wanted.sequence, reason, gone=True)
+    return Damage(wanted.stream, wanted.sequence, f"it cannot be read: {error.strerror}")
+
+
+def _header(frame: memoryview, wanted: Wanted) -> FrameHeader:
+    header = decode_header(frame, 0, _ANY_BODY_BYTES)
+    if (header.frame_bytes, header.sequence, header.stream_tag) != (
+        wanted.frame_bytes,
+        wanted.sequence,
+        wanted.stream.tag,
+    ):
+        raise RecordCorrupt("another record is in its place")
+    return header
