@@ -1,6 +1,5 @@
 """python -m services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
 
-import ctypes
 import ipaddress
 import logging
 import os
@@ -21,9 +20,9 @@ from swift import events
 from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.log.frame import BODY_BYTES_MAX
+from swift.log.memory import keep_freed_memory
 
 _STOP_GRACE_S = 2.0
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # <malloc.h>
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,18 +105,6 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     )
 
 
-def _keep_freed_memory() -> None:
-    """Tells glibc to keep what messages of megabytes gave back. Freshly mapped memory copies at a fifth of
-    the speed (every page is a fault), and without this each message is mapped anew."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another C library: slower, not wrong
-        return
-    mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-    mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-    mallopt(_M_TOP_PAD, 64 << 20)
-
-
 def _signals() -> Callable[[], None]:
     """Takes SIGTERM and SIGINT from now on; the result waits for the first of them.
 
@@ -138,7 +125,7 @@ def _signals() -> Callable[[], None]:
 
 def run(config: ServerConfig) -> int:
     """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0."""
-    _keep_freed_memory()
+    keep_freed_memory()
     storage = DirectoryStorage(config.directory, config.segment_bytes)
     engine = LogEngine(storage, config.engine)
     server, _ = make_server(engine)

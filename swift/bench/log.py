@@ -1,6 +1,7 @@
 """`swift-ft bench log`: what the log moves, against what memory, the wire and the disk of this machine can.
 
     memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
+    wire: the log's messages, verified and dropped; --flight: the same bytes through Arrow Flight
     append: writer process(es) → gRPC → log server → segment files, until every record is durable
     read: log server → gRPC → a reader process, checksums verified, with the segments gone from the page cache
 
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from swift.arguments import Parser
+from swift.bench import wire
 from swift.bench.log_ranks import GENERATION, JOB, TIMEOUT_S
+from swift.bench.workers import Worker
 from swift.errors import ServiceError, UsageError
 from swift.log import admin
 
@@ -32,8 +35,15 @@ WRITERS = 4
 SHARED_SIZE = "4 MiB"
 """Of the records that several writers append together."""
 WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
-GOALS = {"append": 0.65, "read": 0.85, "writers": 1.0}
-"""Durable append over an O_DIRECT append, cold read over an O_DIRECT read, 4 writers together over one."""
+OWN_WIRE, FLIGHT = "our wire", "Arrow Flight"
+GOALS = {"append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45, "flight": 0.85}
+WORDS = {
+    "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
+    "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
+    "writers": f"{WRITERS} writers together over one",
+    "wire": f"{OWN_WIRE} over {WIRE}",
+    "flight": f"{OWN_WIRE} over {FLIGHT}",
+}
 _BLOCK = 8 << 20
 _SYNC_BYTES = 64 << 20
 
@@ -53,7 +63,7 @@ def memcpy(total: int) -> float:
 
 def over_tcp(total: int) -> float:
     count = total // (4 << 20)
-    worker = Worker("receive", "-", "-", 4 << 20, count)
+    worker = Worker.of_log("receive", "-", "-", 4 << 20, count)
     with worker, socket.create_connection(("127.0.0.1", int(worker.line()))) as connection:
         body = memoryview(bytearray(4 << 20))
         worker.begin()
@@ -96,47 +106,6 @@ def from_disk(path: Path, total: int) -> float:
 
 
 # --- the log ---
-
-
-class Worker:
-    """A process of `log_ranks`."""
-
-    def __init__(self, role: str, address: str, stream: str, size: int, count: int):
-        command = [
-            sys.executable,
-            "-m",
-            "swift.bench.log_ranks",
-            role,
-            address,
-            stream,
-            str(size),
-            str(count),
-        ]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def line(self) -> str:
-        assert self._process.stdout is not None
-        found = self._process.stdout.readline().strip()
-        if not found:
-            raise ServiceError(f"a process of the benchmark ended with exit code {self._process.wait()}")
-        return found
-
-    def begin(self) -> None:
-        assert self._process.stdin is not None
-        assert self.line() == "ready"
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-
-    def result(self) -> dict[str, float]:
-        found: dict[str, float] = json.loads(self.line())
-        return found
 
 
 class Server:
@@ -188,7 +157,8 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
     count = max(1, total // len(streams) // size)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker(role, server.address, stream, size, count)) for stream in streams
+            stack.enter_context(Worker.of_log(role, server.address, stream, size, count))
+            for stream in streams
         ]
         before = server.cpu_seconds()
         for worker in workers:
@@ -205,7 +175,7 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
         }
 
 
-def measure(directory: Path, total: int) -> dict[str, Any]:
+def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str, Any]:
     """One round: all cases. Rates in MB/s."""
     probe = directory / "probe"
     limits = {
@@ -213,7 +183,10 @@ def measure(directory: Path, total: int) -> dict[str, Any]:
         WIRE: total / 1e6 / over_tcp(total),
         DISK_WRITE: total / 1e6 / to_disk(probe, total),
         DISK_READ: total / 1e6 / from_disk(probe, total),
+        OWN_WIRE: total / 1e6 / wire.over_log(total),
     }
+    if flight is not None:
+        limits[FLIGHT] = total / 1e6 / wire.over_flight(flight, total)
     probe.unlink()
     cases: dict[str, dict[str, float]] = {}
     with served(directory) as server:
@@ -252,6 +225,9 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
             r["cases"][together]["rate"] / r["cases"][alone]["rate"] for r in rounds
         ),
     }
+    for name, against in (("wire", WIRE), ("flight", FLIGHT)):
+        if against in rounds[0]["limits"]:
+            values[name] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][against] for r in rounds)
     found["goals"] = {
         name: {"at_least": GOALS[name], "value": value, "met": value >= GOALS[name]}
         for name, value in values.items()
@@ -271,15 +247,10 @@ def table(result: dict[str, Any]) -> str:
             f"{name:<28}{case['rate']:8.0f}  {case['of_disk']:7.2f} {case['of_wire']:7.2f}"
             f"   {case['client_cpu']:15.2f}  {case['server_cpu']:6.2f}"
         )
-    words = {
-        "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
-        "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
-        "writers": f"{WRITERS} writers together over one",
-    }
     lines.append("")
     for name, goal in result["goals"].items():
         said = "met" if goal["met"] else "missed"
-        lines.append(f"goal at least {goal['at_least']}: {goal['value']:.2f}, {said} ({words[name]})")
+        lines.append(f"goal at least {goal['at_least']}: {goal['value']:.2f}, {said} ({WORDS[name]})")
     return "\n".join(lines)
 
 
@@ -301,6 +272,12 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
     )
+    parser.add_argument(
+        "--flight",
+        type=Path,
+        metavar="DIR",
+        help="compare the wire with Arrow Flight, installed into an environment there (made if missing)",
+    )
     return parser
 
 
@@ -313,10 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--json {path}: give a file in a directory that exists")
     on, total = machine(), arguments.mebibytes << 20
     rounds = []
+    flight = None if arguments.flight is None else wire.flight_environment(arguments.flight)
     try:
         for _ in range(arguments.rounds):
             with tempfile.TemporaryDirectory(prefix="swift-bench-", dir=arguments.directory) as directory:
-                rounds.append(measure(Path(directory), total))
+                rounds.append(measure(Path(directory), total, flight))
     except OSError as error:
         raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error
     result = {"machine": on, **evaluate(rounds, total)}

@@ -1,4 +1,4 @@
-"""What `swift-ft bench log` runs in processes of their own: writers and a reader of the log, and a raw receiver.
+"""What `swift-ft bench log` runs in processes of their own: writers and a reader of the log, raw receivers.
 
 Each says "ready", waits for a line, works, and says what it took as JSON.
 """
@@ -7,10 +7,18 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 
+import grpc
+
+from swift._pb import log_pb2
+from swift.log.assembly import Assembler
+from swift.log.frame import BODY_BYTES_MAX
+from swift.log.memory import keep_freed_memory
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
+from swift.log.wire import SERVICE, server_options, split_frames
 from swift.log.writer import LogWriter
 
 JOB, GENERATION, TIMEOUT_S = "bench", 1, 600.0
@@ -29,6 +37,7 @@ def _measured(work: Callable[[], None]) -> None:
 
 def append(address: str, stream: str, size: int, count: int) -> None:
     """`count` records of `size` bytes; over when the last is durable."""
+    keep_freed_memory()
     writer = LogWriter([address], JOB, GENERATION, name=stream)
     body = memoryview(bytes(i * 37 & 255 for i in range(min(size, 1 << 16))) * -(-size // (1 << 16)))[:size]
 
@@ -75,6 +84,40 @@ def receive(_address: str, _stream: str, size: int, count: int) -> None:
         _measured(work)
 
 
+def sink(_address: str, _stream: str, _size: int, _count: int) -> None:
+    """A server of the log's wire that verifies each frame, acknowledges it and drops it."""
+
+    def append(requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[log_pb2.AppendReply]:
+        yield log_pb2.AppendReply(
+            welcome=log_pb2.Welcome(body_bytes_max=BODY_BYTES_MAX), credit_bytes=64 << 20
+        )
+        assembler = Assembler(BODY_BYTES_MAX)
+        name, durable = "", 0
+        for message in requests:
+            frames = split_frames(message)
+            if frames is None:
+                (opening,) = log_pb2.AppendRequest.FromString(message).opens
+                name = opening.stream
+                yield log_pb2.AppendReply(opened=[log_pb2.Opened(stream=name, next_sequence=0)])
+                continue
+            durable += sum(1 for _ in assembler.feed(frames))
+            acked = log_pb2.Acked(stream=name, durable_sequence=durable)
+            yield log_pb2.AppendReply(acked=[acked], credit_bytes=len(frames))
+
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options(BODY_BYTES_MAX))
+    handler: grpc.RpcMethodHandler[bytes, log_pb2.AppendReply] = grpc.stream_stream_rpc_method_handler(
+        append, None, log_pb2.AppendReply.SerializeToString
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Append": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    keep_freed_memory()
+    server.start()
+    print(port, flush=True)
+    sys.stdin.readline()
+    server.stop(None)
+
+
 if __name__ == "__main__":
     role, where, name, bytes_each, times = sys.argv[1:]
-    {"append": append, "read": read, "receive": receive}[role](where, name, int(bytes_each), int(times))
+    roles = {"append": append, "read": read, "receive": receive, "sink": sink}
+    roles[role](where, name, int(bytes_each), int(times))

@@ -495,7 +495,7 @@ def test_large_records_travel_in_pieces_between_small_ones(tmp_path: Path) -> No
     with InProcess(storage) as server, writing(server) as writer, reading(server) as reader:
         for step, body in enumerate(bodies):
             writer.append("s0.F", key(step), "uint8", (len(body),), body)
-        writer.flush(TIMEOUT_S)
+            writer.flush(TIMEOUT_S)  # a commit goes into one file
         assert len(list(tmp_path.rglob("*.seg"))) > 3
         with following(reader, "s0.F", 0) as cursor:
             for step, body in enumerate(bodies):

@@ -1,0 +1,45 @@
+"""Processes of a benchmark: each says "ready", waits for a line, works, and says what it took as JSON."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from swift.errors import ServiceError
+
+
+class Worker:
+    """One of them. A context manager, which ends it."""
+
+    def __init__(self, command: Sequence[str]):
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @classmethod
+    def of_log(cls, role: str, address: str, stream: str, size: int, count: int) -> "Worker":
+        """A process of `swift.bench.log_ranks`."""
+        arguments = [role, address, stream, str(size), str(count)]
+        return cls([sys.executable, "-m", "swift.bench.log_ranks", *arguments])
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        found = self._process.stdout.readline().strip()
+        if not found:
+            raise ServiceError(f"a process of the benchmark ended with exit code {self._process.wait()}")
+        return found
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        assert self.line() == "ready"
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def result(self) -> dict[str, float]:
+        found: dict[str, float] = json.loads(self.line())
+        return found
