@@ -4,13 +4,18 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
+from services.logserver import procedures
 from services.logserver.committer import Committer
 from services.logserver.core import JobState, Refusal, StreamState
+from services.logserver.procedures import Clean, Emit, Procedure, Save, Settle, meta_of
 from services.logserver.state import Refused, ServerState, check_names
-from services.logserver.storage import JobMeta, StorageFailed, StorageFull, StreamMeta
+from services.logserver.storage import JobMeta, StorageFailed, StorageFull
 from swift import events
 from swift.log.wire import Reason
+
+T = TypeVar("T")
 
 
 class Administration:
@@ -33,27 +38,7 @@ class Administration:
         self._janitor.join()
 
     def fence(self, job_name: str, generation: int) -> None:
-        check_names(job_name)
-        with self._one_at_a_time:
-            with self._changed:
-                if generation == 0:
-                    raise Refused(Refusal(Reason.INVALID, "generation 0 cannot be granted; they start at 1"))
-                refusal = self._state.core.fence(job_name, generation)
-                if refusal is not None:
-                    raise Refused(refusal)
-                job = self._state.core.job(job_name)
-                self._end_writers(job, generation)
-                self._settle()
-                meta = self._meta(job)
-            self._save(job_name, meta)
-            events.emit("fence", job=job_name, generation=generation)
-
-    def _end_writers(self, job: JobState, generation: int) -> None:
-        """Tells the writers of older generations now, not at their next frame."""
-        for session in self._state.sessions:
-            for stream, opened_under in session.streams.values():
-                if stream.job == job.name and opened_under < generation:
-                    session.end(self._state.core.check_generation(job, opened_under))
+        self._carry_out(procedures.fence(self._state, job_name, generation))
 
     def trim(self, job_name: str, below_step: int) -> int:
         """Gives the step below which everything is trimmed now."""
@@ -73,38 +58,30 @@ class Administration:
             events.emit("trim_failed", job=job.name, reason=str(refused))
 
     def _trim(self, job: JobState, below_step: int) -> int:
-        with self._one_at_a_time:
-            with self._changed:
-                before = job.trimmed_below_step
-                changed = self._state.core.trim(job, below_step)
-                meta = self._meta(job)
-                trimmed = job.trimmed_below_step
-            if trimmed > before:
-                self._save(job.name, meta)
-                self._clean(changed)
-                events.emit("trimmed", job=job.name, below_step=trimmed)
-        return trimmed
+        return self._carry_out(procedures.trim(self._state, job, below_step))
 
     def reset(self, job_name: str, generation: int) -> None:
-        check_names(job_name)
+        self._carry_out(procedures.reset(self._state, job_name, generation))
+
+    def _carry_out(self, procedure: Procedure[T]) -> T:
+        """Raises Refused, also where a step could not be done."""
         with self._one_at_a_time:
-            with self._changed:
-                core = self._state.core
-                job = core.job(job_name)
-                refusal = core.check_generation(job, generation)
-                if refusal is not None:
-                    raise Refused(refusal)
-                for session in self._state.sessions:
-                    if any(stream.job == job_name for stream, _ in session.streams.values()):
-                        session.end(Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
-                self._settle()
-                while any(stream.durable < stream.appended for stream in job.streams.values()):
-                    self._settle()  # a writer came back meanwhile
-                changed = core.reset(job)
-                meta = self._meta(job)
-            self._save(job_name, meta)
-            self._clean(changed)
-            events.emit("reset", job=job_name, generation=generation)
+            while True:
+                try:
+                    with self._changed:
+                        step = next(procedure)
+                        if isinstance(step, Settle):
+                            self._settle()
+                except StopIteration as done:
+                    result: T = done.value
+                    return result
+                match step:
+                    case Save():
+                        self._save(step.job, step.meta)
+                    case Clean():
+                        self._clean(step.streams)
+                    case Emit():
+                        events.emit(step.event, **step.fields)
 
     def save_later(self, job: JobState) -> None:
         """Something that the manifest keeps has changed."""
@@ -113,7 +90,7 @@ class Administration:
     def _save_now(self, job: JobState) -> None:
         with self._one_at_a_time:
             with self._changed:
-                meta = self._meta(job)
+                meta = meta_of(job)
             try:
                 self._save(job.name, meta)
             except Refused as refused:
@@ -129,17 +106,6 @@ class Administration:
         self._committer.settle()
         if self._state.failed:
             raise Refused(Refusal(Reason.CLOSED, self._state.failed))
-
-    @staticmethod
-    def _meta(job: JobState) -> JobMeta:
-        return JobMeta(
-            generation=job.generation,
-            trimmed_below_step=job.trimmed_below_step,
-            streams={
-                name: StreamMeta(stream.first, stream.durable, stream.quarantined)
-                for name, stream in job.streams.items()
-            },
-        )
 
     def _save(self, job: str, meta: JobMeta) -> None:
         try:

@@ -120,6 +120,8 @@ class JobState:
     name: str
     generation: int = 0
     trimmed_below_step: int = 0
+    reset_generation: int = 0
+    """The last generation whose reset is durable: asked for again, it drops nothing."""
     trim_wanted: int = 0
     """A trim that waits for readers of older steps."""
     streams: dict[str, StreamState] = field(default_factory=dict)

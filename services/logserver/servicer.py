@@ -50,14 +50,14 @@ class LogServicer:
 
     def append(self, requests: Iterator[bytes], context: Context) -> Iterator[log_pb2.AppendReply]:
         try:
-            session = self.engine.attach()
+            session, outgoing = self.engine.attach()
         except Refused as refused:
             _abort(context, refused.refusal)
             return
         context.add_callback(lambda: self.engine.detach(session))
         pump = threading.Thread(target=self._pump, args=(session, requests), name="pump", daemon=True)
         pump.start()
-        yield from session.replies()
+        yield from outgoing.replies()
         if session.refusal is not None:
             _abort(context, session.refusal)
 

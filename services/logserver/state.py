@@ -1,14 +1,14 @@
 """What the parts of the server share: the core behind its one lock, the storage, who is connected.
 
-``changed`` guards the core and everything in `ServerState`; it is never held during disk work.
+``changed`` guards the core and everything in `ServerState`; it is never held during disk work. Nothing here
+knows of threads: the server gives a condition variable, a simulation nothing of the kind.
 """
 
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from services.logserver.core import LogCore, Refusal, StreamState
 from services.logserver.storage import Storage
@@ -18,7 +18,7 @@ from swift.log.assembly import Assembler
 from swift.log.record import check_name
 from swift.log.wire import Reason
 
-_FULL_RETRY_S = 1.0
+FULL_RETRY_S = 1.0
 
 
 class Fsync(StrEnum):
@@ -50,12 +50,28 @@ class Refused(Exception):
         self.refusal = refusal
 
 
+class Outbox(Protocol):
+    """What goes back to a writer. None: nothing comes any more."""
+
+    def put(self, item: log_pb2.AppendReply | None, /) -> None: ...
+
+
+class Changed(AbstractContextManager[bool | None], Protocol):
+    """The server's lock, and how its parts wait for each other: a `threading.Condition`."""
+
+    def notify_all(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object: ...
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One Append call: the streams it opened, and what goes back to it."""
 
+    outbox: Outbox
     assembler: Assembler
-    outbox: "queue.SimpleQueue[log_pb2.AppendReply | None]" = field(default_factory=queue.SimpleQueue)
     streams: dict[int, tuple[StreamState, int]] = field(default_factory=dict)
     """Stream tag -> the stream and the generation it was opened under."""
     underway_bytes: int = 0
@@ -69,33 +85,17 @@ class Session:
             self.refusal = refusal
             self.outbox.put(None)
 
-    def replies(self) -> Iterator[log_pb2.AppendReply]:
-        """Until the session ends. What has gathered meanwhile goes out as one message."""
-        while True:
-            reply = self.outbox.get()
-            if reply is None:
-                return
-            last = False
-            while not self.outbox.empty():
-                more = self.outbox.get()
-                if more is None:
-                    last = True
-                    break
-                reply.MergeFrom(more)
-            yield reply
-            if last:
-                return
-
 
 class ServerState:
     """Held by all parts. Everything but ``config`` and ``storage`` only while holding ``changed``."""
 
-    def __init__(self, storage: Storage, config: EngineConfig) -> None:
+    def __init__(self, storage: Storage, config: EngineConfig, changed: Changed) -> None:
         self.config = config
         self.storage = storage
         self.core = LogCore()
-        self.changed = threading.Condition()
-        self.sessions: set[Session] = set()
+        self.changed = changed
+        self.sessions: dict[Session, None] = {}
+        """In the order in which they came."""
         self.holders: dict[int, Session] = {}
         """Stream tag -> the session that writes it."""
         self.failed = ""
@@ -111,14 +111,14 @@ class ServerState:
         if self.draining:
             raise Refused(Refusal(Reason.DRAINING, "the log server is shutting down"))
 
-    def check_space(self) -> None:
+    def check_space(self, now: float) -> None:
         """Raises Refused while the disk is full. After a while a writer may try whether it still is."""
-        if self.full_since is not None and time.monotonic() - self.full_since < _FULL_RETRY_S:
+        if self.full_since is not None and now - self.full_since < FULL_RETRY_S:
             raise Refused(Refusal(Reason.FULL, "no space left; free some, or trim the log"))
 
     def space_freed(self) -> None:
         if self.full_since is not None:
-            self.full_since = -_FULL_RETRY_S
+            self.full_since = -FULL_RETRY_S
 
     def end_sessions(self, refusal: Refusal) -> None:
         for session in self.sessions:

@@ -93,6 +93,8 @@ class JobMeta:
 
     generation: int = 0
     trimmed_below_step: int = 0
+    reset_generation: int = 0
+    """The last generation whose reset was carried out."""
     streams: dict[str, StreamMeta] = field(default_factory=dict)
 
 
@@ -255,7 +257,9 @@ class DirectoryStorage:
             self._hole(out, out.next_sequence, begin, reason)
         segment = Segment(scanned.path, begin, scanned.end)
         for damage in scanned.damage:
-            end = damage.end_sequence if damage.end_sequence is not None else damage.sequence + 1
+            end = damage.end_sequence
+            if end is None:  # nobody knows how far it goes; the first record that is still wanted is among it
+                end = max(damage.sequence, first) + 1
             if end > first:
                 out.holes.append(Hole(damage.sequence, end, STEP_UNKNOWN, damage.reason))
         for record in scanned.records:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from swift.errors import Divergence, LogInterrupted, ServiceError, SwiftError, UsageError
 from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, compress, raw_bytes_of
-from swift.log.link import Link, Outgoing
+from swift.log.link import Link
+from swift.log.link_core import Outgoing
 from swift.log.placement import server_of
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
 

@@ -117,8 +117,9 @@ class Restorer:
             # The coordinator has emptied the job's streams; what comes now is logged anew.
             writer.restart(plan.generation)
         self._copy_replicas(plan)
-        if mine.strategy == pb.REPLICA and not self._state.lived and mine.from_version == target:
-            # The process that held the rank before has logged some of the step that is done next.
+        arrives = mine.strategy == pb.REPLAY or (mine.strategy == pb.REPLICA and not self._state.lived)
+        if arrives and mine.from_version == target:
+            # Nothing to replay, but the process that held the rank before has logged some of the next step.
             reader = LogReader(log_servers, self._member.client.job)
             try:
                 self._expect_own(reader, writer, target)

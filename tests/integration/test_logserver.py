@@ -473,7 +473,7 @@ def test_fault_30_a_peer_that_is_gone_without_a_word(tmp_path: Path, monkeypatch
         put(writer, 1)
         with pytest.raises(ServiceError, match="has not acknowledged everything"):
             writer.flush(3.0)
-        assert "timeout" in writer._links[server.address]._trouble  # of a ping: the call was given up
+        assert "timeout" in writer._links[server.address].trouble  # of a ping: the call was given up
         server.process.send_signal(signal.SIGCONT)
         writer.close()
         check_stream(server, 0, 2)

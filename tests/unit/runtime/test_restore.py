@@ -1,11 +1,13 @@
 """What a rank says when it cannot do as planned."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused, ServiceError
+from swift.runtime import restore
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.restore import Restorer
@@ -30,3 +32,52 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
     with pytest.raises(ReplayRefused, match="made parameters NaN"):
         restorer.follow(plan, nothing, [], lambda: None)
     assert not state.present  # the next report says so, and the plan copies or restores
+
+
+class Opened:
+    """A log as a restorer sees it: reader, writer and channel in one."""
+
+    def __init__(self) -> None:
+        self.expected: dict[str, tuple[str, int]] = {}
+
+    def digests(self, stream: str, from_step: int) -> tuple[str, int]:
+        return (stream, from_step)
+
+    def expect(self, stream: str, digests: tuple[str, int]) -> None:
+        self.expected[stream] = digests
+
+    def stream(self, stage: int, kind: str) -> str:
+        return f"s{stage}.{kind}"
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lived", "asks"),
+    [
+        (pb.REPLAY, False, True),
+        (pb.REPLAY, True, True),
+        (pb.REPLICA, False, True),
+        (pb.REPLICA, True, False),
+        (pb.KEEP, True, False),
+    ],
+)
+def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is_replayed(
+    monkeypatch: pytest.MonkeyPatch, strategy: Any, lived: bool, asks: bool
+) -> None:
+    log: Any = Opened()
+    monkeypatch.setattr(restore, "LogReader", lambda servers, job: log)
+    monkeypatch.setattr(Restorer, "_copy_replicas", lambda self, plan: None)
+    state = TrainerState(1, Updates(SessionConfig(), None, FaultInjector(0), lambda: None))
+    state.version, state.present, state.lived = 3, True, lived
+    state.stages = [SimpleNamespace(stage_index=1)]
+    state.load_state_dict = lambda values: None  # type: ignore[assignment, method-assign]
+    store: Any = SimpleNamespace(load=lambda version: {})
+    member: Any = SimpleNamespace(client=SimpleNamespace(job="job"))
+    nothing: Any = None
+    restorer = Restorer(0, member, log, state, store, FaultInjector(0), nothing)
+    other = pb.RankPlan(rank=1, strategy=pb.KEEP, from_version=3)
+    mine = pb.RankPlan(rank=0, strategy=strategy, from_version=3)
+    restorer.follow(pb.Plan(target_version=3, exact=True, ranks=[mine, other]), log, [], lambda: None)
+    assert (log.expected.get("s1.F") == ("s1.F", 3)) == asks
+    assert bool(log.expected) == asks

@@ -1,0 +1,139 @@
+"""A writer's call: what it may open, which frames are taken, what is answered at once. No I/O, no clock, no threads."""
+
+from services.logserver.commits import Commits
+from services.logserver.core import Refusal, StreamState
+from services.logserver.state import Refused, ServerState, Session, check_names
+from services.logserver.storage import RecoveredJob, Write
+from swift._pb import log_pb2
+from swift.errors import LogError, RecordCorrupt
+from swift.log.frame import (
+    HEADER_BYTES_MAX,
+    FrameHeader,
+    FrameOversize,
+)
+from swift.log.wire import Reason
+
+Frame = tuple[FrameHeader, list[memoryview]]
+"""A header, and the bytes of the frame in pieces."""
+
+
+class Quarantined(Refused):
+    """The stream takes nothing any more; its manifest is to say so."""
+
+    def __init__(self, refusal: Refusal, stream: StreamState) -> None:
+        super().__init__(refusal)
+        self.stream = stream
+
+
+class Appends:
+    """Who writes which stream. (All but `parse` while holding the server's lock.)"""
+
+    def __init__(self, state: ServerState, commits: Commits) -> None:
+        self._state = state
+        self._commits = commits
+
+    def take_over(self, recovered: RecoveredJob) -> None:
+        """What the storage has found at the start."""
+        job = self._state.core.job(recovered.name)
+        job.generation = recovered.meta.generation
+        job.reset_generation = recovered.meta.reset_generation
+        job.trimmed_below_step = job.trim_wanted = recovered.meta.trimmed_below_step
+        for found in recovered.streams:
+            stream = job.stream(found.name)
+            stream.first = found.first
+            stream.durable = stream.appended = found.next_sequence
+            stream.quarantined = found.quarantined
+            for entry in found.entries:
+                stream.add(entry)
+            stream.holes = [hole for hole in found.holes if hole.below_step > job.trimmed_below_step]
+            stream.check()
+
+    def attach(self, session: Session) -> None:
+        """A writer has connected: welcome and the first credit."""
+        config = self._state.config
+        self._state.check_open()
+        self._state.sessions[session] = None
+        session.outbox.put(
+            log_pb2.AppendReply(
+                welcome=log_pb2.Welcome(body_bytes_max=config.body_bytes_max),
+                credit_bytes=config.credit_bytes,
+            )
+        )
+
+    def detach(self, session: Session) -> None:
+        session.end()
+        self._state.sessions.pop(session, None)
+        for tag in session.streams:
+            if self._state.holders.get(tag) is session:
+                del self._state.holders[tag]
+
+    def open(self, session: Session, request: log_pb2.Open, now: float) -> None:
+        check_names(request.job, request.stream)
+        self._state.check_open()
+        self._state.check_space(now)
+        _check_session(session)
+        stream = self._state.core.open(
+            request.job, request.stream, request.generation, request.acked_sequence
+        )
+        if isinstance(stream, Refusal):
+            raise Refused(stream)
+        session.streams[stream.tag] = (stream, request.generation)
+        self._state.holders[stream.tag] = session
+        # No acknowledgement yet: what the writer is not sure of it sends again, and it is compared.
+        opened = log_pb2.Opened(stream=stream.name, next_sequence=stream.appended)
+        session.outbox.put(log_pb2.AppendReply(opened=[opened]))
+
+    @staticmethod
+    def parse(session: Session, frames: memoryview | None) -> list[Frame]:
+        """The frames that a message ends, verified; None: no more will come. Raises Refused."""
+        try:
+            if frames is not None:
+                return list(session.assembler.feed(frames))
+            session.assembler.finish()
+            return []
+        except RecordCorrupt as error:
+            raise Refused(Refusal(Reason.CORRUPT, f"damaged on the way here: {error}")) from None
+        except FrameOversize as error:
+            raise Refused(Refusal(Reason.OVERSIZE, str(error))) from None
+        except LogError as error:
+            raise Refused(Refusal(Reason.INVALID, str(error))) from None
+
+    def accept(self, session: Session, parsed: list[Frame]) -> None:
+        """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
+        given_back = 0
+        try:
+            for header, frame in parsed:
+                given_back += self._accept(session, header, frame)
+        finally:
+            if given_back:
+                session.outbox.put(log_pb2.AppendReply(credit_bytes=given_back))
+
+    def _accept(self, session: Session, header: FrameHeader, frame: list[memoryview]) -> int:
+        """Queues a frame; gives the credit to return at once."""
+        self._state.check_open()
+        _check_session(session)
+        opened = session.streams.get(header.stream_tag)
+        if opened is None or self._state.holders.get(header.stream_tag) is not session:
+            raise Refused(Refusal(Reason.NOT_OPEN, f"{header.key}: its stream is not open in this call"))
+        stream, generation = opened
+        entry = self._state.core.append(stream, generation, header)
+        if isinstance(entry, Refusal):
+            raise Quarantined(entry, stream) if stream.quarantined else Refused(entry)
+        if entry is None:
+            session.outbox.put(
+                log_pb2.AppendReply(
+                    acked=[log_pb2.Acked(stream=stream.name, durable_sequence=stream.durable)]
+                )
+            )
+            return header.frame_bytes
+        session.underway_bytes += header.frame_bytes
+        config = self._state.config
+        if session.underway_bytes > config.credit_bytes + config.body_bytes_max + HEADER_BYTES_MAX:
+            raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
+        self._commits.put(session, stream, Write(stream.job, stream.name, header.sequence, frame))
+        return 0
+
+
+def _check_session(session: Session) -> None:
+    if session.ended:
+        raise Refused(session.refusal or Refusal(Reason.CLOSED, "the call has ended"))

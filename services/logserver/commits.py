@@ -1,0 +1,129 @@
+"""What is on its way to the disk, when a sync is due, and what is acknowledged after it. No I/O, no clock.
+
+::
+
+    settled <= accepted       frames that left the queue for good, and that ever entered it
+    synced  <= settled        how many of these the last sync covers
+
+Call sequence (`services.logserver.committer` is the shell, and holds the server's lock around each)::
+
+    put(session, stream, write)               what the core accepted
+    batch, sync = take(), sync_due(now)       while work_to_do; then the storage writes and syncs it
+    committed(batch, sync, now)               or gave_up(error, batch, now)
+"""
+
+from dataclasses import dataclass
+
+from services.logserver.core import Refusal, StreamState
+from services.logserver.state import Fsync, ServerState, Session
+from services.logserver.storage import StorageFailed, StorageFull, Write
+from swift._pb import log_pb2
+from swift.log.wire import Reason
+
+_BATCH_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    session: Session
+    stream: StreamState
+    write: Write
+
+
+class Commits:
+    """Frames that the core accepted, on their way to the storage."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._queue: list[Queued] = []
+        self._accepted = 0
+        self._settled = 0
+        self._synced = 0
+        self._sync_target = 0  # how many a sync is asked for
+        self._unsynced_since: float | None = None
+
+    def put(self, session: Session, stream: StreamState, write: Write) -> None:
+        self._queue.append(Queued(session, stream, write))
+        self._accepted += 1
+
+    def ask_to_settle(self) -> tuple[int, int]:
+        """What `is_settled` is to be asked with: everything accepted so far is durable, or was given up."""
+        if self._state.config.fsync is not Fsync.NEVER:
+            self._sync_target = self._accepted
+        return self._accepted, self._sync_target
+
+    def is_settled(self, target: tuple[int, int]) -> bool:
+        settled, synced = target
+        return bool(self._state.failed) or (self._settled >= settled and self._synced >= synced)
+
+    @property
+    def empty(self) -> bool:
+        return not self._queue
+
+    @property
+    def work_to_do(self) -> bool:
+        return bool(self._queue) or self._sync_target > self._synced
+
+    def take(self) -> list[Queued]:
+        """What goes into the next commit: so much that a sync is shared, not so much that it is slow."""
+        size = count = 0
+        for queued in self._queue:
+            if size >= _BATCH_BYTES:
+                break
+            size += queued.write.size
+            count += 1
+        batch, self._queue = self._queue[:count], self._queue[count:]
+        return batch
+
+    def sync_due(self, now: float) -> bool:
+        config = self._state.config
+        if config.fsync is Fsync.ALWAYS or self._sync_target > self._synced:
+            return True
+        if config.fsync is Fsync.NEVER or self._unsynced_since is None:
+            return False
+        return now - self._unsynced_since >= config.fsync_interval_s
+
+    def committed(self, batch: list[Queued], sync: bool, now: float) -> bool:
+        """The storage has it. True: and there is space again."""
+        self._settled += len(batch)
+        if sync:
+            self._unsynced_since = None
+            self._synced = self._settled
+        elif batch and self._unsynced_since is None:
+            self._unsynced_since = now
+        self._acknowledge(batch)
+        if batch and self._state.full_since is not None:
+            self._state.full_since = None
+            return True
+        return False
+
+    def _acknowledge(self, batch: list[Queued]) -> None:
+        durable: dict[int, StreamState] = {}
+        credit: dict[Session, int] = {}
+        for queued in batch:
+            self._state.core.made_durable(queued.stream, queued.write.sequence + 1)
+            durable[queued.stream.tag] = queued.stream
+            credit[queued.session] = credit.get(queued.session, 0) + queued.write.size
+        for tag, stream in durable.items():
+            holder = self._state.holders.get(tag)
+            if holder is not None:
+                acked = log_pb2.Acked(stream=stream.name, durable_sequence=stream.durable)
+                holder.outbox.put(log_pb2.AppendReply(acked=[acked]))
+        for session, size in credit.items():
+            session.underway_bytes -= size
+            session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
+
+    def gave_up(self, error: StorageFull | StorageFailed, batch: list[Queued], now: float) -> None:
+        """Nothing of the batch, nor of what came after it, is in the log. Writers are told, and resend."""
+        state = self._state
+        if isinstance(error, StorageFull):
+            state.full_since = now
+            refusal = Refusal(Reason.FULL, str(error))
+        else:
+            state.failed = str(error)
+            refusal = Refusal(Reason.CLOSED, str(error))
+        state.core.abandon()
+        self._settled += len(batch) + len(self._queue)
+        self._synced = self._settled
+        self._queue.clear()
+        state.end_sessions(refusal)

@@ -1,0 +1,266 @@
+"""What a writer sends to one log server, and what it makes of the answers. No I/O, no clock, no threads.
+
+A record stays in ``unsent`` or ``sent`` until the server says that it is durable. It gets its sequence when it
+is sent first, and keeps it: that is how the server knows it again. A *call* is one connection's Append; what
+belongs to an older one is ignored.
+
+Call sequence (`swift.log.link` is the shell, and holds a lock around each)::
+
+    enqueue(record)                       what the writer hands over
+    number = begin_call()                 while may_connect
+    next_message(number)                  until None: what goes out now
+    on_reply(number, reply)               what came back; gives the bytes that are free
+    on_failure(number, reason, ...)       why the call ended; gives the pause before the next one
+    end_call()                            nothing of it counts any more
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from swift._pb import log_pb2
+from swift.errors import LogUnavailable, SequenceConflict, StaleGeneration, SwiftError, UsageError
+from swift.log.assembly import cut
+from swift.log.frame import BODY_BYTES_MAX, Bytes, FrameHeader, encode_header
+from swift.log.record import RecordKey, stream_tag
+from swift.log.wire import Reason, frames_message
+
+_BATCH_BYTES = 1 << 20
+RETRY_S = 0.05
+FULL_RETRY_S = 0.5
+# Refused for what was sent: sending it again would be refused again.
+_FATAL = {Reason.CONFLICT, Reason.INVALID, Reason.OVERSIZE}
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One record on its way, framed but for sequence and generation."""
+
+    stream: str
+    key: RecordKey
+    dtype: str
+    shape: tuple[int, ...]
+    raw_bytes: int
+    codec: int
+    stored: Bytes
+    body_crc: int
+    digest: bytes
+    held_bytes: int
+    """What it takes of the writer's queue until it is acknowledged."""
+    sequence: int = -1
+
+    def header(self, tag: int, generation: int) -> bytes:
+        return encode_header(
+            FrameHeader(
+                stream_tag=tag,
+                sequence=self.sequence,
+                generation=generation,
+                key=self.key,
+                dtype=self.dtype,
+                shape=self.shape,
+                codec=self.codec,
+                raw_bytes=self.raw_bytes,
+                stored_bytes=len(self.stored),
+                body_crc=self.body_crc,
+                digest=self.digest,
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Stream:
+    name: str
+    tag: int
+    next_sequence: int | None = None  # None until it was opened once
+    acked: int = 0
+    asked: bool = False  # in this call
+    opened: bool = False
+    unsent: deque[Outgoing] = field(default_factory=deque)
+    sent: deque[Outgoing] = field(default_factory=deque)
+
+
+class LinkCore:
+    """All streams that one writer has on one server. ``now`` is monotonic seconds."""
+
+    def __init__(self, address: str, job: str, generation: int, now: float) -> None:
+        self.address = address
+        self.resent = 0
+        self.pending = 0
+        """Records that are not acknowledged."""
+        self.trouble = "it cannot be reached"
+        """Why the last call ended."""
+        self.call_number = 0
+        self._job = job
+        self._generation = generation
+        self._streams: dict[str, _Stream] = {}
+        self._rest: deque[Bytes] = deque()  # of the record that was begun last: it follows before all else
+        self._credit = 0
+        self._body_bytes_max = BODY_BYTES_MAX
+        self._error: SwiftError | None = None  # until the next generation
+        self._stale = ""  # the server's words, until the next generation
+        self._progress_at = now
+
+    # -- the writer's side ----------------------------------------------------------------------------
+
+    def enqueue(self, record: Outgoing, now: float) -> None:
+        stream = self._streams.get(record.stream)
+        if stream is None:
+            stream = _Stream(record.stream, stream_tag(self._job, record.stream))
+            self._streams[record.stream] = stream
+        if not self.pending:
+            self._progress_at = now
+        self.pending += 1
+        stream.unsent.append(record)
+
+    def error(self, patience_s: float, now: float) -> SwiftError | None:
+        """What the writer's caller must be told, if anything."""
+        if self._error is not None:
+            return self._error
+        waited_s = now - self._progress_at
+        if not self.pending or waited_s < patience_s:
+            return None
+        if self._stale:
+            return StaleGeneration(self._stale)
+        return LogUnavailable(
+            f"log server {self.address} has acknowledged nothing for {waited_s:.0f} s: {self.trouble}"
+        )
+
+    def set_generation(self, generation: int, discard: bool, now: float) -> int:
+        """All streams are opened again under the generation; gives the bytes freed by ``discard``."""
+        self._generation = generation
+        self._error = None
+        self._stale = ""
+        self._progress_at = now
+        freed = 0
+        if discard:
+            for stream in self._streams.values():
+                for record in (*stream.sent, *stream.unsent):
+                    freed += record.held_bytes
+                stream.sent.clear()
+                stream.unsent.clear()
+                stream.next_sequence = None
+            self.pending = 0
+        self.end_call()
+        return freed
+
+    # -- a call ---------------------------------------------------------------------------------------
+
+    @property
+    def may_connect(self) -> bool:
+        return bool(self._streams) and self._error is None and not self._stale
+
+    def begin_call(self) -> int:
+        """What was sent in an older call and not acknowledged is sent again."""
+        self.call_number += 1
+        self._credit = 0
+        self._rest.clear()
+        for stream in self._streams.values():
+            stream.asked = stream.opened = False
+            self.resent += len(stream.sent)
+            stream.unsent.extendleft(reversed(stream.sent))
+            stream.sent.clear()
+        return self.call_number
+
+    def end_call(self) -> None:
+        self.call_number += 1
+
+    def next_message(self, number: int) -> bytes | None:
+        """The next AppendRequest, encoded. None: nothing may be sent now."""
+        if number != self.call_number:
+            return None
+        opens = []
+        for stream in self._streams.values():
+            if not stream.asked:
+                stream.asked = True
+                opens.append(
+                    log_pb2.Open(
+                        job=self._job,
+                        stream=stream.name,
+                        generation=self._generation,
+                        acked_sequence=stream.acked,
+                    )
+                )
+        if opens:
+            return log_pb2.AppendRequest(opens=opens).SerializeToString()
+        parts: list[Bytes] = []
+        size = 0
+        if self._rest and self._credit > 0:
+            parts.append(self._rest.popleft())
+            size += len(parts[0])
+            self._credit -= len(parts[0])
+        for stream in self._streams.values():
+            while self._may_send(stream) and size < _BATCH_BYTES:
+                if len(stream.unsent[0].stored) > self._body_bytes_max:
+                    self._refuse_size(stream.unsent[0])
+                    return None
+                record = stream.unsent.popleft()
+                if record.sequence < 0:
+                    assert stream.next_sequence is not None
+                    record.sequence = stream.next_sequence
+                    stream.next_sequence += 1
+                stream.sent.append(record)
+                header = record.header(stream.tag, self._generation)
+                first, *rest = cut(record.stored)
+                self._rest.extend(rest)
+                parts += (header, first)
+                size += len(header) + len(first)
+                self._credit -= len(header) + len(first)
+        return frames_message(parts, size) if parts else None
+
+    def _may_send(self, stream: _Stream) -> bool:
+        return stream.opened and bool(stream.unsent) and self._credit > 0 and not self._rest
+
+    def _refuse_size(self, record: Outgoing) -> None:
+        self._error = UsageError(
+            f"{record.stream} {record.key}: {len(record.stored)} bytes are more than log server "
+            f"{self.address} accepts ({self._body_bytes_max}); start it with a larger --body-bytes-max"
+        )
+
+    def on_reply(self, number: int, reply: log_pb2.AppendReply, now: float) -> int:
+        """Gives the bytes that are acknowledged by it. SequenceConflict: the stream is somebody else's."""
+        if number != self.call_number:
+            return 0
+        self._credit += reply.credit_bytes
+        if reply.HasField("welcome"):
+            self._body_bytes_max = reply.welcome.body_bytes_max
+        for opened in reply.opened:
+            self._on_opened(self._streams[opened.stream], opened.next_sequence)
+        freed = 0
+        for acked in reply.acked:
+            freed += self._on_acked(self._streams[acked.stream], acked.durable_sequence)
+        if freed:
+            self._progress_at = now
+        return freed
+
+    def _on_opened(self, stream: _Stream, next_sequence: int) -> None:
+        if stream.next_sequence is None:
+            stream.next_sequence = stream.acked = next_sequence
+        elif next_sequence > stream.next_sequence:
+            raise SequenceConflict(
+                f"somebody else has written {stream.name}: it is at record {next_sequence}, "
+                f"this writer at {stream.next_sequence}"
+            )
+        stream.opened = True
+
+    def _on_acked(self, stream: _Stream, durable: int) -> int:
+        freed = 0
+        for waiting in (stream.sent, stream.unsent):
+            while waiting and 0 <= waiting[0].sequence < durable:
+                freed += waiting.popleft().held_bytes
+                self.pending -= 1
+        stream.acked = max(stream.acked, durable)
+        return freed
+
+    def on_failure(self, number: int, reason: str, message: str, error: SwiftError) -> float:
+        """Sorts out why a call ended; gives how long to wait before the next one."""
+        if number != self.call_number:
+            return 0.0
+        self.trouble = message
+        if reason == Reason.STALE_GENERATION:
+            self._stale = message
+        elif reason in _FATAL:
+            self._error = error
+        return FULL_RETRY_S if reason == Reason.FULL else RETRY_S
+
+    def on_error(self, error: SwiftError) -> None:
+        """What an answer made clear: nothing more is sent until the next generation."""
+        self._error = error

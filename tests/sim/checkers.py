@@ -1,0 +1,269 @@
+"""What must hold whatever happens. Stands apart from the system: it imports nothing of it, reads frames by itself,
+and is told what was said and done by the simulated world.
+
+- *acked*: what a server acknowledged is there, with its bytes, until it is trimmed or the job gives its log up; or it
+  is refused, and then only where bytes were damaged or the sync policy allows their loss
+- *writer*: one writer per generation of a stream, and nothing of an older generation is accepted once a fence was
+  answered, whatever crashes
+- *unique*: a key has one sequence, and a sequence one content
+- *replay*: what a replaying rank reads is what was computed, and so is the state that it says it is ready with
+- *trim*: no trim passes the newest complete checkpoint
+- *reset*: nothing that was acknowledged after a reset was over is dropped by it
+- *live*: when faults stop, the job ends within bounded time (the world looks)
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+_FRAME = struct.Struct("<4sHHIIQQQQIIQQ")
+_KEY_MASK = (1 << 64) - 1
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+    def __init__(self, checker: str, message: str) -> None:
+        super().__init__(f"{checker}: {message}")
+        self.checker = checker
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One frame, as its bytes say."""
+
+    tag: int
+    sequence: int
+    generation: int
+    step: int
+    key: tuple[int, int, int]
+    body: bytes
+
+
+def frames_in(data: bytes | memoryview) -> Iterator[Seen]:
+    at = 0
+    while at < len(data):
+        magic, _, header, _, _, tag, sequence, generation, step, microbatch, slot, _, stored = (
+            _FRAME.unpack_from(data, at)
+        )
+        assert magic == b"SWFR"
+        body = bytes(data[at + header : at + header + stored])
+        yield Seen(tag, sequence, generation, step, (step, microbatch, slot), body)
+        at += header + stored
+
+
+def frames_of_message(message: bytes) -> Iterator[Seen]:
+    """Of a message that holds nothing but frames: a tag, a length, the frames."""
+    if message and message[0] == 15 << 3 | 2:
+        at = 1
+        while message[at] & 0x80:
+            at += 1
+        yield from frames_in(memoryview(message)[at + 1 :])
+
+
+class Truth:
+    """What a run without failures computes. A job that gives its log up begins another *history*, whose bits differ."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.bases: dict[int, tuple[int, int]] = {}
+        """history -> (the version that it begins with, the history before it)"""
+        self._states: dict[tuple[int, int, int], int] = {}
+
+    def begin(self, history: int, version: int, before: int) -> None:
+        self.bases[history] = (version, before)
+
+    def state(self, rank: int, version: int, history: int) -> int:
+        while history in self.bases and version <= self.bases[history][0]:
+            history = self.bases[history][1]
+        if version == 0:
+            return first_state(rank)
+        known = self._states.get((rank, version, history))
+        if known is None:
+            step = version - 1
+            known = next_state(
+                self.state(rank, step, history),
+                self.sent("F", rank - 1, step, history) if rank else 0,
+                self.sent("B", rank + 1, step, history) if rank + 1 < self.ranks else 0,
+            )
+            self._states[rank, version, history] = known
+        return known
+
+    def sent(self, kind: str, rank: int, step: int, history: int) -> int:
+        """What `rank` sends in `step`, if the step is done in `history`."""
+        while history in self.bases and step < self.bases[history][0]:
+            history = self.bases[history][1]
+        state = self.state(rank, step, history)
+        if kind == "F":
+            return output(state, history, self.sent("F", rank - 1, step, history) if rank else 0)
+        return output(
+            state, -1 - history, self.sent("B", rank + 1, step, history) if rank + 1 < self.ranks else 0
+        )
+
+
+def first_state(rank: int) -> int:
+    return hash((rank, 17)) & _KEY_MASK
+
+
+def next_state(state: int, forward: int, backward: int) -> int:
+    return hash((state, forward, backward)) & _KEY_MASK
+
+
+def output(state: int, salt: int, received: int) -> int:
+    return hash((state, salt, received)) & _KEY_MASK
+
+
+def body_of(value: int) -> bytes:
+    return value.to_bytes(8, "little") * 2
+
+
+@dataclass(slots=True)
+class _Acked:
+    key: tuple[int, int, int]
+    body: bytes
+    after_reset_of: int
+    """The newest reset that was over when it was acknowledged."""
+
+
+class Checkers:
+    """Told by the world; raises Violation."""
+
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+        self.fenced: dict[str, int] = {}
+        """server -> the newest generation that it has answered a fence with"""
+        self.reset_over = 0
+        """The newest generation whose reset the coordinator has seen done."""
+        self.damaged: set[str] = set()
+        """Streams whose bytes were damaged: they may be refused, never wrong nor short."""
+        self.lossy: set[str] = set()
+        """Streams that a power cut took from what the sync policy does not promise: they may be short as well."""
+        self.trimmed = 0
+        """The step below which a trim was allowed."""
+        self._saved: set[tuple[int, int, int]] = set()
+        """(rank, version, state) of durable checkpoints"""
+        self._sent: dict[tuple[str, int], dict[int, Seen]] = {}
+        self._writers: dict[tuple[int, int], str] = {}
+        self._acked: dict[str, dict[int, _Acked]] = {}
+        self._begins: dict[str, int] = {}
+        """stream -> the first sequence behind its last reset"""
+        self.acks = 0
+
+    # -- writing --------------------------------------------------------------------------------------
+
+    def sent(self, writer: str, message: bytes) -> None:
+        for seen in frames_of_message(message):
+            self._sent.setdefault((writer, seen.tag), {})[seen.sequence] = seen
+
+    def accepted(self, server: str, writer: str, frame: bytes | memoryview) -> None:
+        for seen in frames_in(frame):
+            if seen.generation < self.fenced.get(server, 0):
+                raise Violation(
+                    "writer",
+                    f"{server} took record {seen.sequence} of {writer} in generation {seen.generation} "
+                    f"after it had answered the fence of {self.fenced[server]}",
+                )
+            first = self._writers.setdefault((seen.tag, seen.generation), writer)
+            if first != writer:
+                raise Violation(
+                    "writer", f"{first} and {writer} both write a stream in generation {seen.generation}"
+                )
+
+    def acknowledged(self, writer: str, stream: str, tag: int, durable: int) -> None:
+        acked, begins = self._acked.setdefault(stream, {}), self._begins.get(stream, 0)
+        for sequence, seen in self._sent.get((writer, tag), {}).items():
+            if not begins <= sequence < durable:
+                continue
+            known = acked.get(sequence)
+            if known is None:
+                acked[sequence] = _Acked(seen.key, seen.body, self.reset_over)
+                self.acks += 1
+            elif (known.key, known.body) == (seen.key, seen.body):
+                known.after_reset_of = max(known.after_reset_of, self.reset_over)
+            elif stream not in self.lossy:
+                raise Violation("unique", f"record {sequence} of {stream} was acknowledged with two contents")
+
+    def fence_answered(self, server: str, generation: int) -> None:
+        self.fenced[server] = max(generation, self.fenced.get(server, 0))
+
+    # -- dropping -------------------------------------------------------------------------------------
+
+    def saved(self, rank: int, version: int, state: int) -> None:
+        self._saved.add((rank, version, state))
+
+    def trim_asked(self, below_step: int, history: int) -> None:
+        for rank in range(self.truth.ranks):
+            if (rank, below_step, self.truth.state(rank, below_step, history)) not in self._saved:
+                raise Violation(
+                    "trim", f"a trim below step {below_step}, and rank {rank} has no such checkpoint"
+                )
+        self.trimmed = max(below_step, self.trimmed)
+
+    def trim_done(self, server: str, below_step: int) -> None:
+        if below_step > self.trimmed:
+            raise Violation(
+                "trim", f"{server} has trimmed below step {below_step}, and was asked for {self.trimmed}"
+            )
+
+    def reset_done(self, streams: Mapping[str, int], generation: int) -> None:
+        """A server has dropped every record of these streams (name -> the sequence at which each goes on), for
+        the reset of this generation."""
+        for stream, goes_on_at in streams.items():
+            self._begins[stream] = goes_on_at
+            for sequence, acked in self._acked.pop(stream, {}).items():
+                if acked.after_reset_of >= generation:
+                    raise Violation(
+                        "reset",
+                        f"record {sequence} of {stream} was acknowledged after the reset of generation "
+                        f"{generation} was over, and is dropped by it",
+                    )
+        self.damaged.difference_update(streams)
+        self.lossy.difference_update(streams)
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def check_log(
+        self, server: str, streams: set[str], read: Callable[[str], tuple[list[bytes], str]]
+    ) -> None:
+        """``read(stream)`` gives what a reader from the oldest step gets: frames, and the reason of a refusal."""
+        for stream in sorted(streams):
+            messages, refused = read(stream)
+            found: dict[int, Seen] = {}
+            keys: dict[tuple[int, int, int], int] = {}
+            for message in messages:
+                for seen in frames_of_message(message):
+                    found[seen.sequence] = seen
+                    other = keys.setdefault(seen.key, seen.sequence)
+                    if other != seen.sequence:
+                        raise Violation(
+                            "unique", f"{stream}: {seen.key} is record {other} and record {seen.sequence}"
+                        )
+            if refused and stream not in self.damaged and stream not in self.lossy:
+                raise Violation("acked", f"{server} refuses to read {stream}, undamaged: {refused}")
+            self._compare(stream, found, bool(refused))
+
+    def _compare(self, stream: str, found: dict[int, Seen], refused: bool) -> None:
+        acked = self._acked.get(stream, {})
+        may_miss = refused or stream in self.lossy
+        for sequence, record in acked.items():
+            seen = found.get(sequence)
+            if seen is None:
+                if record.key[0] >= self.trimmed and not may_miss:
+                    raise Violation(
+                        "acked", f"record {sequence} of {stream}, {record.key}, was acknowledged and is gone"
+                    )
+            elif (seen.key, seen.body) != (record.key, record.body) and stream not in self.lossy:
+                raise Violation("acked", f"record {sequence} of {stream} is not what was acknowledged")
+
+    # -- replaying ------------------------------------------------------------------------------------
+
+    def replayed(self, reader: str, kind: str, stage: int, history: int, step: int, body: bytes) -> None:
+        """A rank has used a record of the log in place of a message."""
+        if body != body_of(self.truth.sent(kind, stage, step, history)):
+            raise Violation(
+                "replay", f"{reader} was given another tensor than s{stage}.{kind} of step {step}"
+            )
+
+    def ready(self, who: str, rank: int, version: int, history: int, state: int) -> None:
+        if state != self.truth.state(rank, version, history):
+            raise Violation("replay", f"{who} is ready at version {version} with other bits")

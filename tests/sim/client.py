@@ -1,0 +1,121 @@
+"""A simulated writer: the real `LinkCore` of each server, over calls that break."""
+
+from collections.abc import Callable
+
+from swift._pb import log_pb2
+from swift.errors import SequenceConflict, ServiceError, SwiftError
+from swift.log.link_core import LinkCore, Outgoing
+from swift.log.wire import Reason
+from tests.sim.checkers import Checkers
+from tests.sim.kernel import Network, Process
+from tests.sim.server import JOB, Call, ServerProcess
+
+
+class SimLink:
+    """All streams that one process writes on one server."""
+
+    def __init__(
+        self,
+        process: Process,
+        network: Network,
+        checkers: Checkers,
+        generation: int,
+        server_name: str,
+        find_server: Callable[[], ServerProcess | None],
+    ) -> None:
+        self.core = LinkCore(server_name, JOB, generation, process.kernel.now)
+        self._process = process
+        self._network = network
+        self._checkers = checkers
+        self._server_name = server_name
+        self._find_server = find_server
+        self._call: Call | None = None
+        self._waiting = False
+
+    def enqueue(self, record: Outgoing) -> None:
+        self.core.enqueue(record, self._process.kernel.now)
+        self._go_on()
+
+    def set_generation(self, generation: int, discard: bool) -> None:
+        self.core.set_generation(generation, discard, self._process.kernel.now)
+        if self._call is not None:
+            self.break_call(self._call, told=False)
+            self._call = None
+        self._waiting = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._call is not None:
+            self._pump(self._call)
+        elif self.core.may_connect and not self._waiting:
+            self._connect()
+
+    def _retry(self) -> None:
+        self._waiting = False
+        self._go_on()
+
+    def _pause(self, seconds: float) -> None:
+        if not self._waiting:
+            self._waiting = True
+            self._process.later(seconds, self._retry)
+
+    def _connect(self) -> None:
+        server = self._find_server()
+        if server is None or not self._network.connected(self._process.name, self._server_name):
+            self._pause(0.3)
+            return
+        call = self._call = Call(self._process.name, self.core.begin_call(), server)
+        call.client, call.on_reply, call.on_end = self._process, self._on_reply, self._on_end
+        server.calls.add(call)
+        self._send(call, None)
+        self._pump(call)
+
+    def _pump(self, call: Call) -> None:
+        while (message := self.core.next_message(call.number)) is not None:
+            self._checkers.sent(self._process.name, message)
+            self._send(call, message)
+
+    def _send(self, call: Call, message: bytes | None) -> None:
+        if call.broken:
+            return
+        now = self._process.kernel.now
+        call.up_at = max(call.up_at, now + self._network.delay_s())
+        call.server.later(call.up_at - now, call.server.guarded, call.server.receive, call, message)
+
+    def _on_reply(self, call: Call, reply: log_pb2.AppendReply) -> None:
+        if call is not self._call:
+            return
+        try:
+            self.core.on_reply(call.number, reply, self._process.kernel.now)
+        except SwiftError as error:
+            self.core.on_error(error)
+            self.break_call(call, told=False)
+            self._ended(call, 0.05)
+            return
+        self._pump(call)
+
+    def _on_end(self, call: Call, reason: str, message: str) -> None:
+        if call is not self._call:
+            return
+        kind = SequenceConflict if reason == Reason.CONFLICT else ServiceError
+        self._ended(call, self.core.on_failure(call.number, reason, message, kind(message)))
+
+    def _ended(self, call: Call, pause_s: float) -> None:
+        self.core.end_call()
+        call.broken = True
+        self._call = None
+        self._pause(pause_s)
+
+    def break_call(self, call: Call | None = None, told: bool = True) -> None:
+        """The connection is gone. Each side notices later; what was under way to the server may still arrive."""
+        call = call or self._call
+        if call is None or call.broken:
+            return
+        call.server.calls.discard(call)
+        kernel = self._process.kernel
+        call.broken = True
+        call.deaf_from = kernel.now + kernel.between(0.0, 0.1 if kernel.chance(0.7) else 1.5)
+        call.server.later(call.deaf_from - kernel.now + 0.001, call.server.detach, call)
+        if told:
+            kernel.count("connection broken")
+            self._process.later(kernel.between(0.0, 1.0), self._on_end, call, "", "connection lost")

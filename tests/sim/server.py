@@ -1,0 +1,352 @@
+"""A simulated log server: the real core, storage and recovery on a simulated disk; this shell has the threads' part."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+from google.protobuf.message import DecodeError
+
+from services.logserver import procedures
+from services.logserver.appends import Appends, Quarantined
+from services.logserver.commits import Commits, Queued
+from services.logserver.core import JobState, Refusal, StreamState
+from services.logserver.procedures import Clean, Save, Settle
+from services.logserver.reading import Reading
+from services.logserver.state import EngineConfig, Fsync, Refused, ServerState, Session
+from services.logserver.storage import DirectoryStorage, StorageFailed, StorageFull, Write
+from swift._pb import log_pb2
+from swift.log.assembly import Assembler
+from swift.log.record import stream_tag
+from swift.log.wire import Reason, split_frames
+from tests.sim.checkers import Checkers
+from tests.sim.disk import ROOT, PowerCut, SimDisk
+from tests.sim.kernel import Kernel, Network, Process
+
+JOB = "job"
+SEGMENT_BYTES = 1000
+Procedure = Iterator[procedures.Step]
+
+
+class Unlocked(nullcontext[bool | None]):
+    """The server's lock, where nobody else runs."""
+
+    def notify_all(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        raise AssertionError("nothing waits in a simulation")
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
+        raise AssertionError("nothing waits in a simulation")
+
+
+class Call:
+    """One Append: in each direction messages keep their order, until it breaks."""
+
+    def __init__(self, writer: str, number: int, server: "ServerProcess") -> None:
+        self.writer = writer
+        self.number = number
+        self.server = server
+        self.session: Session | None = None
+        self.on_reply: Callable[[Call, log_pb2.AppendReply], None] = lambda call, reply: None
+        self.on_end: Callable[[Call, str, str], None] = lambda call, reason, message: None
+        self.client: Process | None = None
+        self.up_at = self.down_at = 0.0
+        self.deaf_from = float("inf")
+        """What the writer sent arrives until then: a connection that broke may have messages in its buffers."""
+        self.broken = False
+
+
+class Outbox:
+    """Replies of a session on their way down its call."""
+
+    def __init__(self, server: "ServerProcess", call: Call) -> None:
+        self.server = server
+        self.call = call
+
+    def put(self, item: log_pb2.AppendReply | None, /) -> None:
+        server, call = self.server, self.call
+        for acked in item.acked if item is not None else ():
+            server.checkers.acknowledged(
+                call.writer, acked.stream, stream_tag(JOB, acked.stream), acked.durable_sequence
+            )
+        if call.broken or call.client is None:
+            return
+        now = server.kernel.now
+        call.down_at = max(call.down_at, now + server.network.delay_s())
+        if item is None:
+            server.later(0.0, self._end)
+        else:
+            call.client.later(call.down_at - now, self._deliver, item)
+
+    def _deliver(self, reply: log_pb2.AppendReply) -> None:
+        if not self.call.broken:
+            self.call.on_reply(self.call, reply)
+
+    def _end(self) -> None:
+        call, session = self.call, self.call.session
+        assert session is not None
+        refusal = session.refusal
+        self.server.detach(call)
+        if refusal is not None:
+            self.server.kernel.count(f"writer refused: {refusal.reason}")
+        if call.client is not None and not call.broken:
+            reason, message = (refusal.reason, refusal.message) if refusal is not None else ("", "ended")
+            delay_s = max(0.0, call.down_at - self.server.kernel.now)
+            call.client.later(delay_s, call.on_end, call, reason, message)
+
+
+class Observed(Commits):
+    """Tells the checkers what is accepted."""
+
+    def __init__(self, state: ServerState, server: "ServerProcess") -> None:
+        super().__init__(state)
+        self._server = server
+
+    def put(self, session: Session, stream: StreamState, write: Write) -> None:
+        outbox = session.outbox
+        assert isinstance(outbox, Outbox)
+        for part in write.frame:
+            self._server.checkers.accepted(self._server.name, outbox.call.writer, bytes(part))
+        super().put(session, stream, write)
+
+
+class ServerProcess(Process):
+    """From one start to the next crash."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        name: str,
+        network: Network,
+        disk: SimDisk,
+        fsync: Fsync,
+        checkers: Checkers,
+        on_crash: Callable[[], None],
+    ) -> None:
+        super().__init__(kernel, name)
+        self.network = network
+        self.checkers = checkers
+        self.on_crash = on_crash
+        self._disk = disk
+        self._committing = False
+        self._settling: list[tuple[tuple[int, int], Callable[[], None]]] = []
+        self._procedures: deque[tuple[Callable[[], Procedure], Callable[[Refusal | None, object], None]]] = (
+            deque()
+        )
+        self._busy = False
+        self.calls: set[Call] = set()
+        """All that were begun and have not ended: their writers notice a crash."""
+        storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk)
+        self.storage = storage
+        config = EngineConfig(fsync=fsync, fsync_interval_s=0.1, credit_bytes=2000, body_bytes_max=4096)
+        self.state = ServerState(storage, config, Unlocked())
+        self._commits = Observed(self.state, self)
+        self._appends = Appends(self.state, self._commits)
+        self.reading = Reading(self.state, self)  # type: ignore[arg-type]  # it asks for trim_later alone
+        self._observe()
+        for job in storage.recover():
+            self._appends.take_over(job)
+            kernel.counts["record recovered"] += sum(len(found.entries) for found in job.streams)
+            kernel.counts["torn tail cut off"] += sum(bool(found.torn_bytes) for found in job.streams)
+            kernel.counts["hole found at a start"] += sum(bool(found.holes) for found in job.streams)
+        if fsync is Fsync.INTERVAL:
+            self.later(0.1, self._interval)
+
+    def _observe(self) -> None:
+        """Tells the checkers what is dropped."""
+        core, checkers = self.state.core, self.checkers
+        trim, reset = core.trim, core.reset
+
+        def observed_trim(job: JobState, below_step: int) -> list[StreamState]:
+            changed = trim(job, below_step)
+            checkers.trim_done(self.name, job.trimmed_below_step)
+            return changed
+
+        def observed_reset(job: JobState) -> list[StreamState]:
+            checkers.reset_done(
+                {name: stream.durable for name, stream in job.streams.items()}, job.generation
+            )
+            return reset(job)
+
+        core.trim = observed_trim  # type: ignore[method-assign]
+        core.reset = observed_reset  # type: ignore[method-assign]
+
+    def guarded(self, work: Callable[..., None], *args: object) -> None:
+        """What touches the disk: the process may be gone in the middle of it."""
+        try:
+            work(*args)
+        except PowerCut:
+            self.kernel.count("killed between two operations of the disk")
+            self.on_crash()
+
+    # -- a writer's call ------------------------------------------------------------------------------
+
+    def receive(self, call: Call, message: bytes | None) -> None:
+        """The next message of a call; None: it begins."""
+        if self.kernel.now > call.deaf_from:
+            return
+        if message is None:
+            call.session = Session(Outbox(self, call), Assembler(self.state.config.body_bytes_max))
+            try:
+                self._appends.attach(call.session)
+            except Refused as refused:
+                call.session.end(refused.refusal)
+            return
+        session = call.session
+        if session is None or session.ended:
+            return
+        try:
+            frames = split_frames(message)
+            if frames is None:
+                request = log_pb2.AppendRequest.FromString(message)
+                for opening in request.opens:
+                    self._appends.open(session, opening, self.kernel.now)
+                frames = memoryview(request.frames)
+            if frames:
+                self._appends.accept(session, self._appends.parse(session, frames))
+        except Refused as refused:
+            if isinstance(refused, Quarantined):
+                self.kernel.count("stream quarantined")
+                job = refused.stream.job
+                self.run(lambda: self._save(job), lambda refusal, result: None)
+            session.end(refused.refusal)
+        except DecodeError:
+            session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
+        self._kick()
+
+    def _save(self, job: str) -> Procedure:
+        yield Save(job, procedures.meta_of(self.state.core.job(job)))
+
+    def detach(self, call: Call) -> None:
+        self.calls.discard(call)
+        if call.session is not None:
+            self._appends.detach(call.session)
+
+    # -- the committer's part -------------------------------------------------------------------------
+
+    def _kick(self) -> None:
+        if not self._committing and (self._commits.work_to_do):
+            self._committing = True
+            self.later(self.kernel.between(0.0, 0.01), self._begin_commit)
+
+    def _interval(self) -> None:
+        self.later(0.1, self._interval)
+        if not self._committing and self._commits.sync_due(self.kernel.now) and not self.state.failed:
+            self._committing = True
+            self._begin_commit()
+
+    def _begin_commit(self) -> None:
+        batch, sync = self._commits.take(), self._commits.sync_due(self.kernel.now)
+        self.guarded(self._commit, batch, sync)
+
+    def _commit(self, batch: list[Queued], sync: bool) -> None:
+        try:
+            self.storage.commit([queued.write for queued in batch], sync)
+        except (StorageFull, StorageFailed) as error:
+            self.kernel.count("disk full" if isinstance(error, StorageFull) else "storage failed")
+            self._commits.gave_up(error, batch, self.kernel.now)
+            self._committing = False
+            self._wake()
+            return
+        self.later(self.kernel.between(0.0, 0.01), self._end_commit, batch, sync)
+
+    def _end_commit(self, batch: list[Queued], sync: bool) -> None:
+        self._commits.committed(batch, sync, self.kernel.now)
+        self._committing = False
+        self._wake()
+        self._kick()
+
+    def _wake(self) -> None:
+        waiting, self._settling = self._settling, []
+        for target, go_on in waiting:
+            if self._commits.is_settled(target):
+                self.later(0.0, go_on)
+            else:
+                self._settling.append((target, go_on))
+
+    # -- fence, trim, reset: one at a time --------------------------------------------------------------
+
+    def run(self, make: Callable[[], Procedure], answer: Callable[[Refusal | None, object], None]) -> None:
+        self._procedures.append((make, answer))
+        if not self._busy:
+            self._next_procedure()
+
+    def trim_later(self, job: object) -> None:
+        """A reader has gone that held up a trim (as Administration's)."""
+        state = self.state.core.job(JOB)
+        self.run(lambda: procedures.trim(self.state, state, 0), lambda refusal, result: None)
+
+    def _next_procedure(self) -> None:
+        self._busy = bool(self._procedures)
+        if self._procedures:
+            make, answer = self._procedures.popleft()
+            self._advance(make(), answer)
+
+    def _advance(self, procedure: Procedure, answer: Callable[[Refusal | None, object], None]) -> None:
+        self.guarded(self._steps, procedure, answer)
+
+    def _steps(self, procedure: Procedure, answer: Callable[[Refusal | None, object], None]) -> None:
+        try:
+            step = next(procedure)
+            if isinstance(step, Settle):
+                target = self._commits.ask_to_settle()
+                self._settling.append((target, lambda: self._settled(procedure, answer)))
+                self._wake()
+                self._kick()
+                return
+            if isinstance(step, Save):
+                self.storage.save(step.job, step.meta)
+            elif isinstance(step, Clean):
+                for stream in step.streams:
+                    first = (stream.job, stream.name, stream.first)
+                    self.later(self.kernel.between(0.0, 0.5), self.guarded, self._remove, *first)
+            self.later(self.kernel.between(0.0, 0.01), self._advance, procedure, answer)
+        except StopIteration as done:
+            self._answer(answer, None, done.value)
+        except Refused as refused:
+            self._answer(answer, refused.refusal, None)
+        except StorageFull as error:
+            self._answer(answer, Refusal(Reason.FULL, str(error)), None)
+        except StorageFailed as error:
+            self._answer(answer, Refusal(Reason.CLOSED, str(error)), None)
+
+    def _settled(self, procedure: Procedure, answer: Callable[[Refusal | None, object], None]) -> None:
+        if self.state.failed:
+            self._answer(answer, Refusal(Reason.CLOSED, self.state.failed), None)
+        else:
+            self._advance(procedure, answer)
+
+    def _answer(
+        self, answer: Callable[[Refusal | None, object], None], refusal: Refusal | None, result: object
+    ) -> None:
+        answer(refusal, result)
+        self._next_procedure()
+
+    def _remove(self, job: str, stream: str, first: int) -> None:
+        try:
+            if self.storage.remove(job, stream, first):
+                self.state.space_freed()
+        except (StorageFull, StorageFailed):
+            self.kernel.count("segment not removed")
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def read(self, stream: str, from_step: int, from_sequence: int) -> tuple[list[bytes], Refusal | None]:
+        """What a Read without follow gives."""
+        request = log_pb2.ReadRequest(
+            job=JOB, stream=stream, from_step=from_step, from_sequence=from_sequence, follow=False
+        )
+        messages = []
+        try:
+            for message in self.reading.read(request, lambda: True):
+                messages.append(message)
+        except Refused as refused:
+            return messages, refused.refusal
+        return messages, None
+
+    def digests(self, stream: str, from_step: int) -> tuple[list[log_pb2.RecordDigest], Refusal | None]:
+        request = log_pb2.DigestsRequest(job=JOB, stream=stream, from_step=from_step)
+        try:
+            return self.reading.digests(request), None
+        except Refused as refused:
+            return [], refused.refusal

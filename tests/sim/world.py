@@ -1,0 +1,253 @@
+"""One simulated world: log servers, a coordinator, ranks, and what goes wrong. One seed says all of it.
+
+For `FAULTS_UNTIL_S` seconds things fail; then the network is whole, disks are sound, what is dead is started again,
+and the job has `GRACE_S` to end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.coordinator import messages as m
+from services.coordinator.messages import Refusal
+from services.coordinator.row import JobRow, State
+from services.logserver.state import Fsync
+from swift.errors import SwiftError
+from tests.sim.checkers import Checkers, Truth, Violation
+from tests.sim.control import Coordinator, Shown
+from tests.sim.disk import PowerCut, SimDisk
+from tests.sim.kernel import Kernel, Network
+from tests.sim.server import JOB, ServerProcess
+from tests.sim.trainer import Trainer
+
+FAULTS_UNTIL_S = 14.0
+GRACE_S = 90.0
+LEGITIMATE_ENDS = ("before the job was formed", "before it joined", "no complete checkpoint", "in a row")
+"""Why a job may fail, if enough goes wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a seed."""
+
+    seed: int
+    state: str
+    sim_seconds: float
+    counts: dict[str, int]
+    violation: str = ""
+    checker: str = ""
+    trace: list[str] = field(default_factory=list)
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.kernel = Kernel(seed)
+        chance = self.kernel.random
+        self.ranks = chance.choice((2, 3, 3, 4))
+        self.names = ["log0", "log1"][: 1 if chance.random() < 0.6 else 2]
+        self.fsync = chance.choices((Fsync.ALWAYS, Fsync.INTERVAL, Fsync.NEVER), (7, 2, 1))[0]
+        self.network = Network(self.kernel)
+        self.truth = Truth(self.ranks)
+        self.checkers = Checkers(self.truth)
+        self.mail: dict[tuple[int, str, int, int], int] = {}
+        self.checkpoints: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.history = 0
+        self.state = State.FORMING
+        self.reason = ""
+        self.calm = False
+        self._disks = {name: SimDisk(self.kernel, name) for name in self.names}
+        self._servers: dict[str, ServerProcess | None] = dict.fromkeys(self.names)
+        self._coordinator: Coordinator | None = None
+        self.trainers: list[Trainer] = []
+        for name in self.names:
+            self._start_server(name)
+        self._start_coordinator(None)
+        for rank in range(self.ranks):
+            self._spawn(rank)
+        self.kernel.after(0.3, self._launcher)
+
+    # -- what the processes find ------------------------------------------------------------------------
+
+    def servers(self) -> dict[str, ServerProcess | None]:
+        return self._servers
+
+    def disk(self, name: str) -> SimDisk:
+        return self._disks[name]
+
+    def coordinator(self) -> Coordinator | None:
+        return self._coordinator
+
+    def show(self, shown: Shown) -> None:
+        for trainer in self.trainers:
+            if trainer.alive and self._coordinator is not None:
+                self.network.send(self._coordinator.name, trainer, trainer.see, shown)
+
+    def row_saved(self, row: JobRow) -> None:
+        if row.rolled_back_in != self.history:
+            assert row.plan is not None
+            self.kernel.count("history given up")
+            self.truth.begin(row.rolled_back_in, row.plan.target_version, self.history)
+            self.history = row.rolled_back_in
+        if row.state is State.RUNNING and self.state is not State.RUNNING:
+            versions = dict(row.ready)
+            if len(versions) < self.ranks or len(set(versions.values())) > 1:
+                raise Violation("replay", f"the job runs with ranks at {versions}")
+        self.state, self.reason = row.state, row.reason
+
+    # -- life and death -----------------------------------------------------------------------------------
+
+    def _start_server(self, name: str) -> None:
+        if self._servers[name] is not None:
+            return
+        disk = self._disks[name]
+        try:
+            server = ServerProcess(
+                self.kernel,
+                name,
+                self.network,
+                disk,
+                self.fsync,
+                self.checkers,
+                lambda: self.kill_server(name, power=self.kernel.chance(0.5)),
+            )
+        except PowerCut:
+            self.kernel.count("killed while it recovers")
+            self._lose_power(name)
+            self.kernel.after(self.kernel.between(0.2, 1.0), self._start_server, name)
+            return
+        except SwiftError as error:
+            if not disk.failing:
+                raise Violation("start", f"{name} cannot start: {error}") from error
+            self.kernel.count("server did not start on a failing disk")
+            self.kernel.after(1.0, self._start_server, name)
+            return
+        self._servers[name] = server
+        self.kernel.note("{} serves", name)
+        self.check_log(name)
+
+    def kill_server(self, name: str, power: bool) -> None:
+        server, disk = self._servers[name], self._disks[name]
+        if server is None:
+            return
+        server.alive = False
+        self._servers[name] = None
+        disk.crash_in = -1
+        self.kernel.note("{} {}", name, "loses its power" if power else "is killed")
+        if power:
+            self._lose_power(name)
+        for call in sorted(server.calls, key=lambda call: (call.writer, call.number)):
+            call.broken = True
+            if call.client is not None:
+                call.client.later(self.kernel.between(0.0, 0.5), call.on_end, call, "", "server gone")
+        self.kernel.after(self.kernel.between(0.2, 2.0), self._start_server, name)
+
+    def _lose_power(self, name: str) -> None:
+        lost, shuffled = self._disks[name].power_cut()
+        self.checkers.damaged |= shuffled
+        if self.fsync is not Fsync.ALWAYS:
+            self.checkers.lossy |= lost
+
+    def _start_coordinator(self, saved: str | None) -> None:
+        self._coordinator = coordinator = Coordinator(self.kernel, self.network, self, saved, self.names)
+        if not coordinator.alive:
+            self._coordinator = None
+
+    def coordinator_died(self, saved: str | None) -> None:
+        if self._coordinator is not None:
+            self._coordinator.alive = False
+        self._coordinator = None
+        self.kernel.note("coordinator: killed")
+        self.kernel.after(self.kernel.between(0.2, 1.5), self._start_coordinator, saved)
+
+    def _spawn(self, rank: int) -> None:
+        number = sum(trainer.rank == rank for trainer in self.trainers)
+        careless = number > 0 and self.kernel.chance(0.08)
+        name = f"r{rank}.{number}"
+        self.trainers.append(Trainer(self.kernel, self.network, self, rank, name, careless))
+        self.kernel.note("{} starts", name)
+
+    def kill_trainer(self, trainer: Trainer, told: bool) -> None:
+        trainer.alive = False
+        self.kernel.note("{} is killed", trainer.name)
+        for link in trainer.links.values():
+            link.break_call(told=False)
+        if told:
+            self._tell_exit(trainer)
+
+    def trainer_failed(self, trainer: Trainer) -> None:
+        self.kernel.count("trainer ended by its log")
+        self.kill_trainer(trainer, told=True)
+
+    def _tell_exit(self, trainer: Trainer) -> None:
+        """The launcher says it until it is heard."""
+        exited = m.MemberExited(rank=trainer.rank, incarnation=trainer.name, pid=1, exit_code=-9)
+        heard: list[Refusal | None] = []
+
+        def again() -> None:
+            if not heard and not self.state.is_over:
+                if self._coordinator is not None:
+                    self._coordinator.later(
+                        self.network.delay_s(), self._coordinator.handle, exited, heard.append
+                    )
+                self.kernel.after(0.5, again)
+
+        self.kernel.after(self.kernel.between(0.01, 0.3), again)
+
+    def _launcher(self) -> None:
+        """Every rank has a process, or gets one."""
+        self.kernel.after(0.3, self._launcher)
+        if self.state.is_over:
+            return
+        shown = self._coordinator.shown if self._coordinator is not None else None
+        for rank in range(self.ranks):
+            mine = [trainer for trainer in self.trainers if trainer.rank == rank and trainer.alive]
+            if all(shown is not None and trainer.name in shown.fenced for trainer in mine):
+                self._spawn(rank)
+
+    # -- checks -------------------------------------------------------------------------------------------
+
+    def check_log(self, name: str) -> None:
+        """Reads every stream of a server, as a reader does."""
+        server = self._servers[name]
+        job = server.state.core.jobs.get(JOB) if server is not None else None
+        if server is None or job is None:
+            return
+        self.kernel.count("log read whole")
+
+        def read(stream: str) -> tuple[list[bytes], str]:
+            messages, refusal = server.read(stream, job.trimmed_below_step, 0)
+            return messages, refusal.message if refusal is not None else ""
+
+        self.checkers.check_log(name, set(job.streams), read)
+
+    def run(self, faults: Callable[["World"], None]) -> None:
+        """Raises Violation."""
+        faults(self)
+        self.kernel.run(lambda: self.state.is_over, FAULTS_UNTIL_S)
+        self._heal()
+        if not self.kernel.run(lambda: self.state.is_over, FAULTS_UNTIL_S + GRACE_S):
+            raise Violation(
+                "live", f"the job is {self.state} {GRACE_S:g} s after the last fault: {self.reason}"
+            )
+        if self.state is State.FAILED and not any(end in self.reason for end in LEGITIMATE_ENDS):
+            raise Violation("live", f"the job has failed: {self.reason}")
+        self.kernel.run(lambda: all(self._servers.values()), self.kernel.now + 10.0)
+        for name in self.names:
+            self.check_log(name)
+
+    def _heal(self) -> None:
+        self.calm = True
+        self.network.heal_all()
+        self.kernel.note("no more faults")
+        for trainer in self.trainers:
+            trainer.resumes_at = 0.0
+        if self._coordinator is not None:
+            self._coordinator.resumes_at = 0.0
+            self._coordinator.crash_in = -1
+        for name, disk in self._disks.items():
+            disk.crash_in = -1
+            disk.full = disk.failing = False
+            server = self._servers[name]
+            if server is not None:
+                server.resumes_at = 0.0
+                if server.state.failed:
+                    self.kill_server(name, power=True)
