@@ -93,9 +93,9 @@ class JobMeta:
 
     generation: int = 0
     trimmed_below_step: int = 0
+    streams: dict[str, StreamMeta] = field(default_factory=dict)
     reset_generation: int = 0
     """The last generation whose reset was carried out."""
-    streams: dict[str, StreamMeta] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ class DirectoryStorage:
                 self._disk.remove(path)
                 self._disk.sync_names(folder)
                 continue
-            segments.append(self._take_segment(file, scanned, out, trimmed, meta.first))
+            segments.append(self._take_segment(file, scanned, out, trimmed, meta.first, last))
         if out.next_sequence < meta.next_at_least:
             reason = f"records {out.next_sequence} to {meta.next_at_least - 1} were durable and are gone"
             self._hole(out, out.next_sequence, meta.next_at_least, reason)
@@ -249,7 +249,7 @@ class DirectoryStorage:
         return out
 
     def _take_segment(
-        self, file: File, scanned: SegmentScan, out: RecoveredStream, trimmed: int, first: int
+        self, file: File, scanned: SegmentScan, out: RecoveredStream, trimmed: int, first: int, last: bool
     ) -> Segment:
         begin = int(scanned.path.name.removesuffix(SUFFIX))
         if begin > out.next_sequence:
@@ -258,8 +258,8 @@ class DirectoryStorage:
         segment = Segment(scanned.path, begin, scanned.end)
         for damage in scanned.damage:
             end = damage.end_sequence
-            if end is None:  # nobody knows how far it goes; the first record that is still wanted is among it
-                end = max(damage.sequence, first) + 1
+            if end is None:  # nobody knows how far it goes: as far as the next segment, or to what is wanted
+                end = (max(damage.sequence, first) if last else damage.sequence) + 1
             if end > first:
                 out.holes.append(Hole(damage.sequence, end, STEP_UNKNOWN, damage.reason))
         for record in scanned.records:

@@ -138,6 +138,7 @@ class LinkCore:
                 stream.sent.clear()
                 stream.unsent.clear()
                 stream.next_sequence = None
+                stream.acked = 0  # the server has dropped it, and need not have had it any more
             self.pending = 0
         self.end_call()
         return freed

@@ -217,7 +217,7 @@ class Checkers:
                         f"record {sequence} of {stream} was acknowledged after the reset of generation "
                         f"{generation} was over, and is dropped by it",
                     )
-        self.damaged.difference_update(streams)
+        # What was damaged stays so: a power cut may bring removed files back.
         self.lossy.difference_update(streams)
 
     # -- reading --------------------------------------------------------------------------------------

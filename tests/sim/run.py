@@ -1,9 +1,10 @@
 """Seeds: one, or many over several processes; and what they reached."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,15 +33,14 @@ class _AtOnce:
 @contextmanager
 def _without_threads() -> Iterator[None]:
     """Readers read ahead in a thread. Here they do so at once, into less memory."""
-    before, size = readahead.futures, readahead._BUFFER_BYTES
-    readahead.futures = SimpleNamespace(  # type: ignore[assignment]
-        ThreadPoolExecutor=_AtOnce, Future=futures.Future, wait=futures.wait
-    )
-    readahead._BUFFER_BYTES = 1 << 16
+    module: Any = readahead
+    before, size = module.futures, module._BUFFER_BYTES
+    module.futures = SimpleNamespace(ThreadPoolExecutor=_AtOnce, Future=futures.Future, wait=futures.wait)
+    module._BUFFER_BYTES = 1 << 16
     try:
         yield
     finally:
-        readahead.futures, readahead._BUFFER_BYTES = before, size
+        module.futures, module._BUFFER_BYTES = before, size
 
 
 def run_seed(seed: int) -> Outcome:
@@ -58,6 +58,7 @@ def _run(seed: int) -> Outcome:
         violation, checker = str(broken), broken.checker
     except Exception as error:  # noqa: BLE001  (an assertion or a bug of the system, under this seed)
         violation, checker = f"{type(error).__name__}: {error}", type(error).__name__
+    world.kernel.count(f"job {world.state}")
     return Outcome(
         seed=seed,
         state=str(world.state),
@@ -69,10 +70,31 @@ def _run(seed: int) -> Outcome:
     )
 
 
-def summary(outcomes: list[Outcome]) -> list[str]:
+@dataclass(slots=True)
+class Result:
+    """Of many seeds."""
+
+    seeds: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: list[Outcome] = field(default_factory=list)
+
+    def add(self, other: "Result") -> None:
+        self.seeds += other.seeds
+        self.counts.update(other.counts)
+        self.failed += other.failed
+
+
+def run_seeds(seeds: Iterable[int]) -> Result:
+    result = Result()
+    for seed in seeds:
+        outcome = run_seed(seed)
+        result.seeds += 1
+        result.counts.update(outcome.counts)
+        if outcome.violation:
+            result.failed.append(outcome)
+    return result
+
+
+def summary(counts: Mapping[str, int]) -> list[str]:
     """Lines that say what was injected and what came of it."""
-    counts: Counter[str] = Counter()
-    for outcome in outcomes:
-        counts.update(outcome.counts)
-        counts[f"job {outcome.state}"] += 1
-    return [f"{count:>9}  {what}" for what, count in sorted(counts.items())]
+    return [f"{count:>9}  {what}" for what, count in sorted(counts.items()) if count]

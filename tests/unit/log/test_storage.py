@@ -500,3 +500,17 @@ def test_what_was_reserved_is_given_back(tmp_path: Path) -> None:
     storage.close()
     assert path.stat().st_blocks * 512 <= 2 * BLOCK_BYTES
     assert len(scan(path).records) == 3
+
+
+def test_a_damaged_segment_header_behind_a_trim_is_a_hole_not_a_short_log(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 2)
+    storage.save(JOB, JobMeta(1, 1, {STREAM: StreamMeta(1, 2, "")}))
+    fill(storage, 2, 4)
+    crash(storage)
+    (path,) = files(tmp_path / "data")
+    changed = bytearray(path.read_bytes())
+    changed[40] ^= 4
+    path.write_bytes(bytes(changed))
+    (hole,) = recovered(tmp_path / "data").holes
+    assert hole.sequence <= 1 < hole.end_sequence

@@ -1,0 +1,142 @@
+"""Deliberately broken cores: each is caught, and by the checker whose promise it breaks.
+
+A simulation that never fails says nothing. Each test breaks one rule of the product, as a bug would, and runs seeds
+until a checker objects.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from services.coordinator import messages as m
+from services.coordinator.core import Job
+from services.logserver import procedures
+from services.logserver.appends import Appends
+from services.logserver.commits import Commits, Queued
+from services.logserver.core import Entry, JobState, LogCore, Refusal, StreamState
+from services.logserver.procedures import Save, Step
+from services.logserver.state import ServerState, Session
+from services.logserver.storage import DirectoryStorage, RecoveredJob, Write
+from swift.log.frame import FrameHeader
+from tests.sim.run import run_seed
+
+SEEDS_MAX = 1200
+
+
+def caught_by(first: int = 0) -> str:
+    """The checker that objects first."""
+    for seed in range(first, first + SEEDS_MAX):
+        outcome = run_seed(seed)
+        if outcome.violation:
+            assert outcome.trace
+            return outcome.checker
+    return "nobody"
+
+
+def test_a_fence_that_is_answered_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = procedures.fence
+
+    def fence(state: ServerState, job: str, generation: int) -> Iterator[Step]:
+        for step in real(state, job, generation):
+            if not (isinstance(step, Save) and generation > 1):
+                yield step
+
+    monkeypatch.setattr(procedures, "fence", fence)
+    assert caught_by(first=250) in ("writer", "live")
+
+
+def test_an_acknowledgement_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DirectoryStorage, "_sync", lambda self: None)
+    assert caught_by() == "acked"
+
+
+def test_an_acknowledgement_before_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Commits.put
+
+    def put(self: Commits, session: Session, stream: StreamState, write: Write) -> None:
+        real(self, session, stream, write)
+        durable = stream.durable
+        stream.durable = write.sequence + 1
+        self._acknowledge([Queued(session, stream, write)])
+        stream.durable = durable
+
+    monkeypatch.setattr(Commits, "put", put)
+    assert caught_by() == "acked"
+
+
+def test_a_trim_that_goes_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LogCore.trim
+    monkeypatch.setattr(LogCore, "trim", lambda self, job, below: real(self, job, below + 1 if below else 0))
+    assert caught_by() == "trim"
+
+
+def test_a_trim_that_drops_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LogCore.trim
+
+    def trim(self: LogCore, job: JobState, below_step: int) -> list[StreamState]:
+        changed = real(self, job, below_step)
+        for stream in changed:
+            for entry in list(stream.by_sequence.values()):
+                if entry.key.step == job.trimmed_below_step:
+                    stream.remove(entry)
+        return changed
+
+    monkeypatch.setattr(LogCore, "trim", trim)
+    assert caught_by() == "acked"
+
+
+def test_a_trim_without_a_complete_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trims_early(self: Job) -> list[m.Effect]:
+        if not self.row.shards:
+            return []
+        return [m.TrimLogs(below_step=max(self.row.shards))]
+
+    real = Job._checkpoint
+    monkeypatch.setattr(Job, "_checkpoint", lambda self, durable: [*real(self, durable), *trims_early(self)])
+    assert caught_by() == "trim"
+
+
+def test_a_key_that_is_taken_under_a_second_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LogCore.append
+
+    def append(
+        self: LogCore, stream: StreamState, generation: int, frame: FrameHeader
+    ) -> Entry | Refusal | None:
+        stream.by_key.pop(frame.key, None)
+        return real(self, stream, generation, frame)
+
+    monkeypatch.setattr(LogCore, "append", append)
+    assert caught_by() == "unique"
+
+
+def test_a_stale_generation_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LogCore.check_generation
+
+    def check_generation(self: LogCore, job: JobState, generation: int) -> Refusal | None:
+        return None if generation < job.generation else real(self, job, generation)
+
+    monkeypatch.setattr(LogCore, "check_generation", check_generation)
+    assert caught_by() == "writer"
+
+
+def test_a_recovery_that_forgets_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Appends.take_over
+
+    def take_over(self: Appends, recovered: RecoveredJob) -> None:
+        for found in recovered.streams:
+            found.holes.clear()
+        real(self, recovered)
+
+    monkeypatch.setattr(Appends, "take_over", take_over)
+    assert caught_by() in ("acked", "unique")  # it is short, or its sequences are given out again
+
+
+def test_a_reset_that_comes_late_and_drops_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = procedures.reset
+
+    def reset(state: ServerState, job: str, generation: int) -> Iterator[Step]:
+        state.core.job(job).reset_generation = 0
+        return real(state, job, generation)
+
+    monkeypatch.setattr(procedures, "reset", reset)
+    assert caught_by(first=1000) == "reset"

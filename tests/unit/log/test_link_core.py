@@ -1,0 +1,119 @@
+"""What a writer does with a server's answers: `LinkCore`, without a connection."""
+
+import pytest
+
+from swift._pb import log_pb2
+from swift.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration
+from swift.log.frame import checksum, decode_header
+from swift.log.link_core import FULL_RETRY_S, RETRY_S, LinkCore, Outgoing
+from swift.log.record import RecordKey, digest_of
+from swift.log.wire import Reason, split_frames
+from tests.unit.log.frames import JOB, STREAM, body_of
+
+
+def outgoing(step: int) -> Outgoing:
+    body = body_of(step)
+    return Outgoing(
+        stream=STREAM,
+        key=RecordKey(step, 0, 0),
+        dtype="uint8",
+        shape=(len(body),),
+        raw_bytes=len(body),
+        codec=0,
+        stored=body,
+        body_crc=checksum(body),
+        digest=digest_of("uint8", (len(body),), body),
+        held_bytes=10,
+    )
+
+
+def opened(core: LinkCore, next_sequence: int, credit: int = 1 << 20) -> tuple[int, log_pb2.Open]:
+    """A call whose stream the server has opened; what the writer asked for."""
+    number = core.begin_call()
+    message = core.next_message(number)
+    assert message is not None
+    (asked,) = log_pb2.AppendRequest.FromString(message).opens
+    reply = log_pb2.AppendReply(
+        credit_bytes=credit, opened=[log_pb2.Opened(stream=STREAM, next_sequence=next_sequence)]
+    )
+    core.on_reply(number, reply, 0.0)
+    return number, asked
+
+
+def acked(core: LinkCore, number: int, durable: int, now: float = 0.0) -> int:
+    reply = log_pb2.AppendReply(acked=[log_pb2.Acked(stream=STREAM, durable_sequence=durable)])
+    return core.on_reply(number, reply, now)
+
+
+def sequences(message: bytes | None) -> list[int]:
+    frames = split_frames(message) if message is not None else None
+    found = []
+    while frames:
+        header = decode_header(frames)
+        found.append(header.sequence)
+        frames = frames[header.frame_bytes :]
+    return found
+
+
+@pytest.fixture
+def core() -> LinkCore:
+    core = LinkCore("here", JOB, 1, 0.0)
+    for step in range(3):
+        core.enqueue(outgoing(step), 0.0)
+    return core
+
+
+def test_what_was_not_acknowledged_is_sent_again_under_its_sequences(core: LinkCore) -> None:
+    first, _ = opened(core, 5)
+    assert sequences(core.next_message(first)) == [5, 6, 7]
+    assert acked(core, first, 6) == 10
+    assert core.on_failure(first, "", "gone", ServiceError("gone")) == RETRY_S
+    again, asked = opened(core, 6)
+    assert asked.acked_sequence == 6
+    assert sequences(core.next_message(again)) == [6, 7]
+    assert acked(core, first, 8) == 0  # of a call that is over
+    assert core.pending == 2
+    assert acked(core, again, 8) == 20
+    assert core.pending == 0
+
+
+def test_nothing_is_sent_without_credit(core: LinkCore) -> None:
+    number, _ = opened(core, 0, credit=1)
+    assert sequences(core.next_message(number)) == [0]
+    assert core.next_message(number) is None
+
+
+def test_after_a_reset_the_writer_claims_nothing(core: LinkCore) -> None:
+    """The server need not have kept what it acknowledged once: it has been dropped, and is no hole."""
+    number, _ = opened(core, 0)
+    core.next_message(number)
+    acked(core, number, 2)
+    assert core.set_generation(2, discard=True, now=0.0) == 10
+    core.enqueue(outgoing(9), 0.0)
+    number, asked = opened(core, 1)
+    assert (asked.generation, asked.acked_sequence) == (2, 0)
+    assert sequences(core.next_message(number)) == [1]
+
+
+def test_a_stream_that_somebody_else_has_written(core: LinkCore) -> None:
+    opened(core, 0)
+    with pytest.raises(SequenceConflict):
+        opened(core, 4)
+
+
+def test_what_a_refusal_means(core: LinkCore) -> None:
+    refused = ServiceError("refused")
+    number, _ = opened(core, 0)
+    assert core.on_failure(number, Reason.FULL, "full", refused) == FULL_RETRY_S
+    assert core.may_connect
+    assert core.error(60.0, 59.0) is None
+    assert isinstance(core.error(60.0, 61.0), LogUnavailable)
+    core.on_failure(number, Reason.STALE_GENERATION, "fenced", refused)
+    assert not core.may_connect
+    assert isinstance(core.error(60.0, 61.0), StaleGeneration)
+    core.set_generation(2, discard=False, now=61.0)
+    assert core.may_connect
+    number = core.begin_call()
+    core.on_failure(number, Reason.CONFLICT, "conflict", refused)
+    assert core.error(60.0, 61.0) is refused
+    assert not core.may_connect

@@ -1,0 +1,84 @@
+"""Fence, trim and reset step by step: what is durable before what."""
+
+from services.logserver import procedures
+from services.logserver.appends import Appends
+from services.logserver.commits import Commits
+from services.logserver.core import StreamState
+from services.logserver.procedures import Clean, Emit, Procedure, Save, Settle
+from services.logserver.state import EngineConfig, ServerState
+from services.logserver.storage import RecoveredJob
+from tests.sim.server import Unlocked
+from tests.unit.log.frames import JOB, STREAM, frame_of
+from tests.unit.log.memory_storage import MemoryStorage
+
+
+def carry_out(state: ServerState, procedure: Procedure[None]) -> list[str]:
+    """The steps in their order, each done."""
+    done = []
+    for step in procedure:
+        done.append(type(step).__name__)
+        if isinstance(step, Save):
+            state.storage.save(step.job, step.meta)
+    return done
+
+
+def append(state: ServerState, sequence: int) -> StreamState:
+    stream = state.core.open(JOB, STREAM, 1, 0)
+    assert isinstance(stream, StreamState)
+    state.core.append(stream, 1, frame_of(sequence)[0])
+    state.core.made_durable(stream, sequence + 1)
+    return stream
+
+
+def started(storage: MemoryStorage) -> ServerState:
+    state = ServerState(storage, EngineConfig(), Unlocked())
+    appends = Appends(state, Commits(state))
+    for job, meta in storage.metas.items():
+        appends.take_over(RecoveredJob(job, meta, []))
+    return state
+
+
+def test_a_fence_is_durable_before_it_is_answered() -> None:
+    storage = MemoryStorage()
+    fence = procedures.fence(started(storage), JOB, 3)
+    assert isinstance(next(fence), Settle)
+    save = next(fence)
+    assert isinstance(save, Save)
+    assert save.meta.generation == 3
+    assert isinstance(next(fence), Emit)
+
+
+def test_a_trim_is_durable_before_anything_is_unlinked() -> None:
+    state = started(MemoryStorage())
+    carry_out(state, procedures.fence(state, JOB, 1))
+    for sequence in range(3):
+        append(state, sequence)
+    steps = list(procedures.trim(state, state.core.job(JOB), 2))
+    assert [type(step) for step in steps] == [Save, Clean, Emit]
+
+
+def test_a_reset_is_carried_out_once_however_late_it_comes_again() -> None:
+    """A call that timed out and was repeated may arrive when the job runs again."""
+    storage = MemoryStorage()
+    state = started(storage)
+    carry_out(state, procedures.fence(state, JOB, 1))
+    assert append(state, 0).by_sequence
+    assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Emit"]
+    stream = append(state, 1)
+    assert carry_out(state, procedures.reset(state, JOB, 1)) == []
+    assert list(stream.by_sequence) == [1]
+    assert carry_out(started(storage), procedures.reset(started(storage), JOB, 1)) == []
+    carry_out(state, procedures.fence(state, JOB, 2))
+    carry_out(state, procedures.reset(state, JOB, 2))
+    assert not stream.by_sequence
+
+
+def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
+    state = started(MemoryStorage())
+    carry_out(state, procedures.fence(state, JOB, 1))
+    append(state, 0)
+    broken = procedures.reset(state, JOB, 1)
+    while not isinstance(next(broken), Save):
+        pass
+    broken.close()  # the disk was full
+    assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Emit"]
