@@ -64,8 +64,10 @@ def frames_of_message(message: bytes) -> Iterator[Seen]:
 class Truth:
     """What a run without failures computes. A job that gives its log up begins another *history*, whose bits differ."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, repeats: int) -> None:
+        """A tensor is a number of 8 bytes, so many times."""
         self.ranks = ranks
+        self.repeats = repeats
         self.bases: dict[int, tuple[int, int]] = {}
         """history -> (the version that it begins with, the history before it)"""
         self._states: dict[tuple[int, int, int], int] = {}
@@ -113,8 +115,8 @@ def output(state: int, salt: int, received: int) -> int:
     return hash((state, salt, received)) & _KEY_MASK
 
 
-def body_of(value: int) -> bytes:
-    return value.to_bytes(8, "little") * 2
+def body_of(value: int, repeats: int) -> bytes:
+    return value.to_bytes(8, "little") * repeats
 
 
 @dataclass(slots=True)
@@ -259,7 +261,7 @@ class Checkers:
 
     def replayed(self, reader: str, kind: str, stage: int, history: int, step: int, body: bytes) -> None:
         """A rank has used a record of the log in place of a message."""
-        if body != body_of(self.truth.sent(kind, stage, step, history)):
+        if body != body_of(self.truth.sent(kind, stage, step, history), self.truth.repeats):
             raise Violation(
                 "replay", f"{reader} was given another tensor than s{stage}.{kind} of step {step}"
             )

@@ -138,7 +138,7 @@ class ServerProcess(Process):
         """All that were begun and have not ended: their writers notice a crash."""
         storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk)
         self.storage = storage
-        config = EngineConfig(fsync=fsync, fsync_interval_s=0.1, credit_bytes=2000, body_bytes_max=4096)
+        config = EngineConfig(fsync=fsync, fsync_interval_s=0.1, credit_bytes=2000, body_bytes_max=8192)
         self.state = ServerState(storage, config, Unlocked())
         self._commits = Observed(self.state, self)
         self._appends = Appends(self.state, self._commits)

@@ -311,7 +311,7 @@ class Trainer(Process):
     def _log(self, kind: str, step: int, value: int) -> None:
         """As `LogWriter`: what the log has already is compared, what it has not is appended."""
         stream = boundary(self.rank, kind)
-        key, body = RecordKey(step, 0, 0), body_of(value)
+        key, body = RecordKey(step, 0, 0), body_of(value, self.world.checkers.truth.repeats)
         digest = digest_of("uint8", (len(body),), body)
         logged = self._known.setdefault(stream, {}).setdefault(key, digest)
         if logged is not digest:

@@ -46,7 +46,8 @@ class World:
         self.names = ["log0", "log1"][: 1 if chance.random() < 0.6 else 2]
         self.fsync = chance.choices((Fsync.ALWAYS, Fsync.INTERVAL, Fsync.NEVER), (7, 2, 1))[0]
         self.network = Network(self.kernel)
-        self.truth = Truth(self.ranks)
+        # Small records share a block of the disk; large ones fill some.
+        self.truth = Truth(self.ranks, 2 if chance.random() < 0.85 else 700)
         self.checkers = Checkers(self.truth)
         self.mail: dict[tuple[int, str, int, int], int] = {}
         self.checkpoints: dict[tuple[int, int], list[tuple[int, int]]] = {}
