@@ -169,6 +169,7 @@ class DirectoryStorage:
         """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted."""
         try:
             self._reserve()
+            self._disk.sync_names(self.directory)
             jobs = [self._recover_job(name) for name in self._folders(self.directory)]
         except OSError as error:
             raise UsageError(f"cannot read directory {self.directory}: {error}") from None
@@ -193,6 +194,8 @@ class DirectoryStorage:
 
     def _recover_job(self, job: str) -> RecoveredJob:
         meta = self._load_manifest(job)
+        # A kill may have come before its name, or a folder's, was safe: nothing is built on it before it is.
+        self._disk.sync_names(self.directory / job)
         names = sorted({*self._folders(self.directory / job), *meta.streams})
         streams = [
             self._recover_stream(job, name, meta.streams.get(name, StreamMeta()), meta.trimmed_below_step)
@@ -229,6 +232,8 @@ class DirectoryStorage:
         paths = [folder / found for found in self._segment_names(folder)]
         out = RecoveredStream(name, meta.first, meta.first, [], [], meta.quarantined)
         segments: list[Segment] = []
+        if paths:
+            self._disk.sync_names(folder)
         for index, path in enumerate(paths):
             file = self._disk.open(path)
             last = index == len(paths) - 1

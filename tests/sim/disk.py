@@ -32,6 +32,7 @@ class SimFile:
         """What a power cut leaves for certain; None: all of it."""
         self._unsynced: list[tuple[int, bytes | None]] = []
         """(offset, bytes written), or (size, None) for a new size."""
+        self._partial = False  # one of them ended within a block
 
     @property
     def size(self) -> int:
@@ -53,6 +54,7 @@ class SimFile:
         if self._disk.no_space_for(self.path):
             data = data[: self._disk.kernel.random.randrange(len(data))]
             self._change(offset, data)
+            self._partial = True
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._change(offset, data)
 
@@ -71,6 +73,7 @@ class SimFile:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._safe = None
         self._unsynced.clear()
+        self._partial = False
 
     def close(self) -> None:
         pass
@@ -87,7 +90,7 @@ class SimFile:
             return ""
         chance = self._disk.kernel.random
         content = bytearray(self._safe)
-        fate = "kept"
+        fate = "torn within a block" if self._partial else "kept"
         if chance.random() < 0.1:
             fate = "any of its blocks"
             for offset, data in self._unsynced:
