@@ -237,7 +237,7 @@ class DirectoryStorage:
         for index, path in enumerate(paths):
             file = self._disk.open(path)
             last = index == len(paths) - 1
-            scanned = walk(path, verify_bodies=False, last=last, source=file)
+            scanned = walk(path, verify_bodies=False, last=last, source=file, owner=(job, name))
             if scanned.torn_bytes:
                 out.torn_bytes += scanned.torn_bytes
             if scanned.header is None and not scanned.damage:

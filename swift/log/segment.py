@@ -236,25 +236,34 @@ def scan(path: Path, *, verify_bodies: bool = True) -> SegmentScan:
 
 
 def walk(
-    path: Path, *, verify_bodies: bool = True, last: bool = True, source: Source | None = None
+    path: Path,
+    *,
+    verify_bodies: bool = True,
+    last: bool = True,
+    source: Source | None = None,
+    owner: tuple[str, str] | None = None,
 ) -> SegmentScan:
     """Everything that a segment file holds, damage included. ``last``: no segment of the stream follows.
+    ``owner``: the job and stream that it must be of.
 
     With ``verify_bodies`` False the bodies of a sealed segment are left to be checked when they are read;
     those of an unsealed one are always checked. ``source``: the file of this name, where it is not to be opened.
     """
     if source is not None:
-        return _Walker(path, source, verify_bodies, last).walk()
+        return _Walker(path, source, verify_bodies, last, owner).walk()
     opened = _Opened(path)
     try:
-        return _Walker(path, opened, verify_bodies, last).walk()
+        return _Walker(path, opened, verify_bodies, last, owner).walk()
     finally:
         opened.close()
 
 
 class _Walker:
-    def __init__(self, path: Path, source: Source, verify_bodies: bool, last: bool) -> None:
+    def __init__(
+        self, path: Path, source: Source, verify_bodies: bool, last: bool, owner: tuple[str, str] | None
+    ) -> None:
         self.source = source
+        self.owner = owner
         self.verify = verify_bodies
         self.last = last
         self.result = SegmentScan(path, source.size)
@@ -305,6 +314,8 @@ class _Walker:
             header = decode_segment_header(data)
             if header.first_sequence != named:
                 raise RecordCorrupt(f"the segment says that it starts with record {header.first_sequence}")
+            if self.owner not in (None, (header.job, header.stream)):
+                raise RecordCorrupt(f"the segment is one of stream {header.stream} of job {header.job}")
         except (RecordCorrupt, RecordInvalid) as error:
             self._damage(None, str(error))
             return None

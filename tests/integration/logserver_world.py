@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from swift.log import admin
 
@@ -51,19 +52,24 @@ class LogServer:
         self.events.mkdir(exist_ok=True)
         self.address = f"127.0.0.1:{free_port()}"
         self.process: subprocess.Popen[str] | None = None
+        self.prefix: Sequence[str] = ()
+        """Words before the command, of a program that ends by executing it."""
+        self.env: dict[str, str] = {}
 
-    def start(self) -> "LogServer":
+    def start(self) -> Self:
         address_file = self.directory.with_suffix(".address")
         address_file.unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            command(
-                self.directory, "--listen", self.address, "--address-file", str(address_file), *self.flags
-            ),
+            [
+                *self.prefix,
+                *command(self.directory, "--listen", self.address, "--address-file", str(address_file)),
+                *self.flags,
+            ],
             cwd=REPOSITORY,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "SWIFT_EVENTS": str(self.events)},
+            env={**os.environ, "SWIFT_EVENTS": str(self.events), **self.env},
             preexec_fn=self._limit if self.file_bytes_max else None,  # noqa: PLW1509
         )
         deadline = time.monotonic() + TIMEOUT_S
@@ -98,7 +104,7 @@ class LogServer:
     def segments(self, stream: str) -> Sequence[Path]:
         return sorted((self.directory / JOB / stream).glob("*.seg"))
 
-    def __enter__(self) -> "LogServer":
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:

@@ -246,6 +246,9 @@ def test_fault_17_a_segment_of_another_stream(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:SEGMENT_HEADER_BYTES] + frames)
     assert recovered(tmp_path / "data").holes
     assert sequences(recovered(tmp_path / "data")) == []
+    path.write_bytes(other.read_bytes())  # its header as well: every checksum is right
+    assert recovered(tmp_path / "data").holes
+    assert sequences(recovered(tmp_path / "data")) == []
 
 
 # -- removing ---------------------------------------------------------------------------------------

@@ -1,0 +1,76 @@
+"""One Append call, message by message, as a client in another language would make it."""
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+import pytest
+
+from swift._pb import log_pb2
+from swift.log.rpc import code_of, message_of, method, reason_of
+from swift.log.wire import frames_message
+from tests.unit.log.frames import STREAM
+from tests.unit.log.service import JOB
+
+TIMEOUT_S = 10.0
+
+
+class HasChannel(Protocol):
+    """A log server in this process or another one."""
+
+    channel: grpc.Channel
+
+
+class Call:
+    """An Append call: `send` a message, `until` what is awaited has come."""
+
+    def __init__(self, server: HasChannel) -> None:
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._call = server.channel.stream_stream(method("Append"), None, log_pb2.AppendReply.FromString)(
+            iter(self._requests.get, None), timeout=TIMEOUT_S
+        )
+        self.acked: dict[str, int] = {}
+        self.opened: dict[str, int] = {}
+        self.credit = 0
+        self.welcome: log_pb2.Welcome | None = None
+
+    def open(self, *streams: str, generation: int = 1, acked: int = 0) -> None:
+        opens = [
+            log_pb2.Open(job=JOB, stream=stream, generation=generation, acked_sequence=acked)
+            for stream in streams or [STREAM]
+        ]
+        self._requests.put(log_pb2.AppendRequest(opens=opens).SerializeToString())
+        self.read(lambda: set(streams or [STREAM]) <= set(self.opened))
+
+    def send(self, *frames: bytes) -> None:
+        self._requests.put(frames_message(frames, sum(map(len, frames))))
+
+    def raw(self, message: bytes) -> None:
+        self._requests.put(message)
+
+    def read(self, enough: Callable[[], bool]) -> None:
+        while not enough():
+            reply = next(self._call)
+            if reply.HasField("welcome"):
+                self.welcome = reply.welcome
+            self.credit += reply.credit_bytes
+            self.opened.update({opened.stream: opened.next_sequence for opened in reply.opened})
+            self.acked.update({acked.stream: acked.durable_sequence for acked in reply.acked})
+
+    def until_acked(self, sequence: int, stream: str = STREAM) -> None:
+        self.read(lambda: self.acked.get(stream, 0) >= sequence)
+
+    def refused(self) -> tuple[grpc.StatusCode, str, str]:
+        """Code, reason and message that end the call."""
+        with pytest.raises(grpc.RpcError) as caught:
+            self.read(lambda: False)
+        return code_of(caught.value), reason_of(caught.value), message_of(caught.value)
+
+    def raw_end(self) -> None:
+        self._requests.put(None)
+
+    def end(self) -> None:
+        self.raw_end()
+        with pytest.raises(StopIteration):
+            self.read(lambda: False)
