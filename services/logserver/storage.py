@@ -162,6 +162,7 @@ class DirectoryStorage:
         self._streams: dict[tuple[str, str], list[Segment]] = {}
         self._maps = threading.Lock()  # guards the lists; held for moments
         self._writing = threading.RLock()  # one commit, roll or removal at a time
+        self._failed = False  # what the files hold is unknown: nothing is sealed or synced any more
 
     # -- start ----------------------------------------------------------------------------------------
 
@@ -325,13 +326,17 @@ class DirectoryStorage:
                     segment.offsets.extend(offsets)
 
     def _sync(self) -> None:
+        for segments in list(self._streams.values()):
+            if segments and segments[-1].dirty and segments[-1].file is not None:
+                self._sync_file(segments[-1].file)
+                segments[-1].dirty = False
+
+    def _sync_file(self, file: File) -> None:
         """A failed sync is never tried again: the kernel may have dropped the pages (ATC'20)."""
         try:
-            for segments in list(self._streams.values()):
-                if segments and segments[-1].dirty and segments[-1].file is not None:
-                    segments[-1].file.sync()
-                    segments[-1].dirty = False
+            file.sync()
         except OSError as error:
+            self._failed = True
             raise StorageFailed(
                 f"a sync failed: {error.strerror}; replace the disk, then start again"
             ) from None
@@ -352,7 +357,7 @@ class DirectoryStorage:
         try:
             segment.write([padding(size, FOOTER_BYTES), footer])
             segment.file.resize(segment.size)  # gives back what was reserved
-            segment.file.sync()
+            self._sync_file(segment.file)
         except OSError:
             segment.go_back(size, tail)
             raise
@@ -371,9 +376,9 @@ class DirectoryStorage:
         assert segment.file is not None
         try:
             segment.write([encode_segment_header(SegmentHeader(job, name, sequence))])
-            segment.file.sync()
+            self._sync_file(segment.file)
             self._disk.sync_names(folder)
-        except OSError:
+        except (OSError, StorageFailed):
             segment.file.close()
             self._disk.remove(path)
             raise
@@ -459,9 +464,10 @@ class DirectoryStorage:
                 if last is None or last.file is None:
                     continue
                 try:
-                    if last.offsets:  # an empty one stays open for the record that it is named after
+                    # An empty one stays open for the record that it is named after.
+                    if last.offsets and not self._failed:
                         self._seal(stream, last)
-                except OSError:  # unsealed is sound too: the next start scans it
+                except (OSError, StorageFailed):  # unsealed is sound too: the next start scans it
                     pass
                 if last.file is not None:
                     last.file.close()

@@ -4,11 +4,10 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import crc32c
 import grpc
 import lz4.block
 import pytest
@@ -18,8 +17,8 @@ from swift._pb import log_pb2
 from swift.errors import RecordCorrupt
 from swift.log import admin
 from swift.log.frame import CODEC_LZ4, CODECS, FrameHeader, checksum, encode_header
-from swift.log.record import DTYPE_BY_NAME, RecordKey, digest_of
-from swift.log.rpc import code_of, message_of, open_channel, reason_of
+from swift.log.record import DTYPE_BY_NAME, RecordKey
+from swift.log.rpc import code_of, message_of, reason_of
 from swift.runtime.tensors import owned_bytes, to_tensor
 from tests.faults import shim
 from tests.faults.shim import Faults
@@ -27,8 +26,8 @@ from tests.faults.world import (
     SIZE,
     TIMEOUT_S,
     Server,
-    body_offset,
     body_of,
+    body_offset,
     fill,
     flip,
     frame_offset,
@@ -100,7 +99,7 @@ def test_f11_torn_tail_is_cut_and_counted(tmp_path: Path, faults: Faults, amount
         server.start()
         (counted,) = server.said("torn_tail")
         assert counted["stream"] == STREAM
-        assert 0 < counted["bytes"]
+        assert counted["bytes"] > 0
         writer.close()  # has sent again what was not acknowledged
         server.check(0, 9)
 

@@ -355,16 +355,39 @@ def test_a_trim_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "data" / JOB / MANIFEST).read_text().count('"generation": 7') == 1
 
 
-def test_fault_24_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_fault_24_a_failed_sync_is_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     storage = on_disk(tmp_path / "data")
     fill(storage, 0, 1)
 
+    asked: list[int] = []
+
     def broken(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        asked.append(fd)
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fdatasync", broken)
     with pytest.raises(StorageFailed, match="a sync failed"):
         storage.commit([write(1)], True)
+    storage.close()  # nor is the segment sealed, as if all in it were sound
+    assert len(asked) == 1
+
+
+def test_a_sync_that_fails_when_a_segment_is_sealed_is_final_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 5)
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    with pytest.raises(StorageFailed, match="a sync failed"):  # not StorageFull, which is tried again
+        storage.commit([write(5)], False)
+    storage.close()
 
 
 def test_fault_28_another_error_is_not_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
