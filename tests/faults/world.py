@@ -1,5 +1,6 @@
 """A real log server with what a fault needs: a shim in its process, a file system or a network of its own."""
 
+import contextlib
 import json
 import os
 import random
@@ -259,5 +260,6 @@ class Helper:
         self.process.wait(TIMEOUT_S)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.stdout.close()

@@ -17,6 +17,7 @@ from swift.errors import Fenced, ServiceError
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {"seed": "7"}
 FINGERPRINT = {"torch": "2.13.0"}
+RANKS = 3
 
 
 def free_port() -> int:
@@ -193,3 +194,51 @@ class FakeMember:
                 return
             self.version = view.plan.target_version
             self.client.ready(view.generation, self.version, self.stages, self.num_stages)
+
+
+class Job:
+    """A coordinator and the members of one job."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.coordinators: list[Coordinator] = []
+        self.members: list[FakeMember] = []
+
+    def coordinator(self, *flags: str) -> Coordinator:
+        self.coordinators.append(
+            Coordinator(self.directory / f"meta{len(self.coordinators)}", *flags).start()
+        )
+        return self.coordinators[-1]
+
+    def member(self, rank: int, job: str = "a", **named: object) -> FakeMember:
+        member = FakeMember(self.coordinators[-1].address, job, rank, RANKS, **named)  # type: ignore[arg-type]
+        self.members.append(member)
+        return member.start()
+
+    def form(self, job: str = "a", **named: object) -> list[FakeMember]:
+        members = [self.member(rank, job, **named) for rank in range(RANKS)]
+        self.wait(members[0], lambda view: view.state == control.RUNNING)
+        return members
+
+    def wait(self, member: FakeMember, predicate: Callable[[View], bool]) -> View:
+        """Watched by `member`, which must live."""
+        return member.watcher.wait_for(predicate, 20)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.kill()
+        for coordinator in self.coordinators:
+            coordinator.stop()
+        assert [(m.rank, m.error) for m in self.members if m.error is not None] == []
+
+
+def recovered(generation: int) -> Callable[[View], bool]:
+    return lambda view: view.state == control.RUNNING and view.generation == generation
+
+
+def finish(job: Job, members: list[FakeMember]) -> None:
+    """Lets the members run to one last step, and waits for the end."""
+    last = max(member.version or 0 for member in members) + 20
+    for member in members:
+        member.steps = last
+    job.wait(members[0], lambda view: view.state == control.FINISHED)

@@ -5,64 +5,27 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift import control, events
+from swift import control
 from swift.control import CoordinatorClient, View
 from swift.errors import JoinRefused, ServiceError, UsageError
 from tests.integration.coordinator_world import (
     CONFIG,
     FINGERPRINT,
+    RANKS,
     REPOSITORY,
-    Coordinator,
-    FakeMember,
+    Job,
+    finish,
     free_port,
+    recovered,
 )
-
-RANKS = 3
-
-
-class Job:
-    """A coordinator and the members of one job."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.coordinators: list[Coordinator] = []
-        self.members: list[FakeMember] = []
-
-    def coordinator(self, *flags: str) -> Coordinator:
-        self.coordinators.append(
-            Coordinator(self.directory / f"meta{len(self.coordinators)}", *flags).start()
-        )
-        return self.coordinators[-1]
-
-    def member(self, rank: int, job: str = "a", **named: object) -> FakeMember:
-        member = FakeMember(self.coordinators[-1].address, job, rank, RANKS, **named)  # type: ignore[arg-type]
-        self.members.append(member)
-        return member.start()
-
-    def form(self, job: str = "a", **named: object) -> list[FakeMember]:
-        members = [self.member(rank, job, **named) for rank in range(RANKS)]
-        self.wait(members[0], lambda view: view.state == control.RUNNING)
-        return members
-
-    def wait(self, member: FakeMember, predicate: Callable[[View], bool]) -> View:
-        """Watched by `member`, which must live."""
-        return member.watcher.wait_for(predicate, 20)
-
-    def close(self) -> None:
-        for member in self.members:
-            member.kill()
-        for coordinator in self.coordinators:
-            coordinator.stop()
-        assert [(m.rank, m.error) for m in self.members if m.error is not None] == []
 
 
 @pytest.fixture
@@ -70,18 +33,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     job.close()
-
-
-def recovered(generation: int) -> Callable[[View], bool]:
-    return lambda view: view.state == control.RUNNING and view.generation == generation
-
-
-def finish(job: Job, members: list[FakeMember]) -> None:
-    """Lets the members run to one last step, and waits for the end."""
-    last = max(member.version or 0 for member in members) + 20
-    for member in members:
-        member.steps = last
-    job.wait(members[0], lambda view: view.state == control.FINISHED)
 
 
 def test_a_job_forms_loses_a_rank_recovers_and_finishes(job: Job) -> None:
@@ -103,63 +54,6 @@ def test_a_job_forms_loses_a_rank_recovers_and_finishes(job: Job) -> None:
     with CoordinatorClient(job.coordinators[0].address, "a") as client, pytest.raises(JoinRefused) as caught:
         client.join(control.make_member(0), RANKS, CONFIG, FINGERPRINT)
     assert str(caught.value) == "job a has finished: start it under another name"
-
-
-@pytest.mark.parametrize("state", ["FENCING", "PLANNING", "RECOVERING", "RUNNING", "FINISHED"])
-def test_killed_right_after_a_transition_it_goes_on_from_there(
-    job: Job, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
-    coordinator = job.coordinator("--die-at", state)
-
-    def succeed() -> None:
-        coordinator.wait_killed()
-        coordinator.start()
-
-    successor = threading.Thread(target=succeed)
-    successor.start()
-    members = job.form()
-    members[1].kill()
-    members[1].report_exit()  # not answered by the one that dies of it, so said again to its successor
-    members[1] = job.member(1)
-    job.wait(members[0], recovered(2))
-    finish(job, members)
-    successor.join()
-
-    trace = [event for event in events.read(tmp_path) if event["who"] == "coordinator"]
-    died = [event for event in trace if event["event"] == "die_at"]
-    assert [event["state"] for event in died] == [state]
-    resumed = [event for event in trace if event["event"] == "resumed"]
-    assert [(event["state"], event["generation"]) for event in resumed] == [(state, 2)]
-    # What it was killed before was said by its successor, and no state was skipped or said twice.
-    said = [event["state"] for event in trace if event["event"] == "state"] + [state]
-    wanted = ["FORMING", "RUNNING", "FENCING", "PLANNING", "RECOVERING", "RUNNING", "FINISHED"]
-    assert sorted(said) == sorted(wanted)
-
-
-@pytest.mark.parametrize("after", ["FORMING", "RUNNING", "PLANNING"])
-def test_killed_at_rest_it_goes_on(job: Job, after: str) -> None:
-    coordinator = job.coordinator()
-    if after == "FORMING":
-        members = [job.member(0), job.member(1)]
-        job.wait(members[0], lambda view: len(view.members) == 2)
-        coordinator.kill()
-        coordinator.start()
-        members.append(job.member(2))
-        job.wait(members[0], recovered(1))
-    else:
-        members = job.form()
-        if after == "PLANNING":
-            members[2].kill()
-            members[2].report_exit()
-            job.wait(members[0], lambda view: view.state == control.PLANNING)
-            time.sleep(0.1)  # the survivors have reported by now, and do not say it again
-        coordinator.kill()
-        coordinator.start()
-        if after == "PLANNING":
-            members[2] = job.member(2)
-            job.wait(members[0], recovered(2))
-    finish(job, members)
 
 
 def test_a_silent_member_is_fenced_and_a_zombie_is_told(job: Job) -> None:
@@ -207,21 +101,6 @@ def test_a_refusal_restores_the_checkpoint(job: Job) -> None:
     assert "refused" in view.reason
     assert "s1.B@4 is corrupt" in view.plan.reason
     assert view.plan.target_version == 0
-    finish(job, members)
-
-
-def test_a_second_death_during_the_recovery_supersedes_it(job: Job) -> None:
-    job.coordinator()
-    members = job.form()
-    members[0].kill()
-    members[0].report_exit()
-    job.wait(members[1], lambda view: view.state == control.PLANNING)
-    members[2].kill()
-    members[2].report_exit()
-    job.wait(members[1], lambda view: view.generation == 3)
-    members[0], members[2] = job.member(0), job.member(2)
-    view = job.wait(members[1], recovered(3))
-    assert [r.strategy for r in view.plan.ranks] == [control.REPLAY, control.KEEP, control.REPLAY]
     finish(job, members)
 
 

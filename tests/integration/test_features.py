@@ -35,16 +35,3 @@ def test_features(mode: str, fault: dict[str, Any], tmp_path: Path) -> None:
     assert len(recovered) == 3
     for name in recovered:
         assert faulted["digests"][name] == twin["digests"][name.split("-g")[0] + ".json"]
-
-
-@pytest.mark.timeout(120)
-def test_a_trainer_that_cannot_be_repeated_is_never_replayed(tmp_path: Path) -> None:
-    fault = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward"}
-    trace = run(tmp_path, "unrepeatable", [fault])["events"]
-    plans = [e for e in trace if e["event"] == "plan"]
-    assert {entry["strategy"] for entry in plans[0]["ranks"]} == {"KEEP", "REPLAY"}
-    assert {entry["strategy"] for entry in plans[-1]["ranks"]} == {"CHECKPOINT"}
-    assert "is not the logged one" in plans[-1]["reason"]
-    assert plans[-1]["target_version"] == 3
-    assert not [e for e in trace if e["event"] == "replay_end"]
-    assert sum(e["event"] == "finished" for e in trace) == 3

@@ -1,0 +1,283 @@
+"""Faults 34 to 39: who decides, what is still there, and what is never trained on, against real processes."""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from swift import control, events
+from swift._pb import log_pb2
+from swift.drill.cluster import LOG_SERVER, Cluster
+from swift.errors import RecordTrimmed, ServiceError
+from swift.log import admin
+from swift.log.rpc import code_of, message_of, reason_of
+from tests.faults.shim import eventually
+from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
+from tests.integration.coordinator_world import Coordinator, Job, finish, recovered
+from tests.integration.logserver_world import JOB
+from tests.integration.test_coordinator import run
+from tests.integration.trainer_world import TRAINERS, run_trainer
+from tests.unit.log.frames import STREAM
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.close()
+
+
+# -- 34: the coordinator dies -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["FENCING", "PLANNING", "RECOVERING", "RUNNING", "FINISHED"])
+def test_f34_coordinator_killed_right_after_any_transition_goes_on_from_there(
+    job: Job, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
+    coordinator = job.coordinator("--die-at", state)
+
+    def succeed() -> None:
+        coordinator.wait_killed()
+        coordinator.start()
+
+    successor = threading.Thread(target=succeed)
+    successor.start()
+    members = job.form()
+    members[1].kill()
+    members[1].report_exit()  # not answered by the one that dies of it, so said again to its successor
+    members[1] = job.member(1)
+    job.wait(members[0], recovered(2))
+    finish(job, members)
+    successor.join()
+
+    trace = [event for event in events.read(tmp_path) if event["who"] == "coordinator"]
+    died = [event for event in trace if event["event"] == "die_at"]
+    assert [event["state"] for event in died] == [state]
+    resumed = [event for event in trace if event["event"] == "resumed"]
+    assert [(event["state"], event["generation"]) for event in resumed] == [(state, 2)]
+    # What it was killed before was said by its successor, and no state was skipped or said twice.
+    said = [event["state"] for event in trace if event["event"] == "state"] + [state]
+    wanted = ["FORMING", "RUNNING", "FENCING", "PLANNING", "RECOVERING", "RUNNING", "FINISHED"]
+    assert sorted(said) == sorted(wanted)
+
+
+@pytest.mark.parametrize("after", ["FORMING", "RUNNING", "PLANNING"])
+def test_f34_coordinator_killed_at_rest_goes_on(job: Job, after: str) -> None:
+    coordinator = job.coordinator()
+    if after == "FORMING":
+        members = [job.member(0), job.member(1)]
+        job.wait(members[0], lambda view: len(view.members) == 2)
+        coordinator.kill()
+        coordinator.start()
+        members.append(job.member(2))
+        job.wait(members[0], recovered(1))
+    else:
+        members = job.form()
+        if after == "PLANNING":
+            members[2].kill()
+            members[2].report_exit()
+            job.wait(members[0], lambda view: view.state == control.PLANNING)
+            time.sleep(0.1)  # the survivors have reported by now, and do not say it again
+        coordinator.kill()
+        coordinator.start()
+        if after == "PLANNING":
+            members[2] = job.member(2)
+            job.wait(members[0], recovered(2))
+    finish(job, members)
+
+
+# -- 35: two coordinators ----------------------------------------------------------------------------------------
+
+
+def test_f35_second_coordinator_on_one_directory_is_refused(job: Job) -> None:
+    coordinator = job.coordinator()
+    members = job.form()
+    second = run("--directory", str(coordinator.directory))
+    assert second.returncode == 2
+    assert "another coordinator uses it" in second.stderr
+    assert len(second.stderr.splitlines()) == 1, second.stderr
+    finish(job, members)
+
+
+def test_f35_coordinator_whose_term_is_over_ends_at_its_first_decision(job: Job, tmp_path: Path) -> None:
+    """The lock is on another machine, or somebody has removed it: the store's revision is what counts."""
+    first = job.coordinator()
+    members = job.form()
+    (first.directory / "lock").unlink()
+    second = Coordinator(first.directory).start()
+    try:
+        # The second one decides: its members report to it.
+        with control.CoordinatorClient(second.address, "a") as client:
+            view = client.status().view
+            assert (view.state, view.generation) == (control.RUNNING, 1)
+            holder = members[1].member
+            client.member_exited(1, holder.pid, -9, holder.incarnation)
+            assert client.status().view.generation == 2
+            # Now the first one is asked for a decision, which would be generation 2 as well, for another reason.
+            for member in members:
+                member.client.patience_s = 1.0
+            with pytest.raises(ServiceError, match="no answer"):
+                members[0].client.refuse(1, "something else")
+            assert first.process is not None
+            assert first.process.wait(TIMEOUT_S) == 3
+            assert first.process.stderr is not None
+            said = first.process.stderr.read()
+            assert "job a cannot be made durable" in said
+            assert len(said.splitlines()) == 1, said
+            after = client.status().view
+            assert after.generation == 2
+            assert after.reason == "rank 1 was killed by signal 9"
+    finally:
+        for member in members:
+            member.kill()
+        job.members.clear()
+        second.stop()
+        assert first.process is not None
+        first.process.communicate()
+        job.coordinators.clear()
+
+
+def test_f35_coordinator_that_is_behind_the_log_servers_does_not_act(job: Job, tmp_path: Path) -> None:
+    """One with a directory of its own begins the job anew: the log holds a later generation, and it gives up."""
+    with Server(tmp_path / "log") as log:
+        log_servers = ("--log-servers", log.address)
+        job.coordinator(*log_servers)
+        members = [job.member(rank, JOB) for rank in range(3)]
+        job.wait(members[0], recovered(1))
+        members[1].kill()
+        members[1].report_exit()
+        members[1] = job.member(1, JOB)
+        job.wait(members[0], recovered(2))
+        job.coordinator(*log_servers)
+        late = job.member(0, JOB)
+        view = job.wait(late, lambda view: view.state == control.FAILED)
+        assert f"is ahead of this coordinator for job {JOB}" in view.reason
+        assert log.stub.Inventory(log_pb2.InventoryRequest(job=JOB)).generation == 2
+        assert job.wait(members[0], lambda view: True).state == control.RUNNING
+        finish(job, members)
+
+
+# -- 36: a second failure ----------------------------------------------------------------------------------------
+
+
+def test_f36_second_death_during_a_recovery_supersedes_its_plan_by_a_higher_generation(job: Job) -> None:
+    job.coordinator()
+    members = job.form()
+    members[0].kill()
+    members[0].report_exit()
+    job.wait(members[1], lambda view: view.state == control.PLANNING)
+    members[2].kill()
+    members[2].report_exit()
+    job.wait(members[1], lambda view: view.generation == 3)
+    members[0], members[2] = job.member(0), job.member(2)
+    view = job.wait(members[1], recovered(3))
+    assert [r.strategy for r in view.plan.ranks] == [control.REPLAY, control.KEEP, control.REPLAY]
+    finish(job, members)
+
+
+# -- 37: log server and rank lost together ------------------------------------------------------------------------
+
+STEPS, CHECKPOINT_EVERY = 8, 3
+
+
+def until(cluster: Cluster, path: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not path.exists():
+        assert cluster.poll() is None, cluster.output_tail()
+        assert time.monotonic() < deadline, cluster.output_tail()
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(240)
+def test_f37_log_server_and_rank_lost_together_fall_back_to_the_checkpoint_and_say_why(
+    tmp_path: Path,
+) -> None:
+    """One machine had both: the rank dies in step 5, and the log server comes back with an empty disk."""
+    twin = run_trainer(tmp_path / "twin", "features.py", "traced", STEPS, ranks=3, faults=[])
+    directory = tmp_path / "faulted"
+    fault = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward", "hold": True}
+    with Cluster(
+        directory,
+        ranks=3,
+        spares=1,
+        trainer=[str(TRAINERS / "features.py")],
+        trainer_arguments=["traced", str(STEPS)],
+        faults=json.dumps([fault]),
+        digests_every=True,
+    ) as cluster:
+        until(cluster, cluster.fault_directory / "f0.reached")  # it stands where it is going to die
+        cluster.kill_log_server("f1")
+        assert cluster._processes[LOG_SERVER]._popen.wait(TIMEOUT_S) == -9
+        shutil.rmtree(cluster.log_directory)
+        (cluster.fault_directory / "f0.go").touch()
+        deadline = time.monotonic() + 150
+        while (code := cluster.poll()) is None:  # starts the log server again
+            assert time.monotonic() < deadline, cluster.output_tail()
+            time.sleep(0.01)
+        assert code == 0, cluster.output_tail()
+    trace = events.read(directory / "events")
+    (plan,) = [event for event in trace if event["event"] == "plan"]
+    assert {rank["strategy"] for rank in plan["ranks"]} == {"CHECKPOINT"}
+    assert plan["target_version"] == CHECKPOINT_EVERY
+    assert plan["exact"]
+    lost = ("is empty, and step 3 is needed", "were acknowledged and are gone")
+    assert any(words in plan["reason"] for words in lost), plan["reason"]
+    assert not [event for event in trace if event["event"] == "replay_end"]
+    found = {path.name: json.loads(path.read_text()) for path in (directory / "digests").glob("*.json")}
+    assert set(twin["digests"]) <= set(found)
+    for name, digests in twin["digests"].items():
+        assert found[name] == digests, name
+
+
+# -- 38: trimmed --------------------------------------------------------------------------------------------------
+
+
+def test_f38_trimmed_step_is_not_found_and_a_replay_holds_a_lease(tmp_path: Path) -> None:
+    with Server(tmp_path / "log", "--segment-bytes", "60000") as server:
+        fill(server, 20)
+        with reading(server.address) as reader:
+            cursor = reader.follow(STREAM, 5)
+            assert cursor.get(key(5), TIMEOUT_S, lambda: False).body == body_of(5)
+            assert admin.trim(server.address, JOB, 12, TIMEOUT_S) == 5  # as far as the replay allows
+            for step in range(6, 20):
+                assert cursor.get(key(step), TIMEOUT_S, lambda: False).body == body_of(step)
+            cursor.close()
+            # Now it goes on by itself.
+            eventually(lambda: server.said("trimmed")[-1]["below_step"] == 12, "the trim goes on")
+            with pytest.raises(RecordTrimmed, match="the oldest step there is 12"):
+                reader.digests(STREAM, 11)
+        for call in (
+            lambda: list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=11))),
+            lambda: list(server.stub.Digests(log_pb2.DigestsRequest(job=JOB, stream=STREAM, from_step=0))),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert (code_of(caught.value), reason_of(caught.value)) == (grpc.StatusCode.NOT_FOUND, "trimmed")
+            assert "the oldest step there is 12" in message_of(caught.value)
+        server.kill()
+        server.start()  # a trim is durable
+        assert server.inventory().trimmed_below_step == 12
+        server.check(12, 20)
+
+
+# -- 39: a replay that differs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_f39_replay_that_differs_from_the_log_is_refused_and_never_trained_on(tmp_path: Path) -> None:
+    fault = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward"}
+    run = run_trainer(tmp_path, "features.py", "unrepeatable", STEPS, ranks=3, faults=[fault])
+    trace = run["events"]
+    plans = [e for e in trace if e["event"] == "plan"]
+    assert {entry["strategy"] for entry in plans[0]["ranks"]} == {"KEEP", "REPLAY"}
+    assert {entry["strategy"] for entry in plans[-1]["ranks"]} == {"CHECKPOINT"}
+    assert "is not the logged one" in plans[-1]["reason"]
+    assert plans[-1]["target_version"] == 3
+    assert not [e for e in trace if e["event"] == "replay_end"]
+    assert sum(e["event"] == "finished" for e in trace) == 3
