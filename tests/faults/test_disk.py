@@ -195,15 +195,27 @@ def test_f25_power_lost_between_write_and_sync_loses_nothing_acked(tmp_path: Pat
         after = disk.copy(tmp_path / "image-after")
         server.kill()
         at_sync.clear()
-        server.disk.wait_released()
-        server.prefix = after.prefix(server.directory)
-        server.disk = after
-        server.start()
+        server.power_is_back(after)
         found = server.inventory()
         assert not found.corrupt, found.reason
         assert 20 <= found.next_sequence <= 25
         writer.close()
         server.check(0, 25)
+
+
+def test_f25_power_lost_right_after_an_acknowledgement_loses_nothing(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "image", 32 << 20)
+    with DiskServer(tmp_path / "log", disk, *SMALL_SEGMENTS) as server:
+        server.fence(1)
+        writer = server.writer()
+        for step in range(60):  # over two segments
+            put(writer, step)
+            writer.flush(TIMEOUT_S)
+        after = disk.copy(tmp_path / "image-after")
+        server.kill()
+        server.power_is_back(after)
+        server.check(0, 60)
+        writer.close()
 
 
 # -- 26: the manifest -----------------------------------------------------------------------------------------
@@ -243,10 +255,7 @@ def test_f26_power_lost_while_the_manifest_is_replaced(
         rule.clear()
         fencing.join(TIMEOUT_S)
         assert len(outcome) == 1, "the fence was answered before it was durable"
-        server.disk.wait_released()
-        server.prefix = after.prefix(server.directory)
-        server.disk = after
-        server.start()
+        server.power_is_back(after)
         generation = server.stub.Inventory(log_pb2.InventoryRequest(job=JOB)).generation
         assert generation in (4, 5)
         server.check(0, 3)
@@ -263,10 +272,7 @@ def test_f26_power_lost_after_a_fence_was_answered(tmp_path: Path) -> None:
             server.fence(generation)
             after = disk.copy(tmp_path / f"image-{generation}")
         server.kill()
-        server.disk.wait_released()
-        server.prefix = after.prefix(server.directory)
-        server.disk = after
-        server.start()
+        server.power_is_back(after)
         assert server.stub.Inventory(log_pb2.InventoryRequest(job=JOB)).generation == 5
         server.check(0, 3)
 

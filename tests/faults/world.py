@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -219,10 +219,16 @@ class DiskServer(Server):
         self.disk = disk
         self.prefix = disk.prefix(directory)
 
-    def start(self) -> "DiskServer":
+    def start(self) -> Self:
         self.disk.wait_released()
-        super().start()
-        return self
+        return super().start()
+
+    def power_is_back(self, disk: Disk) -> None:
+        """(killed) It starts on what is left."""
+        self.disk.wait_released()
+        self.disk = disk
+        self.prefix = disk.prefix(self.directory)
+        self.start()
 
 
 # -- processes on the other side -----------------------------------------------------------------------------
