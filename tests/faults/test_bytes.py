@@ -257,6 +257,7 @@ def test_f18_shape_that_is_not_the_payloads_length_is_invalid(server: Server) ->
         (1 << 16,) * 4,
         (3, (1 << 64) - 8),  # 3 and -8
         ((1 << 64) - 1, (1 << 64) - 1),  # -1 and -1: one byte, if they are multiplied
+        (0, (1 << 64) - 1),  # 0 and -1: nothing, whatever the arithmetic
     ],
 )
 @pytest.mark.parametrize("raw_bytes", [0, 1, 24])
