@@ -115,12 +115,12 @@ print(json.dumps("reading"), flush=True)
 sys.stdin.readline()
 begin = time.monotonic()
 link = writer._links[address]
-was = link._trouble
+was = link.trouble
 writer.append("s0.F", RecordKey(1, 0, 0), "uint8", (1,), b"y")
 found = {}
 while len(found) < 2 and time.monotonic() - begin < 60:
-    if "writer" not in found and link._trouble != was:
-        found["writer"] = [time.monotonic() - begin, link._trouble]
+    if "writer" not in found and link.trouble != was:
+        found["writer"] = [time.monotonic() - begin, link.trouble]
     if "reader" not in found and cursor._trouble:
         found["reader"] = [time.monotonic() - begin, cursor._trouble]
     time.sleep(0.01)
@@ -187,7 +187,7 @@ def test_f30_stopped_server_is_given_up_and_taken_again(
         put(writer, 1)
         with pytest.raises(ServiceError, match="has not acknowledged everything"):
             writer.flush(3.0)
-        assert "timeout" in writer._links[server.address]._trouble  # of a ping: the call was given up
+        assert "timeout" in writer._links[server.address].trouble  # of a ping: the call was given up
         server.process.send_signal(signal.SIGCONT)
         writer.close()
         server.check(0, 2)
