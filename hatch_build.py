@@ -1,4 +1,7 @@
-"""Compiles swift/optim/kernels.cpp where there is a C++ compiler; without one everything works, undo slower."""
+"""Compiles swift/optim/kernels.cpp and swift/log/ring.cpp where there is a C++ compiler.
+
+Without one everything works: undo takes longer, and the trainer's thread copies what is logged.
+"""
 
 import hashlib
 import os
@@ -12,12 +15,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    "-pthread",
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-pthread"]
+KERNEL_FLAGS = [
     # Bits must not depend on the loop in which a formula stands: nothing is fused or reordered.
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -27,7 +26,7 @@ LEVELS = {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
 """By what torch calls the CPU's capability. Elsewhere: one library, named `default`."""
 
 
-class Kernels(BuildHookInterface):  # type: ignore[type-arg]
+class Native(BuildHookInterface):  # type: ignore[type-arg]
     """(hatchling) called before a wheel, also an editable one, is put together."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -36,24 +35,32 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg]
         compiler = shlex.split(os.environ.get("CXX", "")) or [
             shutil.which("g++") or shutil.which("clang++") or ""
         ]
-        source = Path(self.root) / "swift" / "optim" / "kernels.cpp"
-        # The library says what it was made from: native.py takes no other version's.
-        digest = hashlib.sha256(source.read_bytes()).hexdigest()
         levels = LEVELS if platform.machine() == "x86_64" else {"default": []}
         for name, flags in levels.items():
-            target = source.with_name(f"_kernels_{name}.so")
-            made = target.with_suffix(".new")
-            command = [*compiler, *FLAGS, *flags, f'-DSWIFT_SOURCE="{digest}"', str(source), "-o", str(made)]
-            reason = _compile(command) if compiler[0] else "no C++ compiler was found"
-            if reason:
-                self.app.display_warning(f"swift/optim/kernels.cpp for {name} is left out: {reason}")
-                made.unlink(missing_ok=True)
-                target.unlink(missing_ok=True)
-                continue
-            made.replace(target)  # processes that have loaded the old one keep it
-            build_data["artifacts"].append(f"swift/optim/{target.name}")
-            build_data["pure_python"] = False
-            build_data["infer_tag"] = True
+            self._build(
+                compiler, "swift/optim/kernels.cpp", f"_kernels_{name}.so", KERNEL_FLAGS + flags, build_data
+            )
+        self._build(compiler, "swift/log/ring.cpp", "_ring.so", [], build_data)
+
+    def _build(
+        self, compiler: list[str], path: str, name: str, flags: list[str], build_data: dict[str, Any]
+    ) -> None:
+        source = Path(self.root) / path
+        target = source.with_name(name)
+        made = target.with_suffix(".new")
+        # The library says what it was made from: who loads it takes no other version's.
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        command = [*compiler, *FLAGS, *flags, f'-DSWIFT_SOURCE="{digest}"', str(source), "-o", str(made)]
+        reason = _compile(command) if compiler[0] else "no C++ compiler was found"
+        if reason:
+            self.app.display_warning(f"{path} for {name} is left out: {reason}")
+            made.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+            return
+        made.replace(target)  # processes that have loaded the old one keep it
+        build_data["artifacts"].append(str(target.relative_to(self.root)))
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
 
 
 def _compile(command: list[str]) -> str:

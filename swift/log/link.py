@@ -42,10 +42,23 @@ class Link:
 
     # -- the writer's side ----------------------------------------------------------------------------
 
-    def enqueue(self, record: Outgoing) -> None:
+    def enqueue(self, record: Outgoing) -> bool:
+        """False if it need not be sent: it is durable already."""
         with self._cond:
-            self._core.enqueue(record, time.monotonic())
+            waits = self._core.enqueue(record, time.monotonic())
             self._cond.notify_all()
+            return waits
+
+    def resume(self, stream: str, acked: int, next_sequence: int) -> None:
+        """(before any record of the stream) Goes on where a writer that was killed has been."""
+        with self._cond:
+            self._core.resume(stream, acked, next_sequence)
+            self._cond.notify_all()
+
+    def acked(self, stream: str) -> int:
+        """Everything of the stream below this sequence is durable, and its memory is not used any more."""
+        with self._cond:
+            return self._core.acked(stream)
 
     @property
     def pending(self) -> int:

@@ -6,6 +6,7 @@ belongs to an older one is ignored.
 
 Call sequence (`swift.log.link` is the shell, and holds a lock around each)::
 
+    resume(stream, ...)                   where a writer that was killed has been
     enqueue(record)                       what the writer hands over
     number = begin_call()                 while may_connect
     next_message(number)                  until None: what goes out now
@@ -93,6 +94,7 @@ class LinkCore:
         self._generation = generation
         self._streams: dict[str, _Stream] = {}
         self._rest: deque[Bytes] = deque()  # of the record that was begun last: it follows before all else
+        self._rest_of = ("", 0)  # that record's stream and sequence
         self._credit = 0
         self._body_bytes_max = BODY_BYTES_MAX
         self._error: SwiftError | None = None  # until the next generation
@@ -101,15 +103,36 @@ class LinkCore:
 
     # -- the writer's side ----------------------------------------------------------------------------
 
-    def enqueue(self, record: Outgoing, now: float) -> None:
-        stream = self._streams.get(record.stream)
-        if stream is None:
-            stream = _Stream(record.stream, stream_tag(self._job, record.stream))
-            self._streams[record.stream] = stream
+    def enqueue(self, record: Outgoing, now: float) -> bool:
+        """False if it need not be sent: a writer that was killed has sent it, and it is durable by now."""
+        stream = self._stream(record.stream)
+        if 0 <= record.sequence < stream.acked:
+            return False
         if not self.pending:
             self._progress_at = now
         self.pending += 1
         stream.unsent.append(record)
+        return True
+
+    def _stream(self, name: str) -> _Stream:
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = _Stream(name, stream_tag(self._job, name))
+        return stream
+
+    def resume(self, name: str, acked: int, next_sequence: int) -> None:
+        """(before any record of the stream) Goes on where a writer that was killed has been."""
+        stream = self._stream(name)
+        stream.acked, stream.next_sequence = acked, next_sequence
+
+    def acked(self, name: str) -> int:
+        """Everything of the stream below this sequence is durable, and its memory is not used any more."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return 0
+        if self._rest and self._rest_of[0] == name:
+            return min(stream.acked, self._rest_of[1])
+        return stream.acked
 
     def error(self, patience_s: float, now: float) -> SwiftError | None:
         """What the writer's caller must be told, if anything."""
@@ -202,6 +225,7 @@ class LinkCore:
                 header = record.header(stream.tag, self._generation)
                 first, *rest = cut(record.stored)
                 self._rest.extend(rest)
+                self._rest_of = (stream.name, record.sequence)
                 parts += (header, first)
                 size += len(header) + len(first)
                 self._credit -= len(header) + len(first)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swift.errors import Divergence, LogInterrupted, ServiceError, SwiftError, UsageError
@@ -15,6 +15,20 @@ from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check
 
 _POLL_S = 0.25
 _OVERHEAD_BYTES = 512  # of a queued record besides its body, so that empty tensors count too
+
+
+def check_options(
+    servers: Sequence[str], job: str, codec: str | Mapping[str, str], queue_bytes: int, patience_s: float
+) -> None:
+    """Of a writer. Raises UsageError."""
+    if not servers:
+        raise UsageError("a log writer needs at least one log server")
+    if queue_bytes < 1 or patience_s <= 0:
+        raise UsageError("queue_bytes and patience_s must be positive")
+    check_name("job", job)
+    for one in [codec] if isinstance(codec, str) else codec.values():
+        if one not in CODECS:
+            raise UsageError(f"codec {one!r} is not known; give one of {', '.join(CODECS)}")
 
 
 @dataclass(slots=True)
@@ -39,6 +53,11 @@ class _Item:
     shape: tuple[int, ...]
     body: memoryview
     held_bytes: int
+    framed: Callable[..., Outgoing] = Outgoing
+    sent_before: bool = False
+    """By a writer that was killed: it is sent again whatever the log holds."""
+    outcome: str = ""
+    """What the worker has made of it: "sent" (handed to a link), "durable", "equal", "refused"."""
 
 
 class LogWriter:
@@ -73,14 +92,7 @@ class LogWriter:
         name: str = "",
     ) -> None:
         """``codec``: "none" or "lz4" for all streams, or by stream name ("none" where it is not named)."""
-        if not servers:
-            raise UsageError("a log writer needs at least one log server")
-        if queue_bytes < 1 or patience_s <= 0:
-            raise UsageError("queue_bytes and patience_s must be positive")
-        check_name("job", job)
-        for one in [codec] if isinstance(codec, str) else codec.values():
-            if one not in CODECS:
-                raise UsageError(f"codec {one!r} is not known; give one of {', '.join(CODECS)}")
+        check_options(servers, job, codec, queue_bytes, patience_s)
         self.job = job
         self.generation = generation
         self.stats = WriterStats()
@@ -153,6 +165,9 @@ class LogWriter:
                 f"{stream} {key}: {view.nbytes} bytes are more than a record can have ({BODY_BYTES_MAX})"
             )
         return view
+
+    def settle(self) -> None:
+        """Nothing was lent."""
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes]) -> None:
         """Declares what the log holds of a stream: these keys are compared, not sent."""
@@ -251,6 +266,10 @@ class LogWriter:
             self.stats.resent = sum(link.resent for link in self._links.values())
             self._cond.notify_all()
 
+    def _on_error(self, error: SwiftError) -> None:
+        with self._cond:
+            self._error = self._error or error
+
     def _work(self) -> None:
         while True:
             with self._cond:
@@ -264,12 +283,12 @@ class LogWriter:
                 freed = self._take(item)
             except SwiftError as raised:
                 error, freed = raised, item.held_bytes
+            if error is not None:
+                self._on_error(error)
+                item.outcome = "refused"
             with self._cond:
                 self._working = None
-                self._held_bytes -= freed
-                if error is not None and self._error is None:
-                    self._error = error
-                self._cond.notify_all()
+            self._on_change(freed)
 
     def _take(self, item: _Item) -> int:
         """Verifies or sends; gives the bytes that are free again."""
@@ -277,7 +296,7 @@ class LogWriter:
         with self._cond:
             known = self._known.setdefault(item.stream, {})
             logged = known.setdefault(item.key, digest)
-            fresh = logged is digest
+            fresh = logged is digest or item.sent_before
         if not fresh:
             if logged != digest:
                 raise Divergence(
@@ -285,10 +304,11 @@ class LogWriter:
                     f"is not the logged one ({logged.hex()})"
                 )
             self.stats.verified += 1
+            item.outcome = "equal"
             return item.held_bytes
         codec_name = self._codec if isinstance(self._codec, str) else self._codec.get(item.stream, "none")
         codec, stored = compress(CODECS[codec_name], item.body)
-        record = Outgoing(
+        record = item.framed(
             stream=item.stream,
             key=item.key,
             dtype=item.dtype,
@@ -300,7 +320,10 @@ class LogWriter:
             digest=digest,
             held_bytes=item.held_bytes,
         )
-        self._links[server_of(item.stream, self._servers)].enqueue(record)
+        if not self._links[server_of(item.stream, self._servers)].enqueue(record):
+            item.outcome = "durable"
+            return item.held_bytes
+        item.outcome = "sent"
         self.stats.records += 1
         self.stats.bytes += item.body.nbytes
         return 0

@@ -10,23 +10,25 @@ process had not got out. So two ranks that replay at once feed each other throug
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from swift.errors import RecordMissing, ReplayRefused, ServiceError
+from swift.errors import RecordMissing, ReplayRefused, ServiceError, UsageError
 from swift.log import streams
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
+from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
 from swift.runtime import _torch
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
 from swift.runtime.rng import OUTSIDE_STAGES, seed_for
-from swift.runtime.tensors import fill, owned_bytes, to_tensor
+from swift.runtime.tensors import dtype_name, fill, owned_bytes, plain, to_tensor
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -40,12 +42,32 @@ _META_TIMEOUT_S = 600.0
 _META_POLL_S = 0.005
 
 
+class _Lent(NamedTuple):
+    """A tensor that the copier may not have read yet."""
+
+    end: int
+    """Position in the ring that tells that it has."""
+    tensor: torch.Tensor
+    version: int
+    stream: str
+    key: RecordKey
+
+
 class Channel:
     """One rank's boundaries.
 
     (session) ``open(writer)``; per step ``begin_step``; around a replay ``begin_replay``, ``end_replay``
     (stages) ``entered``, ``receive``, ``sent``, ``targeted``, ``computed``
     (session, for the trainer) ``collective``
+    (engine, stages, updates) ``settle`` before memory is used again
+
+    What is sent to other stages is *lent* to the ring: a native thread copies it while the trainer computes, and the
+    channel keeps it alive. That is safe because torch's own asynchronous send has lent it just the same, and because
+    everything that may overwrite it waits in `settle`: the next call of the schedule (receive buffers, of which an
+    activation may be a view), the optimizer (a stage may send a view of a parameter), the end of a step. A trainer that
+    changes a tensor in place meanwhile is found by its version counter. Everything else is copied at once, by the
+    trainer's thread: external inputs and targets, which a module or a loader may change in place, and are small, and
+    results of collectives, which the trainer gets to keep.
     """
 
     def __init__(
@@ -66,7 +88,8 @@ class Channel:
         self._store = store
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
-        self._writer: LogWriter | None = None
+        self._writer: LogWriter | SidecarWriter | None = None
+        self._lent: deque[_Lent] = deque()
         self._reader: LogReader | None = None
         self._cursors: dict[str, StreamCursor] = {}
         self._replay_from = 0
@@ -85,8 +108,30 @@ class Channel:
         """The name of a boundary's stream in this rank's column."""
         return streams.boundary(stage, kind, self._column, self._columns)
 
-    def open(self, writer: LogWriter) -> None:
+    def open(self, writer: LogWriter | SidecarWriter) -> None:
         self._writer = writer
+
+    def settle(self) -> None:
+        """Returns when all that was sent is copied: its memory may be used again."""
+        if self._lent:
+            assert self._writer is not None
+            self._writer.settle()
+            self._take_back(self._lent[-1].end)
+
+    def drop_step(self) -> None:
+        """What the step has lent is not looked at any more: whoever does the step again compares it."""
+        if self._writer is not None:
+            self._writer.settle()
+        self._lent.clear()
+
+    def _take_back(self, copied: int) -> None:
+        while self._lent and self._lent[0].end <= copied:
+            lent = self._lent.popleft()
+            if lent.tensor._version != lent.version:
+                raise UsageError(
+                    f"{lent.stream} {lent.key}: the tensor was changed in place after it was sent, so what was logged "
+                    "may not be what was sent; let the stage return a copy of it (.clone())"
+                )
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -143,16 +188,18 @@ class Channel:
         """A forward begins: what enters from outside is recorded, the generator is set to its counter."""
         self._microbatch = microbatch
         for slot, tensor in enumerate(external):
-            self._record(self.stream(stage, "X"), microbatch, slot, tensor)
+            self._record(self.stream(stage, "X"), RecordKey(self._step, microbatch, slot), tensor, now=True)
         counter = self._column << _COLUMN_BITS | microbatch
         _torch.set_generator_seed(seed_for(self._seed, self._step, stage, counter), self._device)
 
     def targeted(self, stage: int, target: torch.Tensor) -> None:
         """The loss of the microbatch that was just computed is taken against `target`."""
-        self._record(self.stream(stage, "T"), self._microbatch, 0, target)
+        key = RecordKey(self._step, self._microbatch, 0)
+        self._record(self.stream(stage, "T"), key, target, now=True)
 
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        self._record(self.stream(stage, direction), microbatch, slot, tensor)
+        key = RecordKey(self._step, microbatch, slot)
+        self._record(self.stream(stage, direction), key, tensor, now=False)
 
     def computed(self, direction: str, microbatch: int) -> None:
         """A microbatch's forward or backward is done: the place where drills kill."""
@@ -163,10 +210,22 @@ class Channel:
         else:
             self._faults.at(_PHASES[direction], self._step, microbatch)
 
-    def _record(self, stream: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        assert self._writer is not None
+    def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
+        """``now``: it may change after the call."""
+        writer = self._writer
+        assert writer is not None
         self._check_whole()
-        self._writer.append(stream, RecordKey(self._step, microbatch, slot), *owned_bytes(tensor))
+        if isinstance(writer, LogWriter):
+            writer.append(stream, key, *owned_bytes(tensor))
+            return
+        flat = plain(tensor)
+        now = now or flat.is_inference()  # nobody counts its versions
+        version = 0 if now else flat._version
+        name, shape = dtype_name(tensor), tuple(tensor.shape)
+        end = writer.append_at(stream, key, name, shape, flat.data_ptr(), flat.nbytes, now)
+        if not now:
+            self._lent.append(_Lent(end, flat, version, stream, key))
+            self._take_back(writer.copied)
 
     # --- crossing collectives ---
 
@@ -183,9 +242,7 @@ class Channel:
         else:
             source = streams.collectives(self._collective_source)
             result = to_tensor(self._read(source, key)).to(self._device)
-        assert self._writer is not None
-        self._check_whole()
-        self._writer.append(streams.collectives(self._rank), key, *owned_bytes(result))
+        self._record(streams.collectives(self._rank), key, result, now=True)
         return result
 
     # --- stage metadata ---

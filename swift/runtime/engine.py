@@ -32,6 +32,8 @@ from swift.errors import (
     SwiftError,
     UsageError,
 )
+from swift.log import ring, sidecar_client
+from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
@@ -40,7 +42,7 @@ from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.member import Member
-from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, log_totals, own_plan
+from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, log_totals, own_plan
 from swift.runtime.state import TrainerState
 from swift.runtime.transport import Messages
 from swift.runtime.updates import Standing
@@ -97,7 +99,7 @@ class Engine:
         self._store = store
         self._faults = faults
         self._restorer = Restorer(rank, member, channel, state, store, faults, world)
-        self._writer: LogWriter | None = None
+        self._writer: Writer | None = None
         self.log_servers: list[str] = []
         self._world = world  # all ranks
         self._audit = audit  # None: there are no replicas to compare with
@@ -172,7 +174,8 @@ class Engine:
     def _open_log(self, view: pb.View) -> None:
         self.log_servers = list(view.log_servers)
         if self._writer is None:
-            self._writer = LogWriter(
+            inside = os.environ.get(sidecar_client.ENV_OFF) == "1" or not ring.available()
+            self._writer = (LogWriter if inside else SidecarWriter)(
                 self.log_servers,
                 view.job,
                 view.generation,
@@ -292,6 +295,7 @@ class Engine:
         self._channel.begin_step(step)
         self._state.begin_step()
         train_step(step)
+        self._channel.settle()
         self._state.check_updated()
         self._state.end_step()
         version = self._member.version = self._state.version
@@ -357,6 +361,7 @@ class Engine:
 
     def _drop_step(self) -> None:
         self._channel.end_replay()
+        self._channel.drop_step()
         if self._state.present and self._state.updates.begun:
             # The optimizer has begun: the parameters are of no version, so this rank restores.
             self._state.present = False

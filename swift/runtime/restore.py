@@ -15,6 +15,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import ReplayRefused, ReplicaDiffers, ServiceError
 from swift.log.reader import LogReader
+from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
@@ -26,12 +27,14 @@ from swift.runtime.state import TrainerState
 
 FLUSH_TIMEOUT_S = 60.0
 
+Writer = LogWriter | SidecarWriter
+
 
 def own_plan(plan: pb.Plan, rank: int) -> pb.RankPlan:
     return next(entry for entry in plan.ranks if entry.rank == rank)
 
 
-def log_totals(writer: LogWriter) -> dict[str, int]:
+def log_totals(writer: Writer) -> dict[str, int]:
     stats = writer.stats
     return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
 
@@ -93,9 +96,7 @@ class Restorer:
         self._store = store
         self._faults = faults
 
-    def follow(
-        self, plan: pb.Plan, writer: LogWriter, log_servers: list[str], step: Callable[[], None]
-    ) -> None:
+    def follow(self, plan: pb.Plan, writer: Writer, log_servers: list[str], step: Callable[[], None]) -> None:
         """Returns with the state at the plan's target; `step` does one step of the trainer.
 
         Raises ReplayRefused if it cannot be done as planned, Interrupted if a newer generation comes.
@@ -227,7 +228,7 @@ class Restorer:
         self,
         plan: pb.Plan,
         mine: pb.RankPlan,
-        writer: LogWriter,
+        writer: Writer,
         log_servers: list[str],
         step: Callable[[], None],
     ) -> None:
@@ -259,7 +260,7 @@ class Restorer:
             filled=after["records"] - before["records"],
         )
 
-    def _expect_own(self, reader: LogReader, writer: LogWriter, from_version: int) -> None:
+    def _expect_own(self, reader: LogReader, writer: Writer, from_version: int) -> None:
         """What this rank's streams hold already is compared, not logged again."""
         own = [
             self._channel.stream(stage.stage_index, kind) for stage in self._state.stages for kind in KINDS

@@ -89,6 +89,7 @@ class Session:
         self._updates.vote = self._engine.vote
         for group in self.groups.values():
             group.reducing = self._updates.reducing
+        self._updates.settle = self._channel.settle
         self._updates.replaying = lambda: self._channel.replaying
         member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine.interrupt)
         self._engine.form()

@@ -63,6 +63,7 @@ class _Logged(_Base):
     def clear_runtime_states(self) -> None:
         """Every schedule calls this first in a step: the calls are counted, so that keys stay apart when a
         trainer runs its schedule several times in one optimizer step (accumulation, evaluation)."""
+        self._channel.settle()  # receive buffers are used again
         self._calls += 1
         self._awaiting_forward.clear()
         self._awaiting_backward.clear()

@@ -16,9 +16,17 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor as uint8 [bytes] on the CPU: shared with it if it is contiguous there, else a copy."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = plain(tensor)
     # Not view(-1): one element is contiguous whatever its stride, and keeps it.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits, contiguous on the CPU: the tensor's own memory if it is so already, else a copy.
+
+    With its own memory it also has its own version counter, which tells of changes in place.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":

@@ -69,6 +69,7 @@ class Updates:
         self._faults = faults
         self._check = check  # raises Interrupted once a newer generation is published
         self.vote: Callable[[], None] = lambda: None  # given by the engine
+        self.settle: Callable[[], None] = lambda: None  # given by the session
         self.replaying: Callable[[], bool] = lambda: False  # given by the session
         self.wait_free = config.updates == "wait_free" and reducer is not None
         self.journals: list[Journal] = []
@@ -157,6 +158,7 @@ class Updates:
             bucket.reduction = None
         self._finished += 1
         if self.wait_free:
+            self.settle()
             bucket.journal.apply(bucket.index)
             if self._finished == (len(self._buckets) + 1) // 2:
                 self._fault("update")
@@ -170,6 +172,7 @@ class Updates:
         if not self.committed:
             self.reduce()
             self.commit()
+        self.settle()
         self.begun = True
         if len(journal.buckets) == 1 and not journal.applied:
             self._fault("optimizer")

@@ -1,0 +1,182 @@
+// The trainer's side of the ring (swift/log/ring.py draws it): a thread that copies tensors into it without the GIL.
+//
+// One caller at a time pushes. A push reserves the place and writes the record's header there. A small body is
+// copied by the caller; a larger one becomes a job of the copier, which takes jobs in order. The head is stored
+// after everything below it was written, so the other process sees a record whole or not at all. A job never waits
+// for anything: its place was free when it was reserved.
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace {
+
+constexpr uint64_t kControl = 64 << 10;  // the control area's size
+constexpr uint64_t kHead = 64, kTail = 128, kConsumerWaits = 192;  // offsets in the control area
+constexpr uint64_t kHeader = 128, kAlign = 64, kPadding = 2;
+constexpr uint64_t kSmall = 64 << 10;       // copied by the caller: waking a thread costs as much
+constexpr uint64_t kPopulate = 4 << 20;     // pages that are made ready at a time
+
+using Word = std::atomic<uint64_t>;
+static_assert(Word::is_always_lock_free && sizeof(Word) == 8, "a word of shared memory");
+
+struct Job {
+    const char *source;
+    char *to;
+    uint64_t size, end;
+};
+
+struct Ring {
+    char *control, *data;
+    uint64_t capacity;
+    int wake;
+    uint64_t reserved, populated = 0;
+    bool stop = false;
+    std::mutex mutex;
+    std::condition_variable work, done;
+    std::deque<Job> jobs;
+    std::thread copier;
+
+    Word &word(uint64_t offset) { return *reinterpret_cast<Word *>(control + offset); }
+
+    void publish(uint64_t end) {
+        word(kHead).store(end, std::memory_order_release);
+        // The consumer says that it sleeps, then looks at the head once more: one of the two sees the other.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (word(kConsumerWaits).load(std::memory_order_relaxed) && word(kConsumerWaits).exchange(0)) {
+            const uint64_t one = 1;
+            while (write(wake, &one, sizeof one) < 0 && errno == EINTR) {
+            }
+        }
+    }
+
+    // After this job's end, or at once if nothing is under way.
+    void enqueue(const Job &job) {
+        std::unique_lock<std::mutex> lock(mutex);
+        if (job.size == 0 && word(kHead).load(std::memory_order_relaxed) == reserved) {
+            publish(job.end);
+        } else {
+            jobs.push_back(job);
+            lock.unlock();
+            work.notify_one();
+        }
+        reserved = job.end;
+    }
+
+    void run() {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            if (jobs.empty()) {
+                if (stop) return;
+                if (populated >= capacity) {
+                    work.wait(lock);
+                    continue;
+                }
+                const uint64_t size = std::min(kPopulate, capacity - populated);
+                lock.unlock();
+                // Where the kernel cannot, the first round of the ring takes the faults.
+                const bool able = madvise(data + populated, size, MADV_POPULATE_WRITE) == 0;
+                lock.lock();
+                populated = able ? populated + size : capacity;
+                continue;
+            }
+            const Job job = jobs.front();
+            lock.unlock();
+            std::memcpy(job.to, job.source, job.size);
+            lock.lock();
+            jobs.pop_front();
+            publish(job.end);
+            done.notify_all();
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+const char *swift_ring_source() { return SWIFT_SOURCE; }
+
+// A mapping of its own: the copier must not depend on when the caller's goes away. Null if there is no memory.
+void *swift_ring_open(int fd, uint64_t capacity, int wake) {
+    void *mapped = mmap(nullptr, kControl + capacity, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    Ring *ring = new Ring;
+    ring->control = static_cast<char *>(mapped);
+    ring->data = ring->control + kControl;
+    ring->capacity = capacity;
+    ring->wake = wake;
+    ring->reserved = ring->word(kHead).load();
+    ring->copier = std::thread(&Ring::run, ring);
+    return ring;
+}
+
+// The position behind the record; -1 if there is no room now. `now`: the source may change after the call.
+int64_t swift_ring_push(void *handle, const char *header, const char *source, uint64_t size, int now) {
+    Ring &ring = *static_cast<Ring *>(handle);
+    const uint64_t total = (kHeader + size + kAlign - 1) / kAlign * kAlign;
+    const uint64_t tail = ring.word(kTail).load(std::memory_order_acquire);
+    uint64_t offset = ring.reserved % ring.capacity;
+    if (offset + total > ring.capacity) {  // a record is never torn in two: the rest of this round is padding
+        const uint64_t rest = ring.capacity - offset;
+        if (ring.reserved + rest - tail > ring.capacity) return -1;
+        const uint64_t padding[2] = {rest, kPadding};
+        std::memcpy(ring.data + offset, padding, sizeof padding);
+        ring.enqueue({nullptr, nullptr, 0, ring.reserved + rest});
+        offset = 0;
+    }
+    const uint64_t end = ring.reserved + total;
+    if (end - tail > ring.capacity) return -1;
+    char *place = ring.data + offset;
+    std::memcpy(place, header, kHeader);
+    if (now || size <= kSmall) {
+        std::memcpy(place + kHeader, source, size);
+        ring.enqueue({nullptr, nullptr, 0, end});
+    } else {
+        ring.enqueue({source, place + kHeader, size, end});
+    }
+    return static_cast<int64_t>(end);
+}
+
+// Returns when everything below the position is published.
+void swift_ring_wait(void *handle, uint64_t position) {
+    Ring &ring = *static_cast<Ring *>(handle);
+    std::unique_lock<std::mutex> lock(ring.mutex);
+    ring.done.wait(lock, [&] { return ring.word(kHead).load(std::memory_order_relaxed) >= position; });
+}
+
+// Finishes what was pushed.
+void swift_ring_close(void *handle) {
+    Ring *ring = static_cast<Ring *>(handle);
+    {
+        std::lock_guard<std::mutex> lock(ring->mutex);
+        ring->stop = true;
+    }
+    ring->work.notify_one();
+    ring->copier.join();
+    munmap(ring->control, kControl + ring->capacity);
+    delete ring;
+}
+
+uint64_t swift_ring_load(const char *at) {
+    return reinterpret_cast<const Word *>(at)->load(std::memory_order_acquire);
+}
+
+void swift_ring_store(char *at, uint64_t value) {
+    reinterpret_cast<Word *>(at)->store(value, std::memory_order_seq_cst);
+}
+
+}  // extern "C"

@@ -1,0 +1,438 @@
+"""The process beside a trainer that sends to the log what the trainer puts into the ring.
+
+    (trainer)  SidecarWriter starts ``python -m swift.log.sidecar`` with a socket, the ring and a pidfd of its own
+    (main)     reads the ring, hands records to the writer; the writer digests, compares, compresses, sends
+    (control)  answers the trainer's requests; notices that it is gone: then the ring is drained, and that was all
+    (watch)    tells the trainer when something is wrong with the log, and when it is well again
+
+It may be killed at any time. Its successor reads the ring from the tail: records that were given a sequence are sent
+again under the same one, the others are compared with what the server says that it has.
+
+Requests and answers are lines of JSON: ``{"id": 3, "do": "flush", …}``, ``{"id": 3, "error": null}``; unasked
+``{"trouble": …}`` and ``{"room": true}``.
+"""
+
+import argparse
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from swift import errors
+from swift.errors import LogUnavailable, RecordTrimmed, ServiceError, StaleGeneration, SwiftError
+from swift.log.link_core import Outgoing
+from swift.log.placement import server_of
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.ring import STREAMS_MAX, Consumer, Entry, Memory, Word
+from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
+
+DRAIN_S = 20.0
+"""How long a sidecar outlives its trainer at most."""
+_SLEEP_S = 0.1
+_ASK_S = 1.0
+_RETRY_S = 0.1
+
+Message = dict[str, Any]
+
+
+def error_to_json(error: SwiftError | None) -> Message | None:
+    return None if error is None else {"class": type(error).__name__, "message": str(error)}
+
+
+def error_from_json(value: Message | None) -> SwiftError | None:
+    """The same class with the same text."""
+    if value is None:
+        return None
+    kind = getattr(errors, value["class"], None)
+    if not (isinstance(kind, type) and issubclass(kind, SwiftError)):
+        kind = ServiceError
+    return kind(value["message"])
+
+
+class _Placed(Outgoing):
+    """A record whose sequence stands in the ring, before it is sent: a successor must give it the same one."""
+
+    def __init__(self, entry: Entry, **fields: Any) -> None:
+        self._entry = entry
+        super().__init__(sequence=entry.sequence, **fields)
+
+    @property
+    def sequence(self) -> int:
+        return self._entry.sequence
+
+    @sequence.setter
+    def sequence(self, value: int) -> None:
+        self._entry.sequence = value
+
+
+class RingWriter(LogWriter):
+    """A LogWriter whose queue is the ring: what is acknowledged leaves it."""
+
+    def __init__(self, memory: Memory, wake: int, tell: Callable[[Message], None], **options: Any) -> None:
+        """``tell`` sends a message to the trainer; it may be gone."""
+        self._memory = memory
+        self._consumer = Consumer(memory, wake)
+        self._tell = tell
+        self._pumping = threading.Lock()
+        self._sweeping = threading.Lock()
+        self._outstanding: deque[tuple[int, Entry | None, _Item | None]] = deque()
+        self._calling = threading.Event()  # somebody wants `_pumping`
+        self._asking: SwiftError | None = None
+        self._names = [memory.stream(index) for index in range(STREAMS_MAX)]
+        self._floor = 0
+        self._resent_before = memory.load(Word.RESENT)
+        super().__init__(**options)
+        self._floor_at_start = self._memory.load(Word.FLOOR)
+        self._unlearned = self._resume(wake)
+
+    def _resume(self, wake: int) -> set[str]:
+        """Puts the streams where a predecessor left them; gives those of which it may have sent something."""
+        given: dict[int, list[int]] = {}
+        scan = Consumer(self._memory, wake)
+        while (entry := scan.next()) is not None:
+            if isinstance(entry, Entry):
+                self._floor_at_start = min(self._floor_at_start, entry.key.step)
+                if entry.sequence >= 0:
+                    given.setdefault(entry.index, []).append(entry.sequence)
+        for index, name in enumerate(self._names):
+            acked, sequences = self._memory.acked(index), given.get(index, [])
+            if name and (acked >= 0 or sequences):
+                if acked < 0:  # nothing of it has left the ring: it was opened at the first of these
+                    acked = sequences[0]
+                link = self._links[server_of(name, self._servers)]
+                link.resume(name, acked, max([acked, *(sequence + 1 for sequence in sequences)]))
+        resumed = self._memory.load(Word.TAIL) > 0 or bool(given)
+        return {name for name in self._names if name} if resumed else set()
+
+    # -- main -----------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Hands over what is in the ring, then sleeps until there is more, or for a moment."""
+        with self._pumping:
+            floor = self._memory.load(
+                Word.FLOOR
+            )  # first: what the trainer put in before it is still compared
+            while not self._calling.is_set() and self._take_next():
+                pass
+            if floor > self._floor and not self._calling.is_set():
+                self.forget_below(floor)
+                self._floor = floor
+        self._consumer.sleep(_SLEEP_S)
+
+    def _take_next(self) -> bool:
+        before = self._consumer.position
+        entry = self._consumer.next()
+        if entry is None:
+            return False
+        if not isinstance(entry, Entry):
+            with self._sweeping:
+                self._outstanding.append((entry, None, None))
+            self._on_change(0)
+            return True
+        stream = self._names[entry.index] = self._names[entry.index] or self._memory.stream(entry.index)
+        if stream in self._unlearned and not self._learn(stream):
+            self._consumer.position = before  # somebody wants something first
+            return False
+        held = entry.body.nbytes + _OVERHEAD_BYTES
+        item = _Item(stream, entry.key, entry.dtype, entry.shape, entry.body, held)
+        item.framed = functools.partial(_Placed, entry)
+        item.sent_before = entry.sequence >= 0
+        with self._sweeping:
+            self._outstanding.append((entry.end, entry, item))
+        with self._cond:
+            self._held_bytes += held
+            self._inbox.append(item)
+            self._cond.notify_all()
+        return True
+
+    def _learn(self, stream: str) -> bool:
+        """What a predecessor knew to be in the log, the server is asked for. False: it has to be asked again."""
+        reader = LogReader(self._servers, self.job)
+        began = time.monotonic()
+        from_step = self._floor_at_start
+        try:
+            while not self._calling.is_set():
+                try:
+                    self.expect(stream, reader.digests(stream, from_step, timeout_s=_ASK_S))
+                except SwiftError as error:
+                    floor = self._memory.load(Word.FLOOR)
+                    if isinstance(error, RecordTrimmed) and from_step < floor:
+                        from_step = floor  # the older ones are not asked for any more
+                        continue
+                    if not isinstance(error, LogUnavailable) or time.monotonic() - began > self._patience_s:
+                        self._asking = error
+                    time.sleep(_RETRY_S)
+                else:
+                    self._asking = None
+                    self._unlearned.discard(stream)
+                    return True
+            return False
+        finally:
+            reader.close()
+
+    # -- what leaves the ring --------------------------------------------------------------------------
+
+    def _on_error(self, error: SwiftError) -> None:
+        # Before the record leaves the ring: if this process is killed, the trainer knows.
+        self._tell({"trouble": error_to_json(error), "final": True})
+        super()._on_error(error)
+
+    def _on_change(self, freed: int) -> None:
+        super()._on_change(freed)
+        with self._sweeping:
+            self._memory.store(Word.RESENT, self._resent_before + self.stats.resent)
+            room = self._sweep()
+        with self._cond:
+            self._cond.notify_all()
+        if room:
+            self._tell({"room": True})
+
+    def _sweep(self) -> bool:
+        """Moves the tail behind what is acknowledged. True if the trainer waits for that."""
+        acked: dict[str, int] = {}
+        position, records, size, verified = -1, 0, 0, 0
+        memory = self._memory
+        while self._outstanding:
+            end, entry, item = self._outstanding[0]
+            if entry is not None and item is not None:
+                if not item.outcome:
+                    break  # it may be durable already, if a predecessor has sent it, but the worker reads it
+                if item.outcome in ("equal", "refused"):
+                    verified += item.outcome == "equal"
+                else:
+                    if item.stream not in acked:
+                        acked[item.stream] = self._links[server_of(item.stream, self._servers)].acked(
+                            item.stream
+                        )
+                        sent = entry.sequence >= 0
+                        if sent and acked[item.stream] > memory.acked(entry.index):
+                            memory.set_acked(entry.index, acked[item.stream])
+                    if not 0 <= entry.sequence < acked[item.stream]:
+                        break
+                    records, size = records + 1, size + entry.body.nbytes
+            self._outstanding.popleft()
+            position = end
+        return position >= 0 and self._consumer.release(position, (records, size, verified))
+
+    # -- control --------------------------------------------------------------------------------------
+
+    def discard(self, generation: int, upto: int) -> None:
+        """`restart`: everything below the position is dropped."""
+        self._calling.set()
+        try:
+            with self._pumping:
+                self._calling.clear()
+                self.restart(generation)
+                self._unlearned.clear()
+                self._asking = None
+                with self._sweeping:
+                    self._outstanding.clear()
+                    for index in range(STREAMS_MAX):
+                        self._memory.set_acked(index, -1)
+                    self._consumer.position = max(self._consumer.position, upto)
+                    self._consumer.release(self._consumer.position)
+        finally:
+            self._calling.clear()
+        self._tell({"room": True})
+
+    def trouble(self) -> SwiftError | None:
+        """What the trainer must be told now."""
+        with self._cond:
+            found: SwiftError | None = self._error or self._asking
+        for link in self._links.values():
+            found = found or link.error(self._patience_s)
+        return found
+
+    def flush_to(self, upto: int, timeout_s: float) -> None:
+        """`flush`: returns when everything below the position has left the ring."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # Looked at first: what goes wrong is said before it leaves.
+            tail = self._memory.load(Word.TAIL)
+            error = self.trouble()
+            if error is not None:
+                raise error
+            if tail >= upto:
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ServiceError(
+                    f"the log has not acknowledged everything within {timeout_s:g} s: "
+                    f"{upto - tail} bytes are under way"
+                )
+            with self._cond:
+                if self._memory.load(Word.TAIL) == tail:
+                    self._cond.wait(min(left, _SLEEP_S))
+
+    def drained(self) -> bool:
+        """(the trainer is gone) Whether there is nothing that could still be done."""
+        if self._memory.load(Word.TAIL) == self._memory.load(Word.HEAD) or self._error is not None:
+            return True
+        return any(isinstance(link.error(0.0), StaleGeneration) for link in self._links.values())
+
+
+class Sidecar:
+    """The process."""
+
+    def __init__(self, line: socket.socket, memory: Memory, wake: int, trainer: int) -> None:
+        """``trainer``: a pidfd. A process that the trainer has forked may keep the socket open."""
+        self._line = line
+        self._memory = memory
+        self._wake = wake
+        self._trainer = trainer
+        self._sending = threading.Lock()
+        self._judging = threading.Lock()
+        self._told: SwiftError | None = None
+        self._begun = threading.Event()
+        self._gone = threading.Event()
+        self._writer: RingWriter | None = None
+
+    def run(self) -> None:
+        """Returns when the trainer is gone and the ring is drained, or when the trainer said that it is over."""
+        threading.Thread(target=self._control, name="control", daemon=True).start()
+        threading.Thread(target=self._memory.populate, name="populate", daemon=True).start()
+        self._begun.wait()
+        writer = self._writer
+        if writer is None:
+            return  # the trainer was gone before it said what to do
+        threading.Thread(target=self._watch, args=(writer,), name="watch", daemon=True).start()
+        while not self._gone.is_set():
+            writer.pump()
+        deadline = time.monotonic() + min(writer._patience_s, DRAIN_S)
+        while not writer.drained() and time.monotonic() < deadline:
+            writer.pump()
+
+    def tell(self, message: Message) -> None:
+        with self._sending:
+            try:
+                self._line.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                self._gone.set()
+
+    # -- control --------------------------------------------------------------------------------------
+
+    def _control(self) -> None:
+        for line in self._lines():
+            request = json.loads(line)
+            if request["do"] == "flush":
+                threading.Thread(target=self._flush, args=(request,), daemon=True).start()
+                continue
+            with self._judging:
+                error: SwiftError | None = None
+                try:
+                    self._do(request)
+                except SwiftError as raised:
+                    error = raised
+                self._answer(request, error)
+        self._gone.set()
+        self._begun.set()
+
+    def _lines(self) -> Iterator[bytes]:
+        """Until the trainer is gone, or closes the line."""
+        poll = select.poll()
+        poll.register(self._line, select.POLLIN)
+        poll.register(self._trainer, select.POLLIN)
+        rest = b""
+        while True:
+            ready = dict(poll.poll())
+            if self._line.fileno() not in ready:
+                return  # the trainer has ended, and everything that it said was read
+            try:
+                part = self._line.recv(1 << 16)
+            except OSError:
+                return
+            if not part:
+                return
+            *lines, rest = (rest + part).split(b"\n")
+            yield from lines
+
+    def _do(self, request: Message) -> None:
+        do = request["do"]
+        if do == "begin":
+            self._writer = RingWriter(
+                self._memory,
+                self._wake,
+                self.tell,
+                servers=request["servers"],
+                job=request["job"],
+                generation=request["generation"],
+                codec=request["codec"],
+                patience_s=request["patience_s"],
+                name=request["name"],
+            )
+            return
+        writer = self._writer
+        assert writer is not None
+        if do == "go":
+            self._begun.set()
+        elif do == "expect":
+            writer.expect(
+                request["stream"],
+                {RecordKey(*numbers): bytes.fromhex(digest) for *numbers, digest in request["digests"]},
+            )
+        elif do == "set_generation":
+            writer.set_generation(request["generation"])
+            self._told = None
+        elif do == "restart":
+            writer.discard(request["generation"], request["upto"])
+            self._told = None
+        elif do == "close":
+            os._exit(0)  # what is not acknowledged is given up
+        else:
+            raise ServiceError(f"the log's sidecar does not know {do!r}")
+
+    def _flush(self, request: Message) -> None:
+        assert self._writer is not None
+        error: SwiftError | None = None
+        try:
+            self._writer.flush_to(request["upto"], request["timeout_s"])
+        except SwiftError as raised:
+            error = raised
+        self._answer(request, error)
+
+    def _answer(self, request: Message, error: SwiftError | None) -> None:
+        self.tell({"id": request["id"], "error": error_to_json(error)})
+
+    # -- watch ----------------------------------------------------------------------------------------
+
+    def _watch(self, writer: RingWriter) -> None:
+        while not self._gone.is_set():
+            with self._judging:  # no verdict about a generation that is over by the time it is told
+                error = writer.trouble()
+                if type(error) is not type(self._told):
+                    self._told = error
+                    self.tell({"trouble": error_to_json(error), "final": False})
+            self._gone.wait(_SLEEP_S)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m swift.log.sidecar",
+        description="Sends to the log what a trainer puts into a ring. Started by the trainer's session.",
+    )
+    for name in ("socket", "ring", "wake", "trainer"):
+        parser.add_argument(f"--{name}", type=int, required=True, metavar="FD")
+    given = parser.parse_args(arguments)
+    # The end of the trainer ends it, and nothing that is said to a whole group or container does before.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sidecar = Sidecar(socket.socket(fileno=given.socket), Memory(given.ring), given.wake, given.trainer)
+    try:
+        sidecar.run()
+    except Exception as error:  # nobody else would hear of it: the output goes nowhere
+        sidecar.tell({"failed": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        os._exit(0)  # gRPC's threads may be in the middle of something
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,445 @@
+"""The writing end of the log for a trainer: a ring in shared memory, and the sidecar that empties it."""
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from swift import events
+from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
+from swift.log.record import RecordKey, check_name
+from swift.log.ring import HEADER_BYTES, Memory, Word, header_of, producer
+from swift.log.sidecar import Message, error_from_json
+from swift.log.writer import LogWriter, WriterStats, check_options
+
+ENV_OFF = "SWIFT_NO_SIDECAR"
+"""Set to 1: records are sent by threads of the trainer's own process."""
+_POLL_S = 0.25
+_ANSWER_S = 60.0
+_RESTARTS_MAX = 5
+_RESTARTS_WITHIN_S = 10.0
+_EXPECT_AT_ONCE = 500
+_ENVIRONMENT = {
+    # Messages of some MiB are made and dropped all the time: memory that is mapped anew each time is slow.
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer: where the memory of an object is, writable or not."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _address_of(view: memoryview) -> int:
+    """Stays right as long as `view` lives."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    address = int(buffer.buf or 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
+
+
+class SidecarWriter:
+    """`LogWriter` as a trainer has it: the same calls, but the work is done by another process.
+
+    `append` and `append_at` put a record into the ring, a matter of microseconds, and a native thread copies its
+    body. What was given to them must stay as it is until `settle`, or until `copied` has passed the position that
+    `append_at` has returned; then it is the caller's again.
+
+    ``module`` is the program that is started.
+
+    A sidecar that dies is replaced by another one, which goes on with the same ring. One that outlives its trainer
+    sends what the ring holds, for at most 20 s, and ends.
+    """
+
+    module = "swift.log.sidecar"
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        job: str,
+        generation: int,
+        *,
+        codec: str | Mapping[str, str] = "none",
+        queue_bytes: int = 256 << 20,
+        patience_s: float = 60.0,
+        name: str = "",
+    ) -> None:
+        check_options(servers, job, codec, queue_bytes, patience_s)
+        self.job = job
+        self.generation = generation
+        self.restarts = 0
+        self._begin: Message = {
+            "servers": list(servers),
+            "job": job,
+            "codec": codec if isinstance(codec, str) else dict(codec),
+            "patience_s": patience_s,
+            "name": name,
+        }
+        self._name = name
+        self._patience_s = patience_s
+        self._cond = threading.Condition()
+        self._pushing = threading.Lock()
+        self._sending = threading.Lock()
+        self._replacing = threading.Lock()
+        self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
+        self._error: SwiftError | None = None  # until the next generation
+        self._trouble: SwiftError | None = None  # until the sidecar says otherwise
+        self._interrupted = False
+        self._closed = False
+        self._last_words = ""
+        self._waiting: dict[int, Message] = {}  # requests without an answer
+        self._answers: dict[int, SwiftError | None] = {}
+        self._number = 0
+        self._expected: dict[str, dict[RecordKey, bytes]] = {}
+        self._streams: dict[str, int] = {}
+        self._lent: deque[tuple[int, object]] = deque()
+        self._deaths: deque[float] = deque()
+        self._stats: WriterStats | None = None  # once it is closed
+        self._memory = Memory.create(queue_bytes)
+        self._largest = self._memory.capacity - HEADER_BYTES
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._producer = producer(self._memory, self._wake)
+        self._start()
+        self._listener = threading.Thread(target=self._listen, name=f"log-sidecar-{name or job}", daemon=True)
+        self._listener.start()
+
+    # -- the caller's side ----------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> WriterStats:
+        """What the log has acknowledged, and what was found equal."""
+        if self._stats is not None:
+            return self._stats
+        records, size, verified = self._memory.counts()
+        return WriterStats(records, size, verified, self._memory.load(Word.RESENT))
+
+    @property
+    def pid(self) -> int:
+        """Of the sidecar."""
+        return self._process.pid
+
+    @property
+    def copied(self) -> int:
+        """What was appended below this position belongs to the caller again."""
+        return self._memory.load(Word.HEAD)
+
+    def append(
+        self,
+        stream: str,
+        key: RecordKey,
+        dtype: str,
+        shape: tuple[int, ...],
+        body: memoryview | bytes | bytearray,
+    ) -> None:
+        """As `LogWriter.append`; ``body`` must not change until `settle`."""
+        view = LogWriter._check(stream, key, dtype, shape, body)
+        end = self.append_at(stream, key, dtype, shape, _address_of(view), view.nbytes)
+        copied = self.copied
+        while self._lent and self._lent[0][0] <= copied:
+            self._lent.popleft()
+        if end > copied:
+            self._lent.append((end, view))
+
+    def append_at(
+        self,
+        stream: str,
+        key: RecordKey,
+        dtype: str,
+        shape: tuple[int, ...],
+        address: int,
+        size: int,
+        now: bool = False,
+    ) -> int:
+        """Takes ``size`` bytes at an address into the log; gives the position that `copied` will pass.
+
+        ``now``: they are copied before this returns, by the caller. Waits while the ring is full. Raises as
+        `LogWriter.append` does, and UsageError for a record that is larger than the ring.
+        """
+        with self._pushing:
+            self._raise_pending()
+            index = self._streams.get(stream)
+            if index is None:
+                check_name("stream", stream)
+                self._memory.set_stream(len(self._streams), stream)
+                index = self._streams[stream] = len(self._streams)
+            if size > self._largest:
+                raise UsageError(
+                    f"{stream} {key}: {size} bytes are more than the log's queue holds ({self._largest}); "
+                    "give a larger log_queue_bytes"
+                )
+            header = header_of(index, key, dtype, shape, size)
+            end = self._producer.push(header, address, size, now)
+            return end if end >= 0 else self._push_later(header, address, size, now)
+
+    def _push_later(self, header: bytes, address: int, size: int, now: bool) -> int:
+        """Waits for room."""
+        tail, moved = self._memory.load(Word.TAIL), time.monotonic()
+        with self._cond:
+            while True:
+                self._memory.store(Word.PRODUCER_WAITS, 1)
+                end = self._producer.push(header, address, size, now)
+                if end >= 0:
+                    return end
+                self._cond.wait(_POLL_S)
+                self._raise_pending()
+                if self._memory.load(Word.TAIL) != tail:
+                    tail, moved = self._memory.load(Word.TAIL), time.monotonic()
+                waited_s = time.monotonic() - moved
+                if waited_s > self._patience_s + 2 * _POLL_S:
+                    raise LogUnavailable(f"the log has acknowledged nothing for {waited_s:.0f} s")
+
+    def settle(self) -> None:
+        """Returns when everything that was appended belongs to the caller again; takes no longer than the copies."""
+        with self._pushing:
+            self._producer.wait(self._producer.reserved)
+            self._lent.clear()
+
+    def expect(self, stream: str, digests: Mapping[RecordKey, bytes]) -> None:
+        """As `LogWriter.expect`."""
+        check_name("stream", stream)
+        with self._cond:
+            self._expected.setdefault(stream, {}).update(digests)  # a successor of the sidecar is told too
+        for message in _expectations({stream: digests}):
+            self._request(message)
+
+    def flush(self, timeout_s: float) -> None:
+        """As `LogWriter.flush`."""
+        self.settle()
+        with self._cond:
+            self._raise_pending()
+        self._request(
+            {"do": "flush", "upto": self.copied, "timeout_s": timeout_s},
+            timeout_s + _ANSWER_S,
+            callable_off=True,
+        )
+
+    def interrupt(self) -> None:
+        """As `LogWriter.interrupt`."""
+        with self._cond:
+            self._interrupted = True
+            self._cond.notify_all()
+
+    def set_generation(self, generation: int) -> None:
+        """As `LogWriter.set_generation`."""
+        self._enter(generation, {"do": "set_generation", "generation": generation})
+
+    def restart(self, generation: int) -> None:
+        """As `LogWriter.restart`."""
+        self.settle()
+        with self._cond:
+            self._expected.clear()
+        self._enter(generation, {"do": "restart", "generation": generation, "upto": self.copied})
+
+    def _enter(self, generation: int, message: Message) -> None:
+        if generation < self.generation:
+            raise UsageError(f"generation {generation} is older than {self.generation}")
+        with self._cond:
+            self.generation = generation  # of a successor of the sidecar, too
+            self._interrupted = False
+        self._request(message)
+
+    def forget_below(self, step: int) -> None:
+        """As `LogWriter.forget_below`."""
+        self._memory.store(Word.FLOOR, step)
+        with self._cond:
+            for stream, known in list(self._expected.items()):
+                # What waits in the ring may still be compared, by a successor: it asks the server.
+                self._expected[stream] = {key: value for key, value in known.items() if key.step >= step}
+                if not self._expected[stream]:
+                    del self._expected[stream]
+
+    def close(self, flush_timeout_s: float = 10.0) -> None:
+        """As `LogWriter.close`; the sidecar has ended when this returns."""
+        if self._closed:
+            return
+        try:
+            if flush_timeout_s > 0:
+                self.flush(flush_timeout_s)
+        finally:
+            with self._replacing, self._cond:
+                self._closed = True
+                self._cond.notify_all()
+            self._send({"id": 0, "do": "close"})
+            try:
+                self._process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._listener.join(5.0)
+            self._line.close()
+            with self._pushing:
+                self._producer.close()
+                os.close(self._wake)
+                self._stats = self.stats
+                self._memory.close()
+
+    def _raise_pending(self) -> None:
+        if self._closed:
+            raise ServiceError("this log writer is closed")
+        if self._interrupted:
+            raise LogInterrupted("the log writer was interrupted: a new generation is being formed")
+        error = self._dead or self._error or self._trouble
+        if error is not None:
+            raise error
+
+    # -- the sidecar ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        trainer = os.pidfd_open(os.getpid())
+        fds = {"socket": theirs.fileno(), "ring": self._memory.fd, "wake": self._wake, "trainer": trainer}
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", self.module),
+                    *(word for name, fd in fds.items() for word in (f"--{name}", str(fd))),
+                ],
+                # It may live longer than this process: nobody must wait for the end of our output on its account.
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=tuple(fds.values()),
+                start_new_session=True,  # a signal to our group is not for it
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": ":".join(filter(None, paths))},
+            )
+        except OSError as error:
+            ours.close()
+            raise ServiceError(f"the log's sidecar cannot be started: {error}") from None
+        finally:
+            theirs.close()
+            os.close(trainer)
+        self._line = ours
+        events.emit("sidecar_started", name=self._name, sidecar_pid=self._process.pid, restarts=self.restarts)
+        with self._cond:
+            first = {"do": "begin", "generation": self.generation, **self._begin}
+            again = self._waiting.values()
+            for message in (first, *_expectations(self._expected), *again, {"do": "go"}):
+                self._send({"id": 0, **message})
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            try:
+                self._line.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                return  # it is dead: `_listen` says it again to its successor
+
+    def _request(self, message: Message, timeout_s: float = _ANSWER_S, callable_off: bool = False) -> None:
+        """Raises what the sidecar answers."""
+        deadline = time.monotonic() + timeout_s
+        with self._cond:
+            self._number += 1
+            number = self._number
+            self._waiting[number] = {"id": number, **message}
+            self._send(self._waiting[number])
+            try:
+                while number not in self._answers:
+                    if self._closed or callable_off:
+                        self._raise_pending()
+                    if self._dead is not None:
+                        raise self._dead
+                    if time.monotonic() > deadline:
+                        raise ServiceError(f"the log's sidecar does not answer within {timeout_s:g} s")
+                    self._cond.wait(_POLL_S)
+                error = self._answers.pop(number)
+            finally:
+                del self._waiting[number]
+        if error is not None:
+            raise error
+
+    def _listen(self) -> None:
+        while True:
+            with self._line.makefile("rb") as lines:
+                try:
+                    for line in lines:
+                        if line.endswith(b"\n"):
+                            self._on_message(json.loads(line))
+                except OSError:
+                    self._last_words = "its connection was reset"
+            with self._replacing:
+                if self._closed:
+                    return
+                self._process.kill()  # it may only have lost its socket: there must never be two
+                self._process.wait()
+                self._line.close()
+                problem = self._replace()
+            with self._cond:
+                self._trouble, self._dead = None, problem
+                self._cond.notify_all()
+            if problem is not None:
+                return
+
+    def _replace(self) -> SwiftError | None:
+        """Another sidecar for the same ring; why not, if it dies again and again."""
+        self.restarts += 1
+        self._deaths.append(time.monotonic())
+        while self._deaths[0] < self._deaths[-1] - _RESTARTS_WITHIN_S:
+            self._deaths.popleft()
+        if len(self._deaths) > _RESTARTS_MAX:
+            return LogUnavailable(
+                f"the log's sidecar has died {len(self._deaths)} times within {_RESTARTS_WITHIN_S:g} s "
+                f"(exit code {self._process.returncode}{': ' if self._last_words else ''}{self._last_words}); "
+                f"{ENV_OFF}=1 does without it"
+            )
+        try:
+            self._start()
+        except SwiftError as error:
+            return error
+        return None
+
+    def _on_message(self, message: Message) -> None:
+        with self._cond:
+            if "trouble" in message:
+                error = error_from_json(message["trouble"])
+                if message["final"]:
+                    self._error = self._error or error
+                else:
+                    self._trouble = error
+            elif "failed" in message:
+                self._last_words = message["failed"]
+            elif message.get("id") in self._waiting:
+                error = self._answers[message["id"]] = error_from_json(message["error"])
+                if error is None and self._waiting[message["id"]]["do"] in ("set_generation", "restart"):
+                    self._error = self._trouble = None
+            self._cond.notify_all()
+
+
+def _expectations(known: Mapping[str, Mapping[RecordKey, bytes]]) -> list[dict[str, Any]]:
+    """Requests of bounded size."""
+    out = []
+    for stream, digests in known.items():
+        rest = iter(digests.items())
+        while part := list(islice(rest, _EXPECT_AT_ONCE)):
+            out.append(
+                {
+                    "do": "expect",
+                    "stream": stream,
+                    "digests": [[key.step, key.microbatch, key.slot, digest.hex()] for key, digest in part],
+                }
+            )
+    return out

@@ -1,0 +1,68 @@
+"""A sidecar that kills itself at a named point: ``DIE_AT=assigned:3 DIE_ONCE=FILE``, the third time it comes there.
+
+Started in the place of `swift.log.sidecar`. FILE is made before it dies; if it is there, nothing happens.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swift.log import link, ring, sidecar
+from swift.log.ring import Word
+
+point, _, at = os.environ["DIE_AT"].partition(":")
+left = int(at)
+
+
+def die(here: str) -> None:
+    global left
+    if here != point:
+        return
+    left -= 1
+    if left == 0 and not os.path.exists(os.environ["DIE_ONCE"]):
+        Path(os.environ["DIE_ONCE"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def around(owner: Any, name: str, before: str, after: str) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        die(before)
+        result = original(*args, **kwargs)
+        die(after)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def assign(entry: ring.Entry, value: int) -> None:
+    setter(entry, value)
+    if value >= 0:
+        die("assigned")
+
+
+def store(memory: ring.Memory, word: int, value: int) -> None:
+    if word == Word.TAIL:
+        die("before-tail")
+    original_store(memory, word, value)
+    if word == Word.TAIL:
+        die("after-tail")
+
+
+setter = ring.Entry.sequence.fset
+assert setter is not None
+ring.Entry.sequence = ring.Entry.sequence.setter(assign)  # type: ignore[method-assign, assignment]
+original_store = ring.Memory.store
+ring.Memory.store = store  # type: ignore[method-assign]
+around(ring.Memory, "set_acked", "before-acked", "after-acked")
+around(sidecar.RingWriter, "_take", "before-take", "after-take")
+around(link, "frames_message", "before-message", "after-message")
+around(link.Link, "_on_reply", "before-reply", "after-reply")
+around(sidecar.RingWriter, "_learn", "before-learn", "after-learn")
+
+if __name__ == "__main__":
+    sidecar.main(sys.argv[1:])

@@ -1,0 +1,279 @@
+"""A trainer, its sidecar and a real log server, with SIGKILLs: no record is lost, doubled or out of place."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swift.errors import Divergence, StaleGeneration
+from swift.log import admin
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey, digest_of
+from swift.log.sidecar_client import SidecarWriter
+from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
+
+STREAMS = ("s1.F", "s1.B", "r1.C")
+# Where a sidecar dies, and in front of how many of the 60 records that it is given (or batches of them).
+POINTS = [
+    *(
+        "before-take:1",
+        "after-take:7",
+        "after-take:60",
+        "before-message:1",
+        "before-message:2",
+        "after-message:1",
+    ),
+    *(
+        "assigned:1",
+        "assigned:2",
+        "assigned:30",
+        "assigned:60",
+        "before-reply:1",
+        "before-reply:3",
+        "after-reply:3",
+    ),
+    *("before-acked:1", "after-acked:1", "after-acked:4", "before-tail:1", "before-tail:3", "after-tail:3"),
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LogServer]:
+    with LogServer(tmp_path / "log") as running:
+        running.fence(1)
+        yield running
+
+
+def key(number: int) -> RecordKey:
+    return RecordKey(number, 0, 0)
+
+
+def body_of(number: int) -> bytes:
+    chance = random.Random(number)
+    size = chance.choice([0, 1, 100, 5000, 200_000])
+    return chance.randbytes(size)
+
+
+def put(writer: SidecarWriter, number: int, body: bytes | None = None) -> None:
+    body = body_of(number) if body is None else body
+    writer.append(STREAMS[number % 3], key(number // 3), "uint8", (len(body),), body)
+
+
+def check(server: LogServer, count: int) -> None:
+    """The log has exactly these records: every digest, and as many sequences as records."""
+    inventory = {stream.stream: stream for stream in admin.inventory(server.address, JOB, TIMEOUT_S)}
+    reader = LogReader([server.address], JOB)
+    try:
+        for index, stream in enumerate(STREAMS):
+            numbers = range(index, count, 3)
+            expected = {key(n // 3): digest_of("uint8", (len(body_of(n)),), body_of(n)) for n in numbers}
+            assert reader.digests(stream, 0) == expected
+            summary = inventory[stream]
+            assert not summary.corrupt
+            assert (summary.records, summary.next_sequence) == (len(numbers), len(numbers))
+    finally:
+        reader.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def eventually(condition: "object", timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
+    server: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
+    died = tmp_path / "died"
+    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(died))):
+        monkeypatch.setenv(name, value)
+    writer = SidecarWriter([server.address], JOB, 1, queue_bytes=4 << 20, name="rank1")
+    try:
+        for number in range(60):
+            put(writer, number)
+            if number % 20 == 19:
+                writer.flush(TIMEOUT_S)  # the tail is moved at least three times
+        for number in range(50, 60):
+            put(writer, number)  # a step that is done again: compared, not sent
+        writer.flush(TIMEOUT_S)
+        # Enough goes on behind it for every point to be reached.
+        assert died.exists()
+        assert writer.restarts == 1
+        check(server, 60)
+        assert writer.stats.records + writer.stats.verified == 70
+        put(writer, 57, b"\1" + body_of(57))
+        with pytest.raises(Divergence, match=r"s1\.F step 19 "):
+            writer.flush(TIMEOUT_S)
+    finally:
+        writer.close(0.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sidecars_killed_at_random_lose_and_double_nothing(server: LogServer, seed: int) -> None:
+    chance = random.Random(seed)
+    writer = SidecarWriter([server.address], JOB, 1, queue_bytes=2 << 20, name="rank1")
+    stop = threading.Event()
+    kills = 0
+
+    def kill() -> None:
+        nonlocal kills
+        while kills < 4 and not stop.wait(chance.uniform(0.0, 0.8)):
+            before = writer.restarts
+            os.kill(writer.pid, signal.SIGKILL)
+            kills += 1
+            while writer.restarts == before and not stop.is_set():
+                time.sleep(0.001)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        count = 0
+        while killer.is_alive() or count < 300:
+            put(writer, count)
+            count += 1
+            if chance.random() < 0.02:
+                time.sleep(0.01)
+        writer.flush(60.0)
+        assert writer.restarts == kills == 4
+        check(server, count)
+    finally:
+        stop.set()
+        killer.join()
+        writer.close(0.0)
+
+
+def test_an_error_survives_the_sidecar_that_found_it(server: LogServer) -> None:
+    writer = SidecarWriter([server.address], JOB, 1)
+    try:
+        put(writer, 0)
+        writer.expect(STREAMS[1], {key(0): bytes(16)})
+        put(writer, 1)
+        eventually(lambda: writer._error)
+        os.kill(writer.pid, signal.SIGKILL)
+        eventually(lambda: writer.restarts == 1)
+        with pytest.raises(Divergence, match=r"s1\.B step 0"):
+            writer.flush(TIMEOUT_S)
+    finally:
+        writer.close(0.0)
+
+
+def test_expectations_and_generations_survive_the_sidecar(server: LogServer) -> None:
+    writer = SidecarWriter([server.address], JOB, 1)
+    try:
+        put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        writer.expect(STREAMS[1], {key(0): digest_of("uint8", (1,), b"x"), key(5): bytes(16)})
+        server.fence(2)
+        put(writer, 3)
+        eventually(lambda: not writer._memory.load(64) - writer._memory.load(128) or writer._trouble is None)
+        writer.set_generation(2)
+        os.kill(writer.pid, signal.SIGKILL)
+        eventually(lambda: writer.restarts == 1)
+        put(writer, 1, b"x")
+        put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        assert writer.stats.verified == 2
+        put(writer, 16)
+        with pytest.raises(Divergence, match=r"s1\.B step 5"):
+            writer.flush(TIMEOUT_S)
+    finally:
+        writer.close(0.0)
+
+
+def test_the_server_and_the_sidecar_die_together(server: LogServer) -> None:
+    writer = SidecarWriter([server.address], JOB, 1)
+    try:
+        for number in range(30):
+            put(writer, number)
+        server.kill()
+        os.kill(writer.pid, signal.SIGKILL)
+        for number in range(30, 60):
+            put(writer, number)
+        server.start()
+        writer.flush(TIMEOUT_S)
+        check(server, 60)
+    finally:
+        writer.close(0.0)
+
+
+TRAINER = """
+import os, signal, sys
+from swift.log.sidecar_client import SidecarWriter
+from tests.integration.test_sidecar import put
+writer = SidecarWriter([sys.argv[1]], "job", 1)
+if sys.argv[3] == "fork" and os.fork() == 0:
+    signal.pause()
+for number in range(int(sys.argv[2])):
+    put(writer, number)
+writer.settle()
+print(writer.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_trainer(server: LogServer, count: int, how: str = "alone") -> int:
+    """Puts records into its ring and is killed. Gives the pid of its sidecar; its output has ended."""
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, server.address, str(count), how],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.wait(TIMEOUT_S)
+        if how == "alone":
+            began = time.monotonic()
+            assert process.stdout.read() == ""  # its end does not wait for the sidecar
+            assert time.monotonic() - began < 2.0
+        else:
+            assert not gone(pid)
+            # The forked child has a copy of the socket: the sidecar goes by the process alone.
+            eventually(lambda: gone(pid))
+            os.killpg(process.pid, signal.SIGKILL)
+    return pid
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_killed_trainers_ring_is_drained(server: LogServer, how: str) -> None:
+    pid = killed_trainer(server, 60, how)
+    eventually(lambda: gone(pid))
+    check(server, 60)
+
+
+def test_a_killed_trainers_sidecar_ends_when_it_is_fenced(server: LogServer) -> None:
+    server.fence(2)
+    pid = killed_trainer(server, 60)
+    eventually(lambda: gone(pid), 10.0)  # well below the 20 s for which it would try otherwise
+    assert admin.inventory(server.address, JOB, TIMEOUT_S) == [] or not any(
+        stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)
+    )
+
+
+def test_stale_is_said_as_by_a_writer_in_the_process(server: LogServer) -> None:
+    server.fence(3)
+    writer = SidecarWriter([server.address], JOB, 1, patience_s=0.5)
+    try:
+        put(writer, 0)
+        with pytest.raises(StaleGeneration, match="3"):
+            writer.flush(TIMEOUT_S)
+    finally:
+        writer.close(0.0)

@@ -1,0 +1,298 @@
+"""The ring: whole records, in order, whatever their sizes; and nothing else."""
+
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift.errors import ServiceError, UsageError
+from swift.log import ring
+from swift.log.record import RecordKey
+from swift.log.ring import ALIGN, HEADER_BYTES, Consumer, Entry, Memory, Producer, Word, header_of, producer
+from tests.integration.logserver_world import REPOSITORY
+
+CAPACITY = 1 << 18
+
+
+@pytest.fixture(params=["native", "plain"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(ring, "library", lambda: None)
+    elif ring.library() is None:
+        pytest.skip("ring.cpp is not compiled here")
+    return str(request.param)
+
+
+class World:
+    """Both ends in one process."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.memory = Memory.create(capacity)
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self.producer: Producer = producer(self.memory, self.wake)
+        self.consumer = Consumer(self.memory, self.wake)
+        self.memory.set_stream(0, "s0.F")
+
+    def push(self, body: bytes, number: int = 0, now: bool = False) -> int:
+        header = header_of(0, RecordKey(number, 1, 2), "uint8", (len(body),), len(body))
+        return self.producer.push(header, address_of(body), len(body), now)
+
+    def close(self) -> None:
+        self.producer.close()
+        os.close(self.wake)
+        self.memory.close()
+
+
+def address_of(body: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(body), ctypes.c_void_p).value or 0
+
+
+@pytest.fixture
+def world(kind: str) -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def taken(consumer: Consumer) -> Entry | None:
+    """The next record, past any padding."""
+    entry = consumer.next()
+    while isinstance(entry, int):
+        entry = consumer.next()
+    return entry
+
+
+def body_of(number: int, size: int) -> bytes:
+    return random.Random(number).randbytes(min(size, 1024)) * (size // 1024 + 1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 200),
+            st.integers(0, CAPACITY - HEADER_BYTES),
+            st.sampled_from([0, ALIGN, 64 << 10, (64 << 10) + 1, CAPACITY - HEADER_BYTES]),
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.randoms(use_true_random=False),
+)
+@pytest.mark.parametrize("native", [True, False])
+def test_records_of_all_sizes_come_out_whole_and_in_order(
+    native: bool, sizes: list[int], chance: random.Random
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(ring, "library", lambda: None)
+        elif ring.library() is None:
+            pytest.skip("ring.cpp is not compiled here")
+        world = World()
+        waiting = deque(enumerate(sizes))
+        sent: deque[tuple[int, bytes]] = deque()  # and not read
+        read: deque[int] = deque()  # and not released
+        while waiting or sent:
+            if waiting and chance.random() < 0.6:
+                number, size = waiting[0]
+                body = body_of(number, size)[:size]
+                end = world.push(body, number, now=chance.random() < 0.5)
+                if end >= 0:
+                    waiting.popleft()
+                    sent.append((number, body))
+                    assert end <= world.memory.load(Word.TAIL) + world.memory.capacity
+                    continue
+                # No room: as much as this takes is in use, or the way round wastes it.
+                world.producer.wait(world.producer.reserved)
+                head = world.memory.load(Word.HEAD)
+                used = head - world.memory.load(Word.TAIL)
+                room = world.memory.capacity - used
+                position = head % world.memory.capacity
+                assert (
+                    room < HEADER_BYTES + size + ALIGN
+                    or position + HEADER_BYTES + size > world.memory.capacity
+                )
+                assert sent or read or used, "an empty ring takes any record"
+            world.producer.wait(world.producer.reserved)
+            entry = world.consumer.next()
+            if isinstance(entry, Entry):
+                number, body = sent.popleft()
+                assert (entry.key, entry.dtype, entry.shape) == (
+                    RecordKey(number, 1, 2),
+                    "uint8",
+                    (len(body),),
+                )
+                assert (entry.sequence, entry.body.nbytes) == (-1, len(body))
+                assert bytes(entry.body) == body
+                assert ctypes.addressof(ctypes.c_char.from_buffer(world.memory.data)) % ALIGN == 0
+                assert (entry.at + HEADER_BYTES) % ALIGN == 0
+                read.append(entry.end)
+            elif entry is not None:
+                read.append(entry)
+            idle, entry = entry is None, None
+            if read and (idle or chance.random() < 0.7):
+                world.consumer.release(read.popleft())
+        assert world.consumer.next() is None
+        world.close()
+
+
+def test_a_consumer_begins_at_the_tail_and_finds_the_sequences(world: World) -> None:
+    for number in range(5):
+        assert world.push(b"%d" % number, number) > 0
+    entries = [taken(world.consumer) for _ in range(5)]
+    for number, entry in enumerate(entries[:3]):
+        assert entry is not None
+        entry.sequence = 40 + number
+    assert entries[0] is not None
+    world.consumer.release(entries[0].end)
+    successor = Consumer(world.memory, world.wake)
+    again = [taken(successor) for _ in range(4)]
+    assert [(e.key.step, e.sequence, bytes(e.body)) for e in again if e] == [
+        (1, 41, b"1"),
+        (2, 42, b"2"),
+        (3, -1, b"3"),
+        (4, -1, b"4"),
+    ]
+    assert successor.next() is None
+    world.memory.set_acked(0, 41)
+    assert (world.memory.stream(0), world.memory.acked(0)) == ("s0.F", 41)
+    with pytest.raises(UsageError, match="more than 480 streams"):
+        world.memory.set_stream(ring.STREAMS_MAX, "x")
+    del entries, entry, again
+
+
+def test_nothing_is_seen_before_it_is_whole_and_order_is_kept(world: World) -> None:
+    """Large bodies are copied later than small ones are pushed: these wait for them."""
+    large = os.urandom(100 << 10)
+    for _ in range(200):
+        end = world.push(large, 1)
+        small = world.push(b"small", 2)
+        assert 0 < end < small
+        for number, body in ((1, large), (2, b"small")):
+            while (entry := taken(world.consumer)) is None:
+                pass
+            assert entry.key.step == number
+            assert bytes(entry.body) == body
+            world.consumer.release(entry.end)
+
+
+def test_wait_gives_the_memory_back(world: World) -> None:
+    body = bytearray(100 << 10)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(body))
+    header = header_of(0, RecordKey(0, 0, 0), "uint8", (len(body),), len(body))
+    for number in range(200):
+        body[:] = bytes([number]) * len(body)
+        end = world.producer.push(header, address, len(body), False)
+        world.producer.wait(end)
+        body[:] = b"\xff" * len(body)
+        entry = taken(world.consumer)
+        assert entry is not None
+        assert set(entry.body) == {number}
+        world.consumer.release(entry.end)
+
+
+def test_now_is_now(world: World) -> None:
+    body = bytearray(b"\1" * (200 << 10))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(body))
+    header = header_of(0, RecordKey(0, 0, 0), "uint8", (len(body),), len(body))
+    world.producer.push(header, address, len(body), True)
+    body[:] = b"\2" * len(body)
+    world.producer.wait(world.producer.reserved)
+    entry = taken(world.consumer)
+    assert entry is not None
+    assert set(entry.body) == {1}
+
+
+def test_a_sleeping_consumer_is_woken(world: World) -> None:
+    woken = threading.Event()
+
+    def sleep() -> None:
+        world.consumer.sleep(30.0)
+        woken.set()
+
+    for _ in range(20):
+        woken.clear()
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        while not world.memory.load(Word.CONSUMER_SLEEPS):
+            time.sleep(0.0005)
+        assert not woken.is_set()
+        assert world.push(b"x") > 0
+        assert woken.wait(5.0)
+        thread.join()
+        entry = taken(world.consumer)
+        assert entry is not None
+        world.consumer.release(entry.end)
+        del entry
+
+
+def test_other_memory_is_no_ring() -> None:
+    fd = os.memfd_create("x")
+    os.ftruncate(fd, ring.CONTROL_BYTES + CAPACITY)
+    with pytest.raises(ServiceError, match="not a ring"):
+        Memory(fd)
+    os.close(fd)
+
+
+PUSHER = """
+import ctypes, itertools, sys
+from swift.log import ring
+from swift.log.record import RecordKey
+if sys.argv[3] == "plain": ring.library = lambda: None
+memory = ring.Memory(int(sys.argv[1]))
+producer = ring.producer(memory, int(sys.argv[2]))
+size = 3 << 20
+bodies = [ctypes.create_string_buffer(bytes([n]) * size, size) for n in range(4)]
+print("ready", flush=True)
+for number in itertools.count():
+    header = ring.header_of(0, RecordKey(number, 0, 0), "uint8", (size,), size)
+    while producer.push(header, ctypes.addressof(bodies[number % 4]), size, False) < 0: pass
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_killed_producer_leaves_whole_records_only(kind: str, seed: int) -> None:
+    memory = Memory.create(16 << 20)
+    wake = os.eventfd(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", PUSHER, str(memory.fd), str(wake), kind],
+        pass_fds=(memory.fd, wake),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        consumer = Consumer(memory, wake)
+        deadline = time.monotonic() + 0.02 + random.Random(seed).random() * 0.02
+        number = 0
+
+        def look() -> bool:
+            nonlocal number
+            entry = taken(consumer)
+            if entry is None:
+                return False
+            assert entry.key.step == number
+            assert bytes(entry.body) == bytes([number % 4]) * entry.body.nbytes
+            number += 1
+            consumer.release(entry.end)
+            return True
+
+        while time.monotonic() < deadline:
+            look()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        while look():
+            pass
+        assert number > 0
+    os.close(wake)
+    memory.close()
