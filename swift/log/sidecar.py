@@ -34,7 +34,7 @@ from swift.log.record import RecordKey
 from swift.log.ring import STREAMS_MAX, Consumer, Entry, Memory, Word
 from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
 
-DRAIN_S = 20.0
+DRAIN_S = 10.0
 """How long a sidecar outlives its trainer at most."""
 _SLEEP_S = 0.1
 _ASK_S = 1.0

@@ -73,7 +73,7 @@ class SidecarWriter:
     ``module`` is the program that is started.
 
     A sidecar that dies is replaced by another one, which goes on with the same ring. One that outlives its trainer
-    sends what the ring holds, for at most 20 s, and ends.
+    sends what the ring holds, for at most 10 s, and ends.
     """
 
     module = "swift.log.sidecar"
@@ -262,6 +262,10 @@ class SidecarWriter:
             self.generation = generation  # of a successor of the sidecar, too
             self._interrupted = False
         self._request(message)
+
+    def await_sidecar(self) -> None:
+        """Returns once the sidecar works. Nobody has to wait for it, but a trainer that begins can."""
+        self._request({"do": "go"})
 
     def forget_below(self, step: int) -> None:
         """As `LogWriter.forget_below`."""

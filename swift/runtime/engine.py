@@ -266,6 +266,8 @@ class Engine:
                 self._write_digests(f"rank{self._rank}-v0.json")
             self._save()
             self._store.wait()  # a loss in the first step needs it
+            if isinstance(self._writer, SidecarWriter):
+                self._writer.await_sidecar()  # so that the first steps do not only lie in its ring
         else:
             self._follow_plan(view.plan, train_step)
         version = self._state.version

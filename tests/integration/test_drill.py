@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from swift.drill.cluster import EventTail
-from tests.integration.drill_world import CHECKPOINT_EVERY, COMMAND, STEPS, drill, kills, passed
+from swift.events import read
+from tests.integration.drill_world import CHECKPOINT_EVERY, COMMAND, STEPS, Outcome, drill, kills, passed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -233,3 +234,32 @@ def test_a_drill_that_is_ended_leaves_nothing_running(
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind((host, int(port)))
+
+
+def test_a_sidecar_that_is_killed_is_replaced_without_a_word(twins: Path, tmp_path: Path) -> None:
+    """Those of two neighbours of a rank that is lost later: what they had and sent feeds its replay."""
+    directory = tmp_path / "drill"
+    words = [*COMMAND, *kills("rank=2,step=12,microbatch=1,phase=backward"), "--strategy", "replay"]
+    words += ["--directory", str(directory), "--json", str(tmp_path / "report.json")]
+    tail = EventTail(directory / "run" / "events")
+    killed: list[int] = []
+    sidecars: dict[str, int] = {}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            for event in tail.read():
+                if event["event"] == "sidecar_started":
+                    sidecars[event["who"]] = event["sidecar_pid"]
+                due = {"rank1": 3, "rank3": 6}.get(event["who"], -1)
+                if event["event"] == "step_begin" and event["step"] == due and not event["replay"]:
+                    os.kill(sidecars[event["who"]], signal.SIGKILL)
+                    killed.append(event["t"])
+            time.sleep(0.005)
+        stdout, stderr = process.communicate()
+    report = json.loads((tmp_path / "report.json").read_text())
+    passed(Outcome(process.returncode, stdout, stderr, report))
+    assert len(killed) == 2
+    started = [event for event in read(directory / "run" / "events") if event["event"] == "sidecar_started"]
+    again = sorted(event["who"] for event in started if event["restarts"] == 1)
+    assert again == ["rank1", "rank3"]
+    assert report["strategy"]["2"] == "replay"
+    assert report["log"]["verified_sends"] > 0
