@@ -39,7 +39,8 @@ class SessionConfig:
     codec: str = "none"
     """Codec of this rank's log streams: "none" or "lz4" (raw floats hardly compress)."""
     log_queue_bytes: int = 256 << 20
-    """Records waiting to be sent; a full queue blocks the trainer."""
+    """Room for records that the log has not acknowledged, in shared memory; a full one blocks the trainer, and a
+    larger record is refused."""
     suspicion_timeout_s: float = 30.0
     """After a communication error without a notice from the coordinator, the error is the trainer's own."""
 
