@@ -4,8 +4,9 @@ It is a memfd that the sidecar inherits: nothing has a name, and the kernel free
 it. Native byte order; both ends are processes of one machine and one installation.
 
     control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail, 192 the consumer sleeps, 256 the producer waits,
-                          320 floor step, 328 resent, 384 and 448 counts of records, bytes, verified, each behind
-                          the tail for which they hold: they change together with it
+                          320 floor step, 328 resent, 336 the position from which the floor holds,
+                          384 and 448 counts of records, bytes, verified, each behind the tail for which they
+                          hold: they change together with it
        at 4096, 128 each  streams, by number: name [64], acknowledged sequence (-1: nothing yet)
     data, `capacity`      records, one behind the other, each at a multiple of 64 bytes
 
@@ -62,7 +63,7 @@ class Word:
     """Offsets of the control area's words."""
 
     MAGIC, CAPACITY, HEAD, TAIL, CONSUMER_SLEEPS, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
-    FLOOR, RESENT, COUNTS = 320, 328, (384, 448)
+    FLOOR, RESENT, FLOOR_AT, COUNTS = 320, 328, 336, (384, 448)
 
 
 @functools.cache

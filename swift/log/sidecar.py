@@ -28,6 +28,7 @@ from typing import Any
 from swift import errors
 from swift.errors import LogUnavailable, RecordTrimmed, ServiceError, StaleGeneration, SwiftError
 from swift.log.link_core import Outgoing
+from swift.log.memory import keep_freed_memory
 from swift.log.placement import server_of
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
@@ -117,12 +118,11 @@ class RingWriter(LogWriter):
     def pump(self) -> None:
         """Hands over what is in the ring, then sleeps until there is more, or for a moment."""
         with self._pumping:
-            floor = self._memory.load(
-                Word.FLOOR
-            )  # first: what the trainer put in before it is still compared
             while not self._calling.is_set() and self._take_next():
                 pass
-            if floor > self._floor and not self._calling.is_set():
+            # What the trainer had put in before, copied or not, is still compared.
+            floor = self._memory.load(Word.FLOOR)
+            if floor > self._floor and self._consumer.position >= self._memory.load(Word.FLOOR_AT):
                 self.forget_below(floor)
                 self._floor = floor
         self._consumer.sleep(_SLEEP_S)
@@ -410,6 +410,9 @@ class Sidecar:
                 if type(error) is not type(self._told):
                     self._told = error
                     self.tell({"trouble": error_to_json(error), "final": False})
+            writer._on_change(
+                0
+            )  # a record of several messages may have been acknowledged before its last one
             self._gone.wait(_SLEEP_S)
 
 
@@ -425,6 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sidecar = Sidecar(socket.socket(fileno=given.socket), Memory(given.ring), given.wake, given.trainer)
+    keep_freed_memory()
     try:
         sidecar.run()
     except Exception as error:  # nobody else would hear of it: the output goes nowhere

@@ -28,12 +28,6 @@ _ANSWER_S = 60.0
 _RESTARTS_MAX = 5
 _RESTARTS_WITHIN_S = 10.0
 _EXPECT_AT_ONCE = 500
-_ENVIRONMENT = {
-    # Messages of some MiB are made and dropped all the time: memory that is mapped anew each time is slow.
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "67108864",
-}
 
 
 class _Buffer(ctypes.Structure):
@@ -269,6 +263,7 @@ class SidecarWriter:
 
     def forget_below(self, step: int) -> None:
         """As `LogWriter.forget_below`."""
+        self._memory.store(Word.FLOOR_AT, self._producer.reserved)
         self._memory.store(Word.FLOOR, step)
         with self._cond:
             for stream, known in list(self._expected.items()):
@@ -330,7 +325,7 @@ class SidecarWriter:
                 stderr=subprocess.DEVNULL,
                 pass_fds=tuple(fds.values()),
                 start_new_session=True,  # a signal to our group is not for it
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": ":".join(filter(None, paths))},
+                env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths))},
             )
         except OSError as error:
             ours.close()

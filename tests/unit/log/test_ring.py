@@ -279,7 +279,6 @@ def test_a_killed_producer_leaves_whole_records_only(kind: str, seed: int) -> No
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         consumer = Consumer(memory, wake)
-        deadline = time.monotonic() + 0.02 + random.Random(seed).random() * 0.02
         number = 0
 
         def look() -> bool:
@@ -293,6 +292,9 @@ def test_a_killed_producer_leaves_whole_records_only(kind: str, seed: int) -> No
             consumer.release(entry.end)
             return True
 
+        while not look():
+            pass
+        deadline = time.monotonic() + random.Random(seed).random() * 0.03
         while time.monotonic() < deadline:
             look()
         process.send_signal(signal.SIGKILL)
