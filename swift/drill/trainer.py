@@ -17,6 +17,7 @@ from swift import events
 from swift.drill.config import DATA_PARALLEL, IMPLEMENTATIONS, OPTIMIZERS, REDUCTIONS, UNDOS, UPDATES
 from swift.drill.model import MODELS, ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.optimizers import make_optimizer
+from swift.log.codec import CHOICES as CODECS
 
 # How each schedule places its stages: on pipeline rank r of P, and how many stages there are.
 SINGLE = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}
@@ -52,7 +53,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="default", choices=list(MODELS))
     parser.add_argument("--checkpoint-every", type=int, default=10)
-    parser.add_argument("--codec", default="none", choices=["none", "lz4"])
+    parser.add_argument("--codec", default="none", choices=CODECS)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
     parser.add_argument("--optimizer-implementation", default="", choices=["", *IMPLEMENTATIONS])

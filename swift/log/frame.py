@@ -34,9 +34,9 @@ import struct
 from dataclasses import dataclass
 
 import crc32c
-import lz4.block
 
 from swift.errors import LogError, RecordCorrupt, RecordInvalid
+from swift.log import codec
 from swift.log.record import (
     DIMS_MAX,
     DTYPE_BY_CODE,
@@ -46,7 +46,7 @@ from swift.log.record import (
     digest_of,
 )
 
-Bytes = bytes | bytearray | memoryview
+Bytes = codec.Bytes
 
 MAGIC = b"SWFR"
 VERSION = 1
@@ -55,11 +55,12 @@ HEADER_BYTES_MAX = FIXED_BYTES + 8 * DIMS_MAX
 BODY_BYTES_MAX = 256 << 20
 """Largest stored or raw body that is accepted unless a server or a reader is told otherwise."""
 
+# Numbers on the wire and on disk. A number is never used twice and never changes its meaning.
 CODEC_NONE = 0
 CODEC_LZ4 = 1
-CODECS = {"none": CODEC_NONE, "lz4": CODEC_LZ4}
-# An lz4 block cannot expand by more than this. A header that claims more is lying.
-_LZ4_RATIO_MAX = 255
+CODEC_BITSHUFFLE = 2
+CODECS = {"none": CODEC_NONE, "lz4": CODEC_LZ4, "bitshuffle": CODEC_BITSHUFFLE}
+_CODEC_NAMES = {number: name for name, number in CODECS.items()}
 
 _FIXED = struct.Struct("<4sHHIIQQQQIIQQBBBBI16s32s")
 _AFTER_CRC = struct.Struct("<IQQQQIIQQBBBBI16s32s")
@@ -112,26 +113,13 @@ def raw_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     return size
 
 
-def compress(codec: int, body: memoryview) -> tuple[int, Bytes]:
-    """(codec really used, stored body). What does not shrink is stored as it is."""
-    if codec == CODEC_LZ4 and body.nbytes:
-        packed: bytes = lz4.block.compress(body, store_size=False)
-        if len(packed) < body.nbytes:
-            return CODEC_LZ4, packed
-    return CODEC_NONE, body
-
-
 def decompress(header: FrameHeader, stored: memoryview) -> memoryview:
     """The raw body. The output is bounded by the header's raw length, which was checked against the shape."""
-    if header.codec == CODEC_NONE:
-        return stored
+    width = DTYPE_BY_NAME[header.dtype].width
     try:
-        raw = lz4.block.decompress(stored, uncompressed_size=header.raw_bytes)
-    except lz4.block.LZ4BlockError as error:
-        raise RecordCorrupt(f"{header.key}: its lz4 block does not decompress: {error}") from None
-    if len(raw) != header.raw_bytes:
-        raise RecordCorrupt(f"{header.key}: its lz4 block gives {len(raw)} bytes, not {header.raw_bytes}")
-    return memoryview(raw)
+        return codec.decompress(_CODEC_NAMES[header.codec], stored, header.raw_bytes, width)
+    except RecordCorrupt as error:
+        raise RecordCorrupt(f"{header.key}: {error}") from None
 
 
 def checksum(body: Bytes) -> int:
@@ -185,7 +173,7 @@ def decode_header(buffer: Bytes, offset: int = 0, body_bytes_max: int = BODY_BYT
         slot,
         raw_bytes,
         stored_bytes,
-        codec,
+        codec_number,
         dtype_code,
         ndim,
         flags,
@@ -207,8 +195,8 @@ def decode_header(buffer: Bytes, offset: int = 0, body_bytes_max: int = BODY_BYT
     dtype = DTYPE_BY_CODE.get(dtype_code)
     if dtype is None:
         raise RecordInvalid(f"element type {dtype_code} is not known")
-    if codec not in (CODEC_NONE, CODEC_LZ4):
-        raise RecordInvalid(f"codec {codec} is not known")
+    if codec_number not in _CODEC_NAMES:
+        raise RecordInvalid(f"codec {codec_number} is not known")
     if flags or zero or zeros != _ZERO_32:
         raise RecordInvalid("reserved bytes of the frame are set: a newer program wrote it")
     header = FrameHeader(
@@ -218,7 +206,7 @@ def decode_header(buffer: Bytes, offset: int = 0, body_bytes_max: int = BODY_BYT
         key=RecordKey(step, microbatch, slot),
         dtype=dtype.name,
         shape=struct.unpack_from(f"<{ndim}Q", buffer, offset + FIXED_BYTES),
-        codec=codec,
+        codec=codec_number,
         raw_bytes=raw_bytes,
         stored_bytes=stored_bytes,
         body_crc=body_crc,
@@ -242,7 +230,7 @@ def check_sizes(header: FrameHeader, body_bytes_max: int) -> None:
         raise FrameOversize(f"{header.key}: {header.raw_bytes} bytes are over the limit of {body_bytes_max}")
     if header.codec == CODEC_NONE and header.stored_bytes != header.raw_bytes:
         raise RecordInvalid(f"{header.key}: stored as it is, but {header.stored_bytes} bytes")
-    if header.codec == CODEC_LZ4 and header.raw_bytes > _LZ4_RATIO_MAX * header.stored_bytes:
+    if header.raw_bytes > codec.RATIO_MAX * header.stored_bytes:
         raise RecordInvalid(f"{header.key}: {header.stored_bytes} bytes cannot hold {header.raw_bytes}")
 
 

@@ -12,6 +12,7 @@ import grpc
 
 from swift._pb import log_pb2
 from swift.errors import SwiftError
+from swift.log.choice import LinkRate
 from swift.log.link_core import RETRY_S, LinkCore, Outgoing
 from swift.log.rpc import as_error, message_of, method, open_channel, reason_of
 
@@ -73,6 +74,11 @@ class Link:
         """Why the last call ended."""
         return self._core.trouble
 
+    def rate(self) -> LinkRate | None:
+        """How fast it has been lately; None at its start."""
+        with self._cond:
+            return self._core.meter.rate()
+
     def error(self, patience_s: float) -> SwiftError | None:
         """What the writer's caller must be told, if anything."""
         with self._cond:
@@ -123,7 +129,7 @@ class Link:
                 self._cond.wait_for(lambda: self._closed or self._core.may_connect)
                 if self._closed:
                     return
-                number = self._core.begin_call()
+                number = self._core.begin_call(time.monotonic())
                 call = self._append(self._requests(number), wait_for_ready=True)
                 self._call = call
             pause_s = RETRY_S

@@ -8,7 +8,7 @@ Call sequence (`swift.log.link` is the shell, and holds a lock around each)::
 
     resume(stream, ...)                   where a writer that was killed has been
     enqueue(record)                       what the writer hands over
-    number = begin_call()                 while may_connect
+    number = begin_call(now)              while may_connect
     next_message(number)                  until None: what goes out now
     on_reply(number, reply)               what came back; gives the bytes that are free
     on_failure(number, reason, ...)       why the call ended; gives the pause before the next one
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from swift._pb import log_pb2
 from swift.errors import LogUnavailable, SequenceConflict, StaleGeneration, SwiftError, UsageError
 from swift.log.assembly import cut
+from swift.log.choice import LinkMeter
 from swift.log.frame import BODY_BYTES_MAX, Bytes, FrameHeader, encode_header
 from swift.log.record import RecordKey, stream_tag
 from swift.log.wire import Reason, frames_message
@@ -100,6 +101,7 @@ class LinkCore:
         self._error: SwiftError | None = None  # until the next generation
         self._stale = ""  # the server's words, until the next generation
         self._progress_at = now
+        self.meter = LinkMeter()
 
     # -- the writer's side ----------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ class LinkCore:
             return False
         if not self.pending:
             self._progress_at = now
+            self.meter.busy(now)
         self.pending += 1
         stream.unsent.append(record)
         return True
@@ -172,9 +175,11 @@ class LinkCore:
     def may_connect(self) -> bool:
         return bool(self._streams) and self._error is None and not self._stale
 
-    def begin_call(self) -> int:
+    def begin_call(self, now: float) -> int:
         """What was sent in an older call and not acknowledged is sent again."""
         self.call_number += 1
+        if self.pending:
+            self.meter.busy(now)
         self._credit = 0
         self._rest.clear()
         for stream in self._streams.values():
@@ -186,6 +191,7 @@ class LinkCore:
 
     def end_call(self) -> None:
         self.call_number += 1
+        self.meter.forget_window()
 
     def next_message(self, number: int) -> bytes | None:
         """The next AppendRequest, encoded. None: nothing may be sent now."""
@@ -251,7 +257,7 @@ class LinkCore:
             self._on_opened(self._streams[opened.stream], opened.next_sequence)
         freed = 0
         for acked in reply.acked:
-            freed += self._on_acked(self._streams[acked.stream], acked.durable_sequence)
+            freed += self._on_acked(self._streams[acked.stream], acked.durable_sequence, now)
         if freed:
             self._progress_at = now
         return freed
@@ -266,12 +272,17 @@ class LinkCore:
             )
         stream.opened = True
 
-    def _on_acked(self, stream: _Stream, durable: int) -> int:
-        freed = 0
+    def _on_acked(self, stream: _Stream, durable: int, now: float) -> int:
+        freed = stored = raw = 0
         for waiting in (stream.sent, stream.unsent):
             while waiting and 0 <= waiting[0].sequence < durable:
-                freed += waiting.popleft().held_bytes
+                record = waiting.popleft()
+                freed += record.held_bytes
+                stored += len(record.stored)
+                raw += record.raw_bytes
                 self.pending -= 1
+        if freed:
+            self.meter.acked(stored, raw, now, idle=not self.pending)
         stream.acked = max(stream.acked, durable)
         return freed
 

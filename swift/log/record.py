@@ -24,6 +24,11 @@ class DType:
     code: int
     bytes: int
 
+    @property
+    def width(self) -> int:
+        """Bytes of a number: a complex element is two."""
+        return self.bytes // 2 if self.name.startswith("complex") else self.bytes
+
 
 # A code is never used twice and never changes its meaning.
 _DTYPES = (

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swift.errors import Divergence, LogInterrupted, ServiceError, SwiftError, UsageError
-from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, compress, raw_bytes_of
+from swift.log.choice import Choice
+from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, raw_bytes_of
 from swift.log.link import Link
 from swift.log.link_core import Outgoing
+from swift.log.packing import Packer, check_codec
 from swift.log.placement import server_of
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
 
@@ -20,15 +22,13 @@ _OVERHEAD_BYTES = 512  # of a queued record besides its body, so that empty tens
 def check_options(
     servers: Sequence[str], job: str, codec: str | Mapping[str, str], queue_bytes: int, patience_s: float
 ) -> None:
-    """Of a writer. Raises UsageError."""
+    """Of a writer. Raises UsageError, and ServiceError if a codec is not installed."""
     if not servers:
         raise UsageError("a log writer needs at least one log server")
     if queue_bytes < 1 or patience_s <= 0:
         raise UsageError("queue_bytes and patience_s must be positive")
     check_name("job", job)
-    for one in [codec] if isinstance(codec, str) else codec.values():
-        if one not in CODECS:
-            raise UsageError(f"codec {one!r} is not known; give one of {', '.join(CODECS)}")
+    check_codec(codec)
 
 
 @dataclass(slots=True)
@@ -39,6 +39,8 @@ class WriterStats:
     """Handed over to be sent."""
     bytes: int = 0
     """Raw bytes of these."""
+    stored_bytes: int = 0
+    """What the codecs made of them."""
     verified: int = 0
     """Not sent, because the log has them; found equal."""
     resent: int = 0
@@ -56,6 +58,8 @@ class _Item:
     framed: Callable[..., Outgoing] = Outgoing
     sent_before: bool = False
     """By a writer that was killed: it is sent again whatever the log holds."""
+    stored_bytes: int = 0
+    """What the codec has made of it."""
     outcome: str = ""
     """What the worker has made of it: "sent" (handed to a link), "durable", "equal", "refused"."""
 
@@ -91,13 +95,14 @@ class LogWriter:
         patience_s: float = 60.0,
         name: str = "",
     ) -> None:
-        """``codec``: "none" or "lz4" for all streams, or by stream name ("none" where it is not named)."""
+        """``codec``: "none", "lz4", "bitshuffle" or "auto" for all streams, or by stream name ("none" where it is
+        not named). "auto" takes what pays against the bandwidth that is measured: see `swift.log.choice`."""
         check_options(servers, job, codec, queue_bytes, patience_s)
         self.job = job
         self.generation = generation
         self.stats = WriterStats()
         self._servers = tuple(servers)
-        self._codec = codec
+        self._packer = Packer(codec, self._on_choice)
         self._queue_bytes = queue_bytes
         self._patience_s = patience_s
         self._cond = threading.Condition()
@@ -114,6 +119,11 @@ class LogWriter:
         }
         self._worker = threading.Thread(target=self._work, name=f"log-writer-{name or job}", daemon=True)
         self._worker.start()
+
+    @property
+    def codec_choices(self) -> dict[str, Choice]:
+        """What "auto" does at present, by stream, and why."""
+        return dict(self._packer.choices)
 
     # -- the caller's side ----------------------------------------------------------------------------
 
@@ -270,6 +280,9 @@ class LogWriter:
         with self._cond:
             self._error = self._error or error
 
+    def _on_choice(self, stream: str, choice: Choice) -> None:
+        """What "auto" does with a stream from here on."""
+
     def _work(self) -> None:
         while True:
             with self._cond:
@@ -306,24 +319,26 @@ class LogWriter:
             self.stats.verified += 1
             item.outcome = "equal"
             return item.held_bytes
-        codec_name = self._codec if isinstance(self._codec, str) else self._codec.get(item.stream, "none")
-        codec, stored = compress(CODECS[codec_name], item.body)
+        link = self._links[server_of(item.stream, self._servers)]
+        codec, stored = self._packer.pack(item.stream, item.dtype, item.body, link.rate)
+        item.stored_bytes = len(stored)
         record = item.framed(
             stream=item.stream,
             key=item.key,
             dtype=item.dtype,
             shape=item.shape,
             raw_bytes=item.body.nbytes,
-            codec=codec,
+            codec=CODECS[codec],
             stored=stored,
             body_crc=checksum(stored),
             digest=digest,
             held_bytes=item.held_bytes,
         )
-        if not self._links[server_of(item.stream, self._servers)].enqueue(record):
+        if not link.enqueue(record):
             item.outcome = "durable"
             return item.held_bytes
         item.outcome = "sent"
         self.stats.records += 1
         self.stats.bytes += item.body.nbytes
+        self.stats.stored_bytes += item.stored_bytes
         return 0

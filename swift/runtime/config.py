@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from swift.errors import UsageError
+from swift.log.codec import CHOICES as CODECS
 from swift.recovery.types import STRATEGIES
 
 UPDATES = ("after_backward", "wait_free")
@@ -37,7 +38,8 @@ class SessionConfig:
     measure_undo: bool = False
     """Keep copies to tell an arithmetic undo's true error (drills)."""
     codec: str = "none"
-    """Codec of this rank's log streams: "none" or "lz4" (raw floats hardly compress)."""
+    """Codec of this rank's log streams: "none", "lz4" (zeros after ReLU), "bitshuffle" (floats), or "auto": by stream,
+    and only while it makes the way to the log faster."""
     log_queue_bytes: int = 256 << 20
     """Room for records that the log has not acknowledged, in shared memory; a full one blocks the trainer, and a
     larger record is refused."""
@@ -49,8 +51,8 @@ class SessionConfig:
             raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
         if self.strategy not in STRATEGIES:
             raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
-        if self.codec not in ("none", "lz4"):
-            raise UsageError(f"codec={self.codec!r}; give 'none' or 'lz4'")
+        if self.codec not in CODECS:
+            raise UsageError(f"codec={self.codec!r}; give one of {', '.join(CODECS)}")
         for name, count in (("replicas", self.replicas), ("shards", self.shards)):
             if count < 1:
                 raise UsageError(f"{name}={count}; give at least 1")

@@ -101,7 +101,8 @@ class Session:
         """The session of the rank that ``swift-ft run`` made of this process.
 
         `seed`: root of all randomness inside the stages. `checkpoint_every`: steps between checkpoints.
-        `codec`: "none" or "lz4". Other settings: see `SessionConfig`. Blocks until all ranks have joined.
+        `codec`: "none", "lz4", "bitshuffle" or "auto". Other settings: see `SessionConfig`. Blocks until all ranks
+        have joined.
         Raises UsageError (not launched, bad setting), JoinRefused (another rank differs).
         """
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))

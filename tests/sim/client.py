@@ -64,7 +64,7 @@ class SimLink:
         if server is None or not self._network.connected(self._process.name, self._server_name):
             self._pause(0.3)
             return
-        call = self._call = Call(self._process.name, self.core.begin_call(), server)
+        call = self._call = Call(self._process.name, self.core.begin_call(self._process.kernel.now), server)
         call.client, call.on_reply, call.on_end = self._process, self._on_reply, self._on_end
         server.calls.add(call)
         self._send(call, None)

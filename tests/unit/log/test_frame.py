@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.errors import LogError, RecordCorrupt, RecordInvalid, UsageError
+from swift.log.codec import compress
 from swift.log.frame import (
     BODY_BYTES_MAX,
+    CODEC_BITSHUFFLE,
     CODEC_LZ4,
     CODEC_NONE,
+    CODECS,
     FIXED_BYTES,
     FrameHeader,
     FrameIncomplete,
     FrameOversize,
     checksum,
-    compress,
     decode_header,
     decode_record,
     encode_header,
@@ -51,7 +53,8 @@ def make_frame(
 ) -> tuple[FrameHeader, bytes]:
     if shape is None:
         shape = (len(body) // DTYPE_BY_NAME[dtype].bytes,)
-    codec, stored = compress(codec, memoryview(body))
+    name = next(name for name, number in CODECS.items() if number == codec)
+    used, stored = compress(name, memoryview(body), DTYPE_BY_NAME[dtype].width)
     header = FrameHeader(
         stream_tag=stream_tag("job", "s0.F"),
         sequence=sequence,
@@ -59,7 +62,7 @@ def make_frame(
         key=key,
         dtype=dtype,
         shape=shape,
-        codec=codec,
+        codec=CODECS[used],
         raw_bytes=len(body),
         stored_bytes=len(stored),
         body_crc=checksum(stored),
@@ -92,6 +95,7 @@ def test_the_bytes_of_a_frame_do_not_change(request: pytest.FixtureRequest) -> N
         make_frame(b"", "float32", (0, 3))[1],
         make_frame(struct.pack("<f", -0.0), "float32", ())[1],
         make_frame(bytes(400), "float32", (100,), CODEC_LZ4)[1],
+        make_frame(struct.pack("<100f", *range(100)), "float32", (100,), CODEC_BITSHUFFLE)[1],
     ]
     text = "".join(
         "\n".join(frame[at : at + 16].hex(" ") for at in range(0, len(frame), 16)) + "\n\n"
@@ -115,7 +119,7 @@ def test_codes_of_element_types_do_not_change() -> None:
     assert names == " ".join(DTYPES_BY_CODE.split())
 
 
-@pytest.mark.parametrize("codec", [CODEC_NONE, CODEC_LZ4])
+@pytest.mark.parametrize("codec", [CODEC_NONE, CODEC_LZ4, CODEC_BITSHUFFLE])
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BY_NAME))
 def test_fault_22_all_values_come_back_bit_for_bit(dtype: str, codec: int) -> None:
     size = DTYPE_BY_NAME[dtype].bytes
@@ -134,6 +138,10 @@ def test_fault_22_all_values_come_back_bit_for_bit(dtype: str, codec: int) -> No
         assert record.digest == digest_of(dtype, shape, body)
 
 
+def test_numbers_of_codecs_do_not_change() -> None:
+    assert CODECS == {"none": 0, "lz4": 1, "bitshuffle": 2}
+
+
 def test_digest_tells_type_and_shape_apart() -> None:
     body = bytes(24)
     digests = {
@@ -148,7 +156,7 @@ def test_digest_tells_type_and_shape_apart() -> None:
 
 def test_lz4_is_used_only_where_it_gains() -> None:
     random_like = bytes((i * 197 + (i * i) % 251) % 256 for i in range(64))
-    assert compress(CODEC_LZ4, memoryview(random_like))[0] == CODEC_NONE
+    assert compress("lz4", memoryview(random_like), 1)[0] == "none"
     header, frame = make_frame(bytes(4096), codec=CODEC_LZ4)
     assert header.codec == CODEC_LZ4
     assert len(frame) < 300
@@ -199,7 +207,7 @@ def test_well_checksummed_nonsense_never_crashes(offset: int, value: int) -> Non
     dtype=st.sampled_from(sorted(DTYPE_BY_NAME)),
     shape=st.lists(st.integers(0, 4), max_size=8).map(tuple),
     data=st.data(),
-    codec=st.sampled_from([CODEC_NONE, CODEC_LZ4]),
+    codec=st.sampled_from([CODEC_NONE, CODEC_LZ4, CODEC_BITSHUFFLE]),
     step=st.integers(0, (1 << 63) - 1),
 )
 @settings(max_examples=150, deadline=None)

@@ -29,7 +29,7 @@ def outgoing(step: int) -> Outgoing:
 
 def opened(core: LinkCore, next_sequence: int, credit: int = 1 << 20) -> tuple[int, log_pb2.Open]:
     """A call whose stream the server has opened; what the writer asked for."""
-    number = core.begin_call()
+    number = core.begin_call(0.0)
     message = core.next_message(number)
     assert message is not None
     (asked,) = log_pb2.AppendRequest.FromString(message).opens
@@ -113,7 +113,7 @@ def test_what_a_refusal_means(core: LinkCore) -> None:
     assert isinstance(core.error(60.0, 61.0), StaleGeneration)
     core.set_generation(2, discard=False, now=61.0)
     assert core.may_connect
-    number = core.begin_call()
+    number = core.begin_call(0.0)
     core.on_failure(number, Reason.CONFLICT, "conflict", refused)
     assert core.error(60.0, 61.0) is refused
     assert not core.may_connect
