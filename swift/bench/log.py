@@ -11,7 +11,6 @@ Every round measures all cases once, in turn; a case's ratio is the median of it
 import json
 import mmap
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.arguments import Parser
-from swift.bench import wire
+from swift.bench import output, wire
 from swift.bench.log_ranks import GENERATION, JOB, TIMEOUT_S
 from swift.bench.workers import Worker
 from swift.errors import ServiceError, UsageError
@@ -254,17 +253,12 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
-    return f"{os.cpu_count()} cores ({platform.machine()}), {memory} GiB, loopback, load {os.getloadavg()[0]:.1f}"
-
-
 def make_parser() -> Parser:
     parser = Parser(
         prog="swift-ft bench log",
         description="Measures append and read of the log against memory, wire and disk.",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    output.add_json(parser)
     parser.add_argument(
         "--mebibytes", type=int, default=512, metavar="N", help="of a case (default %(default)s)"
     )
@@ -285,10 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     if arguments.mebibytes < 256 or arguments.mebibytes % 64 or arguments.rounds < 1:
         raise UsageError("--mebibytes takes a multiple of 64 from 256 on, --rounds 1 or more")
-    path: Path | None = arguments.json
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"--json {path}: give a file in a directory that exists")
-    on, total = machine(), arguments.mebibytes << 20
+    output.check_json(arguments.json)
+    on, total = output.machine(), arguments.mebibytes << 20
     rounds = []
     flight = None if arguments.flight is None else wire.flight_environment(arguments.flight)
     try:
@@ -299,6 +291,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error
     result = {"machine": on, **evaluate(rounds, total)}
     print(table(result))
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n")
+    output.write_json(arguments.json, result)
     return 0

@@ -11,7 +11,6 @@ compared with its like: a joiner whose state exists, and one whose optimizer sta
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.arguments import Parser
+from swift.bench import output
 from swift.errors import ServiceError, UsageError
 
 GOAL_RATIO = 0.7
@@ -42,7 +42,7 @@ def make_parser() -> Parser:
         prog="swift-ft bench replica",
         description="Measures the copy of a replica's state against a raw socket, and the time from kill to next step.",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    output.add_json(parser)
     parser.add_argument(
         "--mebibytes", type=int, default=384, metavar="N", help="size of the state (default %(default)s)"
     )
@@ -55,18 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     if arguments.mebibytes < 1 or arguments.rounds < 1:
         raise UsageError("--mebibytes and --rounds take 1 or more")
-    path: Path | None = arguments.json
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"--json {path}: give a file in a directory that exists")
-    on = machine()  # its load before this run adds to it
+    output.check_json(arguments.json)
+    on = output.machine()  # its load before this run adds to it
     measured = run_ranks(arguments.mebibytes, arguments.rounds)
     drill = {"missing": "left out (--no-drill)"} if arguments.no_drill else run_drill()
     result = evaluate(measured, drill, on)
     print(table(result))
-    if path is not None:
-        temporary = path.with_suffix(path.suffix + ".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(temporary, path)
+    output.write_json(arguments.json, result)
     return 0
 
 
@@ -123,19 +118,6 @@ def table(result: dict[str, Any]) -> str:
             f"({drill['strategy']}, {drill['verdict']}; swift-ft {DRILL})"
         )
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """The machine in words; its load, too: whoever else computes meanwhile slows the copy more than the socket."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    except (OSError, StopIteration):
-        memory = 0.0
-    load = os.getloadavg()[0]
-    return f"{len(os.sched_getaffinity(0))} cores ({model}), {memory:.0f} GiB, loopback, load {load:.1f}"
 
 
 # --- time from kill to next step ---

@@ -9,20 +9,18 @@ recording   the same, keeping what the undo needs
 undo        taking the whole step back (goal: at most 1.0 of plain arithmetic, 1.5 exact)
 """
 
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from swift.arguments import Parser
+from swift.bench import output
 from swift.errors import ServiceError, UsageError
 from swift.optim.journal import Journal
 from swift.optim.lamb import Lamb
@@ -207,14 +205,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 def machine() -> dict[str, Any]:
     """What ran it, and how fast memory is: the limit of everything here."""
-    words = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        words = next(
-            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), words
-        )
-    except OSError:
-        words = words or "unknown"
     source, target = torch.ones(1 << 24), torch.ones(1 << 24)
     seconds = []
     for _ in range(5):
@@ -222,7 +212,7 @@ def machine() -> dict[str, Any]:
         target.copy_(source)
         seconds.append(time.perf_counter() - began)
     return {
-        "cpu": words,
+        "cpu": output.cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -262,7 +252,7 @@ def parser() -> Parser:
         prog="swift-ft bench undo",
         description="Measures the journal and undo of every optimizer: time over the step's time, bytes, error.",
     )
-    found.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
+    output.add_json(found)
     found.add_argument("--parameters", type=int, default=4_000_000, metavar="N", help="elements of the model")
     found.add_argument("--rounds", type=int, default=9, metavar="N", help="repetitions that are timed")
     found.add_argument(
@@ -290,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtypes = _some(arguments.dtypes, list(DTYPES), "dtypes")
     if arguments.parameters < 1 or arguments.rounds < 1 or arguments.bucket_mb <= 0:
         raise UsageError("--parameters, --rounds and --bucket-mb must be positive")
+    output.check_json(arguments.json)
     about = machine()
     print(
         f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
@@ -314,17 +305,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     met = {name: [r["goals_met"][name] for r in results if name in r["goals_met"]] for name in GOALS}
     for name, each in met.items():
         print(f"{name} at most {GOALS[name]}: {sum(each)} of {len(each)}")
-    if arguments.json is not None:
-        report = {
-            "machine": about,
-            "goals": {
-                n: {"at_most": GOALS[n], "met": all(each), "cases_met": sum(each), "cases": len(each)}
-                for n, each in met.items()
-            },
-            "results": results,
-        }
-        try:
-            arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            raise ServiceError(f"cannot write {arguments.json}: {error.strerror}") from error
+    report = {
+        "machine": about,
+        "goals": {
+            n: {"at_most": GOALS[n], "met": all(each), "cases_met": sum(each), "cases": len(each)}
+            for n, each in met.items()
+        },
+        "results": results,
+    }
+    output.write_json(arguments.json, report)
     return 0
