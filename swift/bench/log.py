@@ -8,7 +8,6 @@
 Every round measures all cases once, in turn; a case's ratio is the median of its ratios in its own round.
 """
 
-import json
 import mmap
 import os
 import socket
