@@ -53,7 +53,7 @@ TRIES = 3
 BURNED_SHARE = 0.25
 """Of a step: what the control "burn" computes in the trainer's thread."""
 _RESAMPLES = 2000
-_EMPTY_S = 20.0
+_SETTLE_S, _STILL_S = 10.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +211,7 @@ class Bench:
         for rank, job in ((self._trainer, TRAINER_JOB), (self._load, LOAD_JOB)):
             admin.reset(self._server.address, job, GENERATION, TIMEOUT_S)
             rank.ask(do="clear")
-        self._wait_until_empty()
+        self._settle()
         return found
 
     def _slice(self, mode: str) -> dict[str, float]:
@@ -223,11 +223,16 @@ class Bench:
         found["load_rate"] = self._load.ask(do="stop")["rate"]
         return found
 
-    def _wait_until_empty(self) -> None:
-        """Files that are still being removed would be somebody's slice."""
-        deadline = time.monotonic() + _EMPTY_S
-        while any(self._server.log.rglob("*.seg")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def _settle(self) -> None:
+        """Files that are still being removed would be in somebody's slice."""
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            before = sorted(self._server.log.rglob("*.seg"))
+            if not before or time.monotonic() > deadline:
+                return
+            time.sleep(_STILL_S)
+            if sorted(self._server.log.rglob("*.seg")) == before:
+                return
 
 
 def measure(case: Case, arguments: Any) -> dict[str, Any]:

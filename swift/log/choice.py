@@ -12,7 +12,8 @@ sets the pace. In raw bytes per second::
 the link, and a codec would burn a core for nothing. So a codec is taken if ``gain >= TAKE_GAIN`` and
 ``load >= TAKE_LOAD``, the one with the highest pace; it is given up if either falls below its KEEP bound, or for one
 whose pace is TAKE_GAIN times its own. All streams of a rank share the thread and the link: each is judged as if all
-were like it. C and r are medians of the last SAMPLES_KEPT samples, so one that was disturbed decides nothing.
+were like it, and all stages as if they had cores of their own. C and r are medians of the last SAMPLES_KEPT samples,
+so one that was disturbed decides nothing.
 """
 
 import statistics

@@ -108,6 +108,9 @@ def test_a_link_knows_its_rate_after_some_records(server: InProcess, monkeypatch
     assert rate.bytes_per_s > 0
     assert 0 < rate.busy_share <= 1
     assert rate.raw_per_stored == 1.0
+    append(writer, 1)
+    writer.flush(TIMEOUT_S)
+    assert link.rate() != rate  # it was idle in between, and counts again
     writer.close()
 
 
