@@ -4,7 +4,7 @@
     overhead_ranks load CONFIG        answers {"do": "go", "record_bytes", "rate"}, {"do": "stop"}, {"do": "clear"}
 
 CONFIG and commands are JSON, one line each; so are the answers. The first line that a process says describes it.
-Both write to the log through `open_writer`: what a session uses stands there and nowhere else in this benchmark.
+Both write to the log through `Writing`: what a session uses stands there and nowhere else in this benchmark.
 """
 
 import json
@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from swift.log.record import RecordKey
+from swift.log.sidecar_client import SidecarWriter
+from swift.log.sidecar_client import open_writer as open_session_writer
 from swift.log.writer import LogWriter
-from swift.runtime.tensors import owned_bytes
+from swift.runtime.tensors import dtype_name, owned_bytes, plain
 
 GENERATION, TIMEOUT_S = 1, 120.0
 TRAINER_JOB, LOAD_JOB = "trainer", "load"
@@ -32,9 +35,36 @@ RECORDS = 2 * MICROBATCHES
 SHAPES = {"small": (32, 16), "large": (1024, 128)}
 
 
-def open_writer(address: str, job: str) -> LogWriter:
-    """The writing end of the log, as a session opens it."""
-    return LogWriter([address], job, GENERATION, name=job)
+class Writing:
+    """The writing end of the log, as a session opens it, and what its channel does with a tensor that is sent."""
+
+    def __init__(self, address: str, job: str):
+        self.writer = open_session_writer([address], job, GENERATION, name=job)
+        self._lent: deque[tuple[int, Tensor]] = deque()
+        if isinstance(self.writer, SidecarWriter):
+            self.writer.await_sidecar()
+
+    def log(self, stream: str, key: RecordKey, tensor: Tensor) -> None:
+        writer = self.writer
+        if isinstance(writer, LogWriter):
+            writer.append(stream, key, *owned_bytes(tensor))
+            return
+        flat = plain(tensor)
+        name, shape = dtype_name(tensor), tuple(tensor.shape)
+        self._lent.append((writer.append_at(stream, key, name, shape, flat.data_ptr(), flat.nbytes), flat))
+        copied = writer.copied
+        while self._lent and self._lent[0][0] <= copied:
+            self._lent.popleft()
+
+    def cpu_s(self) -> float:
+        """What the sidecar has computed so far: its process's CPU clock, as clock_getcpuclockid(3) names it."""
+        return 0.0 if isinstance(self.writer, LogWriter) else time.clock_gettime((~self.writer.pid << 3) | 2)
+
+    def settle(self) -> None:
+        """As the engine does it before the optimizer."""
+        if self._lent:
+            self.writer.settle()
+            self._lent.clear()
 
 
 # --- what a step's boundary tensors are given to ---
@@ -44,6 +74,12 @@ class Logger(Protocol):
     def log(self, step: int, number: int, tensor: Tensor) -> None:
         """(in the trainer's thread) One boundary tensor."""
 
+    def settle(self) -> None:
+        """The optimizer's step comes."""
+
+    def cpu_s(self) -> float:
+        """Seconds that it has computed in other processes."""
+
     def drain(self) -> None:
         """Returns when everything is durable."""
 
@@ -52,20 +88,26 @@ class Logger(Protocol):
 
 
 class ToLog:
-    """As the session's channel does it: a copy, and append."""
+    """As the session's channel does it."""
 
     def __init__(self, config: dict[str, Any]):
-        self._writer = open_writer(config["address"], TRAINER_JOB)
+        self._writing = Writing(config["address"], TRAINER_JOB)
 
     def log(self, step: int, number: int, tensor: Tensor) -> None:
         stream = "s1.B" if number % 2 else "s0.F"
-        self._writer.append(stream, RecordKey(step, number // 2, 0), *owned_bytes(tensor))
+        self._writing.log(stream, RecordKey(step, number // 2, 0), tensor)
+
+    def settle(self) -> None:
+        self._writing.settle()
+
+    def cpu_s(self) -> float:
+        return self._writing.cpu_s()
 
     def drain(self) -> None:
-        self._writer.flush(TIMEOUT_S)
+        self._writing.writer.flush(TIMEOUT_S)
 
     def clear(self) -> None:
-        self._writer.restart(GENERATION)
+        self._writing.writer.restart(GENERATION)
 
 
 class Nothing:
@@ -76,6 +118,12 @@ class Nothing:
 
     def log(self, step: int, number: int, tensor: Tensor) -> None:
         pass
+
+    def settle(self) -> None:
+        pass
+
+    def cpu_s(self) -> float:
+        return 0.0
 
     def drain(self) -> None:
         pass
@@ -150,6 +198,8 @@ class Training:
             gradient = self._source - output.detach()[0, 0]
             if logger is not None:
                 logger.log(number, 2 * microbatch + 1, gradient)
+        if logger is not None:
+            logger.settle()
         self._optimizer.step()
 
 
@@ -169,7 +219,7 @@ def train(config: dict[str, Any]) -> None:
             say(cleared=True)
             continue
         chosen: Logger | None = logger if command["logged"] else None
-        cpu, began = time.process_time(), time.perf_counter()
+        cpu, began = time.process_time() + logger.cpu_s(), time.perf_counter()
         for _ in range(command["steps"]):
             training.step(number, chosen)
             number += 1
@@ -177,7 +227,9 @@ def train(config: dict[str, Any]) -> None:
         if chosen is not None:
             chosen.drain()
         drained = time.perf_counter() - began - seconds
-        cpu = time.process_time() - cpu  # what a writer does after the step is its work as well
+        cpu = (
+            time.process_time() + logger.cpu_s() - cpu
+        )  # what a writer does after the step is its work as well
         say(step_s=seconds / command["steps"], cpu_s=cpu / command["steps"], drain_s=drained)
 
 
@@ -186,7 +238,7 @@ def train(config: dict[str, Any]) -> None:
 
 def load(config: dict[str, Any]) -> None:
     """Copies, sends and has written as many bytes per second as the trainer would log."""
-    writer = open_writer(config["address"], LOAD_JOB)
+    writing = Writing(config["address"], LOAD_JOB)
     arrived: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -198,7 +250,7 @@ def load(config: dict[str, Any]) -> None:
     step = 0
     while (command := arrived.get())["do"] != "end":
         if command["do"] == "clear":
-            writer.restart(GENERATION)
+            writing.writer.restart(GENERATION)
             say(cleared=True)
             continue
         size, rate = int(command["record_bytes"]), float(command["rate"])
@@ -210,11 +262,11 @@ def load(config: dict[str, Any]) -> None:
             if late < 0:
                 time.sleep(min(-late, 0.01))
                 continue
-            writer.append("load", RecordKey(step, 0, 0), *owned_bytes(source))
+            writing.log("load", RecordKey(step, 0, 0), source)
             step, sent = step + 1, sent + 1
         seconds = time.monotonic() - began
         assert arrived.get()["do"] == "stop"
-        writer.flush(TIMEOUT_S)
+        writing.writer.flush(TIMEOUT_S)
         say(rate=sent * size / seconds)
 
 

@@ -5,8 +5,8 @@ it. Native byte order; both ends are processes of one machine and one installati
 
     control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail, 192 the consumer sleeps, 256 the producer waits,
                           320 floor step, 328 resent, 336 the position from which the floor holds,
-                          384 and 448 counts of records, bytes, verified, each behind the tail for which they
-                          hold: they change together with it
+                          384 and 448 counts of records, bytes, stored bytes, verified, each behind the tail for
+                          which they hold: they change together with it
        at 4096, 128 each  streams, by number: name [64], acknowledged sequence (-1: nothing yet)
     data, `capacity`      records, one behind the other, each at a multiple of 64 bytes
 
@@ -36,7 +36,7 @@ import struct
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from swift.errors import ServiceError, UsageError
 from swift.log.record import DIMS_MAX, DTYPE_BY_CODE, DTYPE_BY_NAME, RecordKey
@@ -64,6 +64,18 @@ class Word:
 
     MAGIC, CAPACITY, HEAD, TAIL, CONSUMER_SLEEPS, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
     FLOOR, RESENT, FLOOR_AT, COUNTS = 320, 328, 336, (384, 448)
+
+
+class Counts(NamedTuple):
+    """What has left the ring: records and bytes that the log has acknowledged, and records that were found equal."""
+
+    records: int = 0
+    bytes: int = 0
+    stored_bytes: int = 0
+    verified: int = 0
+
+
+_NONE = Counts()
 
 
 @functools.cache
@@ -150,17 +162,17 @@ class Memory:
         else:
             self._library[1].swift_ring_store(self.address + word, value)
 
-    def counts(self) -> tuple[int, int, int]:
-        """Records and bytes that the log has acknowledged, and records that were found equal."""
+    def counts(self) -> Counts:
+        """Of everything that has left the ring."""
         while True:
             tail = self.load(Word.TAIL)
             for at in Word.COUNTS:
                 if self.load(at) == tail:
-                    found = self.load(at + 8), self.load(at + 16), self.load(at + 24)
+                    found = Counts(*(self.load(at + 8 * index) for index in range(1, 5)))
                     if self.load(at) == tail:
                         return found
 
-    def set_tail(self, tail: int, counts: tuple[int, int, int]) -> None:
+    def set_tail(self, tail: int, counts: Counts) -> None:
         """(consumer) The one store of the tail makes both true."""
         at = Word.COUNTS[0] if self.load(Word.COUNTS[0]) != self.load(Word.TAIL) else Word.COUNTS[1]
         for index, value in enumerate((tail, *counts)):
@@ -387,11 +399,11 @@ class Consumer:
             os.eventfd_read(self._wake)
         self._memory.store(Word.CONSUMER_SLEEPS, 0)
 
-    def release(self, position: int, counts: tuple[int, int, int] = (0, 0, 0)) -> bool:
+    def release(self, position: int, counts: Counts = _NONE) -> bool:
         """Everything below is free again; ``counts`` is added. True if the producer waits for that."""
         if position > self._memory.load(Word.TAIL):
-            records, size, verified = (a + b for a, b in zip(self._memory.counts(), counts, strict=True))
-            self._memory.set_tail(position, (records, size, verified))
+            total = Counts(*(a + b for a, b in zip(self._memory.counts(), counts, strict=True)))
+            self._memory.set_tail(position, total)
         waits = bool(self._memory.load(Word.PRODUCER_WAITS))
         if waits:
             self._memory.store(Word.PRODUCER_WAITS, 0)

@@ -9,7 +9,8 @@ It may be killed at any time. Its successor reads the ring from the tail: record
 again under the same one, the others are compared with what the server says that it has.
 
 Requests and answers are lines of JSON: ``{"id": 3, "do": "flush", …}``, ``{"id": 3, "error": null}``; unasked
-``{"trouble": …}`` and ``{"room": true}``.
+``{"trouble": …}``, ``{"codec": …}`` and ``{"room": true}``. What has the
+number 0 is not answered: the trainer says it while it does not read.
 """
 
 import argparse
@@ -27,12 +28,13 @@ from typing import Any
 
 from swift import errors
 from swift.errors import LogUnavailable, RecordTrimmed, ServiceError, StaleGeneration, SwiftError
+from swift.log.choice import Choice
 from swift.log.link_core import Outgoing
 from swift.log.memory import keep_freed_memory
 from swift.log.placement import server_of
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
-from swift.log.ring import STREAMS_MAX, Consumer, Entry, Memory, Word
+from swift.log.ring import STREAMS_MAX, Consumer, Counts, Entry, Memory, Word
 from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
 
 DRAIN_S = 10.0
@@ -77,8 +79,16 @@ class _Placed(Outgoing):
 class RingWriter(LogWriter):
     """A LogWriter whose queue is the ring: what is acknowledged leaves it."""
 
-    def __init__(self, memory: Memory, wake: int, tell: Callable[[Message], None], **options: Any) -> None:
-        """``tell`` sends a message to the trainer; it may be gone."""
+    def __init__(
+        self,
+        memory: Memory,
+        wake: int,
+        tell: Callable[[Message], None],
+        dropped: int | None = None,
+        **options: Any,
+    ) -> None:
+        """``tell`` sends a message to the trainer; it may be gone. ``dropped``: see `discard`; a predecessor has not
+        done it, and what it left must not be claimed under the new generation."""
         self._memory = memory
         self._consumer = Consumer(memory, wake)
         self._tell = tell
@@ -90,6 +100,8 @@ class RingWriter(LogWriter):
         self._names = [memory.stream(index) for index in range(STREAMS_MAX)]
         self._floor = 0
         self._resent_before = memory.load(Word.RESENT)
+        if dropped is not None:
+            self._drop(dropped)
         super().__init__(**options)
         self._floor_at_start = self._memory.load(Word.FLOOR)
         self._unlearned = self._resume(wake)
@@ -181,9 +193,14 @@ class RingWriter(LogWriter):
     # -- what leaves the ring --------------------------------------------------------------------------
 
     def _on_error(self, error: SwiftError) -> None:
-        # Before the record leaves the ring: if this process is killed, the trainer knows.
-        self._tell({"trouble": error_to_json(error), "final": True})
-        super()._on_error(error)
+        # Before the record leaves the ring: if this process is killed, the trainer knows. And at once with what is
+        # kept here: a trainer that knows begins a new generation, in which the error must not come up again.
+        with self._cond:
+            self._tell({"trouble": error_to_json(error), "final": True})
+            super()._on_error(error)
+
+    def _on_choice(self, stream: str, choice: Choice) -> None:
+        self._tell({"stream": stream, "codec": choice.codec, "reason": choice.reason})
 
     def _on_change(self, freed: int) -> None:
         super()._on_change(freed)
@@ -198,7 +215,7 @@ class RingWriter(LogWriter):
     def _sweep(self) -> bool:
         """Moves the tail behind what is acknowledged. True if the trainer waits for that."""
         acked: dict[str, int] = {}
-        position, records, size, verified = -1, 0, 0, 0
+        position, records, size, stored, verified = -1, 0, 0, 0, 0
         memory = self._memory
         while self._outstanding:
             end, entry, item = self._outstanding[0]
@@ -217,10 +234,14 @@ class RingWriter(LogWriter):
                             memory.set_acked(entry.index, acked[item.stream])
                     if not 0 <= entry.sequence < acked[item.stream]:
                         break
-                    records, size = records + 1, size + entry.body.nbytes
+                    records, size, stored = (
+                        records + 1,
+                        size + entry.body.nbytes,
+                        stored + item.stored_bytes,
+                    )
             self._outstanding.popleft()
             position = end
-        return position >= 0 and self._consumer.release(position, (records, size, verified))
+        return position >= 0 and self._consumer.release(position, Counts(records, size, stored, verified))
 
     # -- control --------------------------------------------------------------------------------------
 
@@ -234,14 +255,19 @@ class RingWriter(LogWriter):
                 self._unlearned.clear()
                 self._asking = None
                 with self._sweeping:
-                    self._outstanding.clear()
-                    for index in range(STREAMS_MAX):
-                        self._memory.set_acked(index, -1)
-                    self._consumer.position = max(self._consumer.position, upto)
-                    self._consumer.release(self._consumer.position)
+                    self._drop(upto)
         finally:
             self._calling.clear()
         self._tell({"room": True})
+
+    def _drop(self, upto: int) -> None:
+        self._outstanding.clear()
+        for index in range(STREAMS_MAX):
+            self._memory.set_acked(
+                index, -1
+            )  # the server need not have what it has acknowledged: it was reset
+        self._consumer.position = max(self._consumer.position, upto)
+        self._consumer.release(self._consumer.position)
 
     def trouble(self) -> SwiftError | None:
         """What the trainer must be told now."""
@@ -361,6 +387,7 @@ class Sidecar:
                 self._memory,
                 self._wake,
                 self.tell,
+                request["dropped"],
                 servers=request["servers"],
                 job=request["job"],
                 generation=request["generation"],
@@ -399,7 +426,11 @@ class Sidecar:
         self._answer(request, error)
 
     def _answer(self, request: Message, error: SwiftError | None) -> None:
-        self.tell({"id": request["id"], "error": error_to_json(error)})
+        if request["id"]:
+            self.tell({"id": request["id"], "error": error_to_json(error)})
+        elif error is not None:  # it was not even begun
+            self.tell({"failed": str(error)})
+            os._exit(1)
 
     # -- watch ----------------------------------------------------------------------------------------
 
@@ -412,7 +443,7 @@ class Sidecar:
                     self.tell({"trouble": error_to_json(error), "final": False})
             writer._on_change(
                 0
-            )  # a record of several messages may have been acknowledged before its last one
+            )  # a record of several messages may be acknowledged before its last one is sent
             self._gone.wait(_SLEEP_S)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from swift import events
 from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
+from swift.log import ring
+from swift.log.choice import Choice
 from swift.log.record import RecordKey, check_name
 from swift.log.ring import HEADER_BYTES, Memory, Word, header_of, producer
 from swift.log.sidecar import Message, error_from_json
@@ -55,6 +57,14 @@ def _address_of(view: memoryview) -> int:
     address = int(buffer.buf or 0)
     ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
     return address
+
+
+def open_writer(
+    servers: Sequence[str], job: str, generation: int, **options: Any
+) -> "LogWriter | SidecarWriter":
+    """What a session writes its log with: a SidecarWriter, unless it is switched off or the machine cannot have one."""
+    inside = os.environ.get(ENV_OFF) == "1" or not ring.available()
+    return (LogWriter if inside else SidecarWriter)(servers, job, generation, **options)
 
 
 class SidecarWriter:
@@ -109,6 +119,7 @@ class SidecarWriter:
         self._waiting: dict[int, Message] = {}  # requests without an answer
         self._answers: dict[int, SwiftError | None] = {}
         self._number = 0
+        self._choices: dict[str, Choice] = {}
         self._expected: dict[str, dict[RecordKey, bytes]] = {}
         self._streams: dict[str, int] = {}
         self._lent: deque[tuple[int, object]] = deque()
@@ -129,8 +140,13 @@ class SidecarWriter:
         """What the log has acknowledged, and what was found equal."""
         if self._stats is not None:
             return self._stats
-        records, size, verified = self._memory.counts()
-        return WriterStats(records, size, verified, self._memory.load(Word.RESENT))
+        return WriterStats(**self._memory.counts()._asdict(), resent=self._memory.load(Word.RESENT))
+
+    @property
+    def codec_choices(self) -> dict[str, Choice]:
+        """As `LogWriter.codec_choices`."""
+        with self._cond:
+            return dict(self._choices)
 
     @property
     def pid(self) -> int:
@@ -255,7 +271,7 @@ class SidecarWriter:
         with self._cond:
             self.generation = generation  # of a successor of the sidecar, too
             self._interrupted = False
-        self._request(message)
+            self._request(message)
 
     def await_sidecar(self) -> None:
         """Returns once the sidecar works. Nobody has to wait for it, but a trainer that begins can."""
@@ -336,8 +352,9 @@ class SidecarWriter:
         self._line = ours
         events.emit("sidecar_started", name=self._name, sidecar_pid=self._process.pid, restarts=self.restarts)
         with self._cond:
-            first = {"do": "begin", "generation": self.generation, **self._begin}
             again = self._waiting.values()
+            dropped = max((one["upto"] for one in again if one["do"] == "restart"), default=None)
+            first = {"do": "begin", "generation": self.generation, "dropped": dropped, **self._begin}
             for message in (first, *_expectations(self._expected), *again, {"do": "go"}):
                 self._send({"id": 0, **message})
 
@@ -419,6 +436,8 @@ class SidecarWriter:
                     self._error = self._error or error
                 else:
                     self._trouble = error
+            elif "codec" in message:
+                self._choices[message["stream"]] = Choice(message["codec"], message["reason"])
             elif "failed" in message:
                 self._last_words = message["failed"]
             elif message.get("id") in self._waiting:

@@ -32,9 +32,7 @@ from swift.errors import (
     SwiftError,
     UsageError,
 )
-from swift.log import ring, sidecar_client
-from swift.log.sidecar_client import SidecarWriter
-from swift.log.writer import LogWriter
+from swift.log.sidecar_client import SidecarWriter, open_writer
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
@@ -174,8 +172,7 @@ class Engine:
     def _open_log(self, view: pb.View) -> None:
         self.log_servers = list(view.log_servers)
         if self._writer is None:
-            inside = os.environ.get(sidecar_client.ENV_OFF) == "1" or not ring.available()
-            self._writer = (LogWriter if inside else SidecarWriter)(
+            self._writer = open_writer(
                 self.log_servers,
                 view.job,
                 view.generation,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift.log import link, ring, sidecar
+from swift.log import link, link_core, ring, sidecar
 from swift.log.ring import Word
 
 point, _, at = os.environ["DIE_AT"].partition(":")
@@ -60,9 +60,10 @@ original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")
 around(sidecar.RingWriter, "_take", "before-take", "after-take")
-around(link, "frames_message", "before-message", "after-message")
+around(link_core, "frames_message", "before-message", "after-message")
 around(link.Link, "_on_reply", "before-reply", "after-reply")
 around(sidecar.RingWriter, "_learn", "before-learn", "after-learn")
+around(sidecar.RingWriter, "discard", "before-discard", "after-discard")
 
 if __name__ == "__main__":
     sidecar.main(sys.argv[1:])

@@ -224,6 +224,37 @@ def test_expectations_and_generations_survive_the_sidecar(server: LogServer) -> 
         writer.close(0.0)
 
 
+@pytest.mark.parametrize("point", ["before-discard:1", "after-discard:1"])
+def test_a_sidecar_killed_while_the_log_is_given_up(
+    server: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
+    died = tmp_path / "died"
+    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(died))):
+        monkeypatch.setenv(name, value)
+    writer = SidecarWriter([server.address], JOB, 1)
+    try:
+        for number in range(9):
+            put(writer, number)
+        writer.flush(TIMEOUT_S)
+        server.fence(2)
+        put(writer, 9)  # stays in the ring
+        admin.reset(server.address, JOB, 2, TIMEOUT_S)
+        writer.restart(2)
+        assert died.exists()
+        for number in range(3, 9):
+            put(writer, number, b"other")
+        writer.flush(TIMEOUT_S)
+        reader = LogReader([server.address], JOB)
+        other = digest_of("uint8", (5,), b"other")
+        for stream in STREAMS:
+            assert reader.digests(stream, 0) == {key(1): other, key(2): other}
+        reader.close()
+        assert not any(stream.corrupt for stream in admin.inventory(server.address, JOB, TIMEOUT_S))
+    finally:
+        writer.close(0.0)
+
+
 def test_the_server_and_the_sidecar_die_together(server: LogServer) -> None:
     writer = SidecarWriter([server.address], JOB, 1)
     try:

@@ -4,6 +4,8 @@ import pytest
 
 from swift._pb import log_pb2
 from swift.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration
+from swift.log.assembly import MESSAGE_BYTES
+from swift.log.choice import LinkRate
 from swift.log.frame import checksum, decode_header
 from swift.log.link_core import FULL_RETRY_S, RETRY_S, LinkCore, Outgoing
 from swift.log.record import RecordKey, digest_of
@@ -27,16 +29,18 @@ def outgoing(step: int) -> Outgoing:
     )
 
 
-def opened(core: LinkCore, next_sequence: int, credit: int = 1 << 20) -> tuple[int, log_pb2.Open]:
+def opened(
+    core: LinkCore, next_sequence: int, credit: int = 1 << 20, now: float = 0.0
+) -> tuple[int, log_pb2.Open]:
     """A call whose stream the server has opened; what the writer asked for."""
-    number = core.begin_call(0.0)
+    number = core.begin_call(now)
     message = core.next_message(number)
     assert message is not None
     (asked,) = log_pb2.AppendRequest.FromString(message).opens
     reply = log_pb2.AppendReply(
         credit_bytes=credit, opened=[log_pb2.Opened(stream=STREAM, next_sequence=next_sequence)]
     )
-    core.on_reply(number, reply, 0.0)
+    core.on_reply(number, reply, now)
     return number, asked
 
 
@@ -93,6 +97,56 @@ def test_after_a_reset_the_writer_claims_nothing(core: LinkCore) -> None:
     number, asked = opened(core, 1)
     assert (asked.generation, asked.acked_sequence) == (2, 0)
     assert sequences(core.next_message(number)) == [1]
+
+
+def test_a_successor_goes_on_where_a_writer_was_killed() -> None:
+    core = LinkCore("here", JOB, 1, 0.0)
+    core.resume(STREAM, 4, 7)
+    waiting = []
+    for sequence in (3, 5, 6, -1):
+        record = outgoing(max(sequence, 0))
+        record.sequence = sequence
+        waiting.append(core.enqueue(record, 0.0))
+    assert waiting == [False, True, True, True]  # what is durable is not sent again
+    number, asked = opened(core, 6)
+    assert asked.acked_sequence == 4
+    assert sequences(core.next_message(number)) == [5, 6, 7]
+    acked(core, number, 8)
+    assert (core.pending, core.acked(STREAM)) == (0, 8)
+    assert core.acked("another") == 0
+
+
+def test_a_record_is_not_let_go_before_its_last_message(core: LinkCore) -> None:
+    """Another writer's copy of it may be durable while this one is still sent: its memory is in use."""
+    large = bytes(2 * MESSAGE_BYTES)
+    record = outgoing(3)
+    record.stored, record.raw_bytes, record.shape = large, len(large), (len(large),)
+    core.enqueue(record, 0.0)
+    number, _ = opened(core, 0, credit=1 << 30)
+    core.next_message(number)
+    acked(core, number, 4)
+    assert core.pending == 0
+    assert core.acked(STREAM) == 3
+    core.next_message(number)
+    assert core.acked(STREAM) == 4
+
+
+def test_the_bandwidth_is_of_the_time_in_which_something_waits(core: LinkCore) -> None:
+    number, _ = opened(core, 0)
+    core.next_message(number)
+    assert core.meter.rate() is None
+    acked(core, number, 3, now=2.0)
+    stored = sum(len(body_of(step)) for step in range(3))
+    assert core.meter.rate() == LinkRate(stored / 2.0, 1.0, 1.0)
+    core.enqueue(outgoing(3), 10.0)
+    core.next_message(number)
+    core.end_call()  # cut: the time since then is not its speed
+    number, _ = opened(core, 3, now=20.0)
+    core.next_message(number)
+    acked(core, number, 4, now=21.0)
+    rate = core.meter.rate()
+    assert rate is not None
+    assert rate.bytes_per_s == pytest.approx((stored / 2.0 + len(body_of(3)) / 1.0) / 2)
 
 
 def test_a_stream_that_somebody_else_has_written(core: LinkCore) -> None:

@@ -1,14 +1,17 @@
 """What a LogWriter promises, a SidecarWriter keeps: the same tests, with the work done in another process."""
 
+import ctypes
 import os
 import signal
+import struct
 import threading
 
 import pytest
 
-from swift.errors import LogInterrupted, LogUnavailable, ServiceError, UsageError
+from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, UsageError
 from swift.log import ring
 from swift.log.reader import LogReader
+from swift.log.sidecar import Message, RingWriter
 from swift.log.sidecar_client import SidecarWriter
 from tests.unit.log import test_writer_reader as inside
 from tests.unit.log.service import JOB, InProcess, eventually
@@ -126,6 +129,89 @@ def test_what_is_lent_may_change_once_it_is_settled() -> None:
         assert set(cursor.get(key(0), TIMEOUT_S, lambda: False).body) == {1}
         cursor.close()
         reader.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "bitshuffle", "auto"])
+def test_codecs_and_what_they_made_of_it(codec: str) -> None:
+    body = struct.pack("<f", 1.5) * 5000
+    with InProcess() as running, writing(running, codec=codec) as writer:
+        for step in range(3):
+            writer.append("s0.F", key(step), "float32", (5000,), body)
+        writer.flush(TIMEOUT_S)
+        stats = writer.stats
+        assert (stats.records, stats.bytes) == (3, 3 * len(body))
+        if codec == "bitshuffle":
+            assert 0 < stats.stored_bytes < len(body)
+        else:
+            assert stats.stored_bytes == stats.bytes
+        if codec == "auto":  # it is said before the record is acknowledged
+            choice = writer.codec_choices["s0.F"]
+            assert choice.codec == "none"
+            assert "not known yet" in choice.reason
+        else:
+            assert writer.codec_choices == {}
+        reader = LogReader([running.address], JOB)
+        cursor = reader.follow("s0.F", 0)
+        assert cursor.get(key(2), TIMEOUT_S, lambda: False).body == body
+        cursor.close()
+        reader.close()
+    assert writer.stats == stats
+
+
+def test_a_codec_that_is_not_there() -> None:
+    with InProcess() as running, pytest.raises(UsageError, match="give one of none, lz4, bitshuffle, auto"):
+        SidecarWriter([running.address], JOB, 1, codec="zip")
+
+
+def test_an_error_is_told_together_with_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that was told begins a new generation at once, and must not meet the error again."""
+    memory, wake = ring.Memory.create(1 << 20), os.eventfd(0)
+    with InProcess() as running:
+        writers: list[RingWriter] = []
+
+        def tell(message: Message) -> None:
+            if message.get("trouble"):  # the trainer's answer is as quick as can be
+                control = threading.Thread(target=writers[0].set_generation, args=(1,))
+                control.start()
+                control.join(0.2)
+                controls.append(control)
+
+        controls: list[threading.Thread] = []
+        writer = RingWriter(memory, wake, tell, servers=[running.address], job=JOB, generation=1)
+        writers.append(writer)
+        writer._on_error(Divergence("not the same"))
+        controls[0].join()
+        assert writer.trouble() is None
+        writer.close(0.0)
+    os.close(wake)
+
+
+def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
+    memory, wake = ring.Memory.create(1 << 20), os.eventfd(0)
+    memory.set_stream(0, "s0.F")
+    memory.set_acked(0, 5)
+    producer = ring.producer(memory, wake)
+    body = b"dropped"
+    view = ctypes.create_string_buffer(body)
+    end = producer.push(
+        ring.header_of(0, key(5), "uint8", (len(body),), len(body)),
+        ctypes.addressof(view),
+        len(body),
+        True,
+    )
+    with InProcess() as running:
+        options = {"servers": [running.address], "job": JOB, "generation": 1}
+        kept = RingWriter(memory, wake, lambda _: None, **options)
+        (link,) = kept._links.values()
+        assert link.acked("s0.F") == 5
+        kept.close(0.0)
+        writer = RingWriter(memory, wake, lambda _: None, dropped=end, **options)
+        (link,) = writer._links.values()
+        assert (link.acked("s0.F"), memory.acked(0)) == (0, -1)
+        assert memory.load(ring.Word.TAIL) == end
+        writer.close(0.0)
+    producer.close()
+    os.close(wake)
 
 
 def test_a_sidecar_that_cannot_live_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
