@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from swift import errors
+from swift import errors, events
 from swift.errors import LogUnavailable, RecordTrimmed, ServiceError, StaleGeneration, SwiftError
 from swift.log.choice import Choice
 from swift.log.link_core import Outgoing
@@ -234,11 +234,8 @@ class RingWriter(LogWriter):
                             memory.set_acked(entry.index, acked[item.stream])
                     if not 0 <= entry.sequence < acked[item.stream]:
                         break
-                    records, size, stored = (
-                        records + 1,
-                        size + entry.body.nbytes,
-                        stored + item.stored_bytes,
-                    )
+                    records, size = records + 1, size + entry.body.nbytes
+                    stored += item.stored_bytes
             self._outstanding.popleft()
             position = end
         return position >= 0 and self._consumer.release(position, Counts(records, size, stored, verified))
@@ -261,11 +258,10 @@ class RingWriter(LogWriter):
         self._tell({"room": True})
 
     def _drop(self, upto: int) -> None:
+        """The server was reset: it need not have what it has acknowledged."""
         self._outstanding.clear()
         for index in range(STREAMS_MAX):
-            self._memory.set_acked(
-                index, -1
-            )  # the server need not have what it has acknowledged: it was reset
+            self._memory.set_acked(index, -1)
         self._consumer.position = max(self._consumer.position, upto)
         self._consumer.release(self._consumer.position)
 
@@ -383,6 +379,7 @@ class Sidecar:
     def _do(self, request: Message) -> None:
         do = request["do"]
         if do == "begin":
+            events.configure(f"sidecar-{request['name'] or request['job']}")
             self._writer = RingWriter(
                 self._memory,
                 self._wake,
