@@ -3,6 +3,7 @@
 SwiftError
 ├── UsageError                 bad input: says what to do; exit code 2
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
+│   ├── AccessDenied           a service does not take this process's token, or has none to take
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
 │       └── LogInterrupted     the wait was called off: a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
@@ -35,6 +36,10 @@ class UsageError(SwiftError):
 
 class ServiceError(SwiftError):
     """A service or the machine is not able to do it."""
+
+
+class AccessDenied(ServiceError):
+    """A service does not take this process's token: missing, expired, or of another job, role or generation."""
 
 
 class LogUnavailable(ServiceError):

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import logging
 import os
 import signal
@@ -23,12 +22,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.coordinator import messages as m
-from services.coordinator.driver import Driver
+from services.coordinator.driver import JOBS_MAX, Driver
 from services.coordinator.logs import LogServers
 from services.coordinator.row import JobRow, State
 from services.coordinator.servicer import Servicer
 from services.coordinator.store import SqliteStore, StoreFailed
 from services.coordinator.timing import LEASE_HEARTBEATS, Timing
+from services.security import listening
+from services.security.gate import Gate
+from services.security.interceptors import AsyncGate
+from services.security.listening import Protection
 from swift import events
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.arguments import Parser
@@ -54,12 +57,16 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(name)s %(message)s")
         timing = checked_timing(arguments)
         log_servers = checked_log_servers(arguments.log_servers)
-        host, port = checked_listen(arguments.listen, insecure=arguments.insecure)
+        protection = listening.protection_of(arguments)
+        gate = protection.gate()
         with contextlib.ExitStack() as stack:
             store = open_directory(arguments.directory, stack)
             die = killer(arguments.directory, arguments.die_at)
             address_file = arguments.address_file
-            asyncio.run(serve(store, timing, log_servers, f"{host}:{port}", address_file, die))
+            if arguments.jobs_max < 1:
+                raise UsageError("--jobs-max must be at least 1")
+            driver = driver_maker(store, timing, log_servers, die, arguments.jobs_max)
+            asyncio.run(serve(driver, protection, gate, address_file))
     except SwiftError as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return error.exit_code
@@ -80,8 +87,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="HOST:PORT,...",
         help="the log servers that it fences and trims; none: every recovery restores the checkpoint",
     )
-    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default %(default)s")
-    parser.add_argument("--insecure", action="store_true", help="allow --listen off loopback, in clear text")
     parser.add_argument("--address-file", type=Path, help="gets host:port once it serves")
     parser.add_argument("--heartbeat-s", type=float, default=0.5, help="default %(default)s")
     parser.add_argument("--lease-s", type=float, help=f"default: {LEASE_HEARTBEATS} heartbeats")
@@ -97,6 +102,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="fault injection: SIGKILL itself once the first transition into this state of a generation above 1 "
         "is durable, before anything else happens; once per directory",
     )
+    parser.add_argument(
+        "--jobs-max", type=int, default=JOBS_MAX, metavar="N", help="jobs under way (default %(default)s)"
+    )
+    listening.add_flags(parser)
     parser.add_argument("--log-level", default="WARNING", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return parser.parse_args(argv)
 
@@ -117,19 +126,6 @@ def checked_log_servers(text: str) -> list[str]:
     if len(set(addresses)) < len(addresses):
         raise UsageError(f"--log-servers {text}: the same address twice")
     return addresses
-
-
-def checked_listen(text: str, *, insecure: bool) -> tuple[str, int]:
-    host, port = split_address(text, "--listen")
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback and not insecure:
-        raise UsageError(
-            f"--listen {text} is not loopback: add --insecure if clear text is what you want there"
-        )
-    return host, port
 
 
 def split_address(text: str, flag: str) -> tuple[str, int]:
@@ -172,41 +168,45 @@ def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist],
     return die
 
 
-async def serve(
+def driver_maker(
     store: SqliteStore,
     timing: Timing,
     log_servers: list[str],
-    listen: str,
-    address_file: Path | None,
     after_durable: Callable[[JobRow, m.Persist], None],
+    jobs_max: int,
+) -> Callable[[], Driver]:
+    """A driver belongs to the loop that it is made on."""
+    logs = LogServers(timing.log_call_s)
+    return lambda: Driver(store, logs, timing, log_servers, after_durable=after_durable, jobs_max=jobs_max)
+
+
+async def serve(
+    make_driver: Callable[[], Driver], protection: Protection, gate: Gate, address_file: Path | None
 ) -> None:
     """Serves until SIGTERM. ServiceError: the store failed."""
-    driver = Driver(store, LogServers(timing.log_call_s), timing, log_servers, after_durable=after_durable)
+    driver = make_driver()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
     try:
-        port = await started(server, driver, listen)
-        address = f"{listen.rpartition(':')[0]}:{port}"
+        port = await started(server, driver, protection)
+        address = f"{protection.listen.rpartition(':')[0]}:{port}"
         if address_file is not None:
             write_address(address_file, address)
-        events.emit("serving", address=address)
+        events.emit("serving", address=address, **protection.fields())
         await until_stopped(driver, stopped)
     finally:
         driver.stop()
         await server.stop(grace=0.2)
 
 
-async def started(server: grpc.aio.Server, driver: Driver, listen: str) -> int:
+async def started(server: grpc.aio.Server, driver: Driver, protection: Protection) -> int:
     """Brings up services and jobs; the port."""
     pb_grpc.add_CoordinatorServicer_to_server(Servicer(driver), server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError:
-        raise UsageError(f"--listen {listen}: cannot listen there: is the port in use?") from None
+    port = listening.bind(server, protection)
     try:
         driver.start()
     except StoreFailed as error:

@@ -28,12 +28,17 @@ logger = logging.getLogger(__name__)
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
+JOBS_MAX = 1024
 
 T = TypeVar("T")
 
 
 class Unavailable(Exception):
     """This coordinator is going down; another one will answer."""
+
+
+class TooMany(Exception):
+    """A limit of this coordinator would be passed."""
 
 
 class NoSuchJob(Exception):
@@ -52,6 +57,7 @@ class Driver:
         *,
         clock: Callable[[], float] = events.now,
         after_durable: Callable[[JobRow, m.Persist], None] = lambda row, persist: None,
+        jobs_max: int = JOBS_MAX,
     ) -> None:
         self.timing = timing
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -61,6 +67,7 @@ class Driver:
         self._log_servers = log_servers
         self._clock = clock
         self._after_durable = after_durable
+        self._jobs_max = jobs_max
         # More than enough for calls that hang until their timeout, while others must go through.
         self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="logs")
         self._jobs: dict[str, Job] = {}
@@ -120,6 +127,9 @@ class Driver:
     def join(self, name: str, join: m.Join) -> pb.View:
         job = self._jobs.get(name)
         if job is None:
+            live = sum(not other.row.state.is_over for other in self._jobs.values())
+            if live >= self._jobs_max:
+                raise TooMany(f"{live} jobs are under way here: no more (--jobs-max)")
             job = Job.create(name, self._log_servers, join, self.timing, self._clock())
             self._step(job, join, self._clock())
             self._jobs[name] = job

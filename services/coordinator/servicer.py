@@ -2,21 +2,23 @@
 
 # ruff: noqa: N802  (gRPC names its methods so)
 
-import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
 
 from services.coordinator import messages as m
-from services.coordinator.driver import Driver, NoSuchJob, Unavailable
+from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
 from services.coordinator.messages import Refusal, Refused
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.errors import UsageError
+from swift.log.wire import REASON_KEY, Reason
+from swift.names import check_job
 
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LONGEST_REASON = 2000
 LONGEST_ID = 128
+WORLD_SIZE_MAX = 1 << 16
 CODES = {
     Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
     Refused.MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
@@ -48,6 +50,11 @@ class Servicer(pb_grpc.CoordinatorServicer):
         if not 0 < len(member.incarnation) <= LONGEST_ID:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a member needs an incarnation, and a short one"
+            )
+        if not 0 < request.world_size <= WORLD_SIZE_MAX:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks",
             )
         return await self._answer(context, request.job, lambda: self._driver.join(request.job, join))
 
@@ -147,6 +154,9 @@ class Servicer(pb_grpc.CoordinatorServicer):
             await context.abort(CODES[refusal.kind], str(refusal))
         except NoSuchJob:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no rank has joined a job {job} here")
+        except TooMany as limit:
+            trailers = ((REASON_KEY, Reason.LIMIT.value),)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(limit), trailers)
         except Unavailable as unavailable:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(unavailable))
 
@@ -168,8 +178,7 @@ def _sender(request: _FromMember) -> m.Sender:
 
 
 async def _check_name(context: Context, job: str) -> None:
-    if not NAME.fullmatch(job):
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"job name {job[:80]!r}: use 1 to 64 of a-z 0-9 . _ - and begin with a letter or digit",
-        )
+    try:
+        check_job(job)
+    except UsageError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -1,6 +1,5 @@
 """python -m services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
 
-import ipaddress
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from services.logserver.engine import LogEngine
 from services.logserver.servicer import make_server
 from services.logserver.state import EngineConfig, Fsync
 from services.logserver.storage import DirectoryStorage
+from services.security import listening
 from swift import events
 from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
@@ -30,7 +30,7 @@ class ServerConfig:
     """What the command line says, checked."""
 
     directory: Path
-    listen: str
+    protection: listening.Protection
     address_file: Path | None
     segment_bytes: int
     engine: EngineConfig
@@ -44,25 +44,16 @@ class ServerConfig:
             raise UsageError(f"--body-bytes-max must be between 1 and {BODY_BYTES_MAX}")
         if self.engine.fsync_interval_s <= 0:
             raise UsageError("--fsync-interval must be positive")
+        for name in ("jobs_max", "job_streams_max"):
+            if getattr(self.engine, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.engine.job_bytes_max < self.engine.writer_bytes_max:
+            raise UsageError(
+                f"--job-bytes-max must have room for one writer: at least {self.engine.writer_bytes_max} "
+                "(--credit-bytes and one frame)"
+            )
         if self.address_file is not None and not self.address_file.parent.is_dir():
             raise UsageError(f"--address-file: there is no directory {self.address_file.parent}")
-
-
-def _listen_address(text: str, insecure: bool) -> str:
-    host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"--listen {text!r} is not host:port, such as 127.0.0.1:0")
-    if not insecure and host != "localhost":
-        try:
-            loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise UsageError(
-                f"--listen {text}: not a loopback address, and connections are neither encrypted nor "
-                "authenticated; give 127.0.0.1:PORT, or --insecure if the network is trusted"
-            )
-    return text
 
 
 def parse(argv: Sequence[str]) -> ServerConfig:
@@ -73,7 +64,6 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     parser.add_argument(
         "--directory", type=Path, required=True, help="where segments are kept; made if missing"
     )
-    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free one")
     parser.add_argument("--address-file", type=Path, help="gets host:port once the server serves")
     parser.add_argument(
         "--fsync",
@@ -89,11 +79,12 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     )
     parser.add_argument("--credit-bytes", type=int, default=64 << 20, help="bytes under way per writer")
     parser.add_argument("--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="largest tensor accepted")
-    parser.add_argument("--insecure", action="store_true", help="allow --listen off loopback, without TLS")
+    _add_limits(parser)
+    listening.add_flags(parser)
     options = parser.parse_args(argv)
     return ServerConfig(
         directory=options.directory,
-        listen=_listen_address(options.listen, options.insecure),
+        protection=listening.protection_of(options),
         address_file=options.address_file,
         segment_bytes=options.segment_bytes,
         engine=EngineConfig(
@@ -101,8 +92,23 @@ def parse(argv: Sequence[str]) -> ServerConfig:
             fsync_interval_s=options.fsync_interval,
             credit_bytes=options.credit_bytes,
             body_bytes_max=options.body_bytes_max,
+            jobs_max=options.jobs_max,
+            job_streams_max=options.job_streams_max,
+            job_bytes_max=options.job_bytes_max,
         ),
     )
+
+
+def _add_limits(parser: Parser) -> None:
+    """What one job, or many, can take of the server at most."""
+    defaults = EngineConfig()
+    group = parser.add_argument_group("limits", "what goes beyond is refused, and told why")
+    for flag, default, what in (
+        ("--jobs-max", defaults.jobs_max, "jobs that it keeps"),
+        ("--job-streams-max", defaults.job_streams_max, "streams of a job"),
+        ("--job-bytes-max", defaults.job_bytes_max, "bytes under way, over all writers of a job"),
+    ):
+        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default %(default)s)")
 
 
 def _signals() -> Callable[[], None]:
@@ -126,22 +132,19 @@ def _signals() -> Callable[[], None]:
 def run(config: ServerConfig) -> int:
     """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0."""
     keep_freed_memory()
+    protection = config.protection
+    gate = protection.gate()
     storage = DirectoryStorage(config.directory, config.segment_bytes)
     engine = LogEngine(storage, config.engine)
-    server, _ = make_server(engine)
-    host = config.listen.rpartition(":")[0]
-    try:
-        port = server.add_insecure_port(config.listen)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise UsageError(f"cannot listen on {config.listen}: the port is in use or not allowed; give another")
+    server, _ = make_server(engine, gate)
+    host = protection.listen.rpartition(":")[0]
+    port = listening.bind(server, protection)
     engine.start(storage.recover())
     wait_for_signal = _signals()
     server.start()
     engine.state.on_health(True)
     address = f"{host}:{port}"
-    events.emit("serving", address=address, directory=str(config.directory))
+    events.emit("serving", address=address, directory=str(config.directory), **protection.fields())
     if config.address_file is not None:
         aside = config.address_file.with_name(f"{config.address_file.name}.{os.getpid()}")
         aside.write_text(f"{address}\n")

@@ -6,12 +6,10 @@ from services.logserver.state import Refused, ServerState, Session, check_names
 from services.logserver.storage import RecoveredJob, Write
 from swift._pb import log_pb2
 from swift.errors import LogError, RecordCorrupt
-from swift.log.frame import (
-    HEADER_BYTES_MAX,
-    FrameHeader,
-    FrameOversize,
-)
+from swift.log.frame import FrameHeader, FrameOversize
 from swift.log.wire import Reason
+
+_SEQUENCE_MAX = 1 << 62
 
 Frame = tuple[FrameHeader, list[memoryview]]
 """A header, and the bytes of the frame in pieces."""
@@ -72,6 +70,9 @@ class Appends:
         self._state.check_open()
         self._state.check_space(now)
         _check_session(session)
+        self._state.check_writer(session, request.job, request.stream)
+        if request.acked_sequence > _SEQUENCE_MAX:
+            raise Refused(Refusal(Reason.INVALID, f"nobody acknowledged record {request.acked_sequence - 1}"))
         stream = self._state.core.open(
             request.job, request.stream, request.generation, request.acked_sequence
         )
@@ -86,6 +87,8 @@ class Appends:
     @staticmethod
     def parse(session: Session, frames: memoryview | None) -> list[Frame]:
         """The frames that a message ends, verified; None: no more will come. Raises Refused."""
+        if frames is not None and not session.streams:  # a frame that is begun takes memory until it is whole
+            raise Refused(Refusal(Reason.NOT_OPEN, "frames before any stream is open in this call"))
         try:
             if frames is not None:
                 return list(session.assembler.feed(frames))
@@ -127,8 +130,7 @@ class Appends:
             )
             return header.frame_bytes
         session.underway_bytes += header.frame_bytes
-        config = self._state.config
-        if session.underway_bytes > config.credit_bytes + config.body_bytes_max + HEADER_BYTES_MAX:
+        if session.underway_bytes > self._state.config.writer_bytes_max:
             raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
         self._commits.put(session, stream, Write(stream.job, stream.name, header.sequence, frame))
         return 0

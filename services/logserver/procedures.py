@@ -53,6 +53,7 @@ def fence(state: ServerState, job_name: str, generation: int) -> Procedure[None]
     check_names(job_name)
     if generation == 0:
         raise Refused(Refusal(Reason.INVALID, "generation 0 cannot be granted; they start at 1"))
+    state.check_job(job_name)
     refusal = state.core.fence(job_name, generation)
     if refusal is not None:
         raise Refused(refusal)
@@ -82,6 +83,7 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
 def reset(state: ServerState, job_name: str, generation: int) -> Procedure[None]:
     """Drops every record of the job, under its granted generation; once, however late or often it is asked for."""
     check_names(job_name)
+    state.check_job(job_name)
     job = state.core.job(job_name)
     refusal = state.core.check_generation(job, generation)
     if refusal is not None:
@@ -89,7 +91,7 @@ def reset(state: ServerState, job_name: str, generation: int) -> Procedure[None]
     if job.reset_generation == generation:
         return
     for session in state.sessions:
-        if any(stream.job == job_name for stream, _ in session.streams.values()):
+        if session.writes(job_name):
             session.end(Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
     yield Settle()
     while any(stream.durable < stream.appended for stream in job.streams.values()):

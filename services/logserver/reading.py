@@ -32,6 +32,7 @@ class Reading:
         """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it."""
         check_names(request.job, request.stream)
         with self._changed:
+            self._state.check_job(request.job)
             job = self._state.core.job(request.job)
             refusal = self._state.core.check_readable(job, request.from_step)
             if refusal is not None:
@@ -111,6 +112,7 @@ class Reading:
     def digests(self, request: log_pb2.DigestsRequest) -> list[log_pb2.RecordDigest]:
         check_names(request.job, request.stream)
         with self._changed:
+            self._state.check_job(request.job)
             job = self._state.core.job(request.job)
             refusal = self._state.core.check_readable(job, request.from_step)
             stream = job.streams.get(request.stream)

@@ -13,6 +13,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.logserver.core import Refusal
 from services.logserver.engine import LogEngine
 from services.logserver.state import Refused, Session
+from services.security.gate import Denied, Gate, Visit
+from services.security.interceptors import SyncGate, visit_of
 from swift._pb import log_pb2
 from swift.log.wire import REASON_KEY, SERVICE, Reason, server_options, split_frames
 
@@ -32,6 +34,9 @@ _STATUS = {
     Reason.TRIMMED: grpc.StatusCode.NOT_FOUND,
     Reason.CLOSED: grpc.StatusCode.UNAVAILABLE,
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    Reason.LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Reason.DENIED: grpc.StatusCode.PERMISSION_DENIED,
 }
 _DIGESTS_A_MESSAGE = 4096
 
@@ -55,20 +60,23 @@ class LogServicer:
             _abort(context, refused.refusal)
             return
         context.add_callback(lambda: self.engine.detach(session))
-        pump = threading.Thread(target=self._pump, args=(session, requests), name="pump", daemon=True)
+        arguments = (session, requests, visit_of())
+        pump = threading.Thread(target=self._pump, args=arguments, name="pump", daemon=True)
         pump.start()
         yield from outgoing.replies()
         if session.refusal is not None:
             _abort(context, session.refusal)
 
-    def _pump(self, session: Session, requests: Iterator[bytes]) -> None:
+    def _pump(self, session: Session, requests: Iterator[bytes], visit: Visit) -> None:
         """Takes the writer's messages until it ends or is refused."""
         try:
             for message in requests:
+                visit.still_good()
                 frames = split_frames(message)
                 if frames is None:
                     request = log_pb2.AppendRequest.FromString(message)
                     for opening in request.opens:
+                        visit.check(opening.job, opening.generation)
                         self.engine.open(session, opening)
                     frames = memoryview(request.frames)
                 if frames:
@@ -77,6 +85,8 @@ class LogServicer:
             session.end()
         except Refused as refused:
             session.end(refused.refusal)
+        except Denied as denied:
+            session.end(Refusal(denied.reason, denied.message))
         except DecodeError:
             session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
         except grpc.RpcError:  # the call is gone; its handler ends by the callback
@@ -160,10 +170,12 @@ def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
     )
 
 
-def make_server(engine: LogEngine) -> tuple[grpc.Server, health.HealthServicer]:
-    """A server that is not bound and not started yet, and its health service, NOT_SERVING."""
+def make_server(engine: LogEngine, gate: Gate | None = None) -> tuple[grpc.Server, health.HealthServicer]:
+    """A server that is not bound and not started yet, and its health service, NOT_SERVING. Without a gate
+    everybody may do everything."""
     server = grpc.server(
         futures.ThreadPoolExecutor(max_workers=CALLS_MAX, thread_name_prefix="call"),
+        interceptors=[SyncGate(gate or Gate(None))],
         options=server_options(engine.config.body_bytes_max),
         maximum_concurrent_rpcs=CALLS_MAX,
     )

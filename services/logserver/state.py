@@ -15,6 +15,7 @@ from services.logserver.storage import Storage
 from swift._pb import log_pb2
 from swift.errors import UsageError
 from swift.log.assembly import Assembler
+from swift.log.frame import HEADER_BYTES_MAX
 from swift.log.record import check_name
 from swift.log.wire import Reason
 
@@ -40,6 +41,14 @@ class EngineConfig:
     """Bytes that one writer may have under way."""
     body_bytes_max: int = 256 << 20
     """Largest body that is accepted."""
+    jobs_max: int = 1024
+    job_streams_max: int = 8192
+    job_bytes_max: int = 32 << 30
+    """Bytes that all writers of a job may have under way: each counts with all that it may."""
+
+    @property
+    def writer_bytes_max(self) -> int:
+        return self.credit_bytes + self.body_bytes_max + HEADER_BYTES_MAX
 
 
 class Refused(Exception):
@@ -85,6 +94,9 @@ class Session:
             self.refusal = refusal
             self.outbox.put(None)
 
+    def writes(self, job: str) -> bool:
+        return any(stream.job == job for stream, _ in self.streams.values())
+
 
 class ServerState:
     """Held by all parts. Everything but ``config`` and ``storage`` only while holding ``changed``."""
@@ -115,6 +127,29 @@ class ServerState:
         """Raises Refused while the disk is full. After a while a writer may try whether it still is."""
         if self.full_since is not None and now - self.full_since < FULL_RETRY_S:
             raise Refused(Refusal(Reason.FULL, "no space left; free some, or trim the log"))
+
+    def check_job(self, job: str) -> None:
+        """Raises Refused if it would be one job too many."""
+        if job not in self.core.jobs and len(self.core.jobs) >= self.config.jobs_max:
+            raise Refused(
+                Refusal(Reason.LIMIT, f"the server keeps {len(self.core.jobs)} jobs: no more (--jobs-max)")
+            )
+
+    def check_writer(self, session: Session, job: str, stream: str) -> None:
+        """Raises Refused if the job would have a stream, or writers, too many."""
+        config = self.config
+        self.check_job(job)
+        known = self.core.jobs.get(job)
+        if known is not None and stream not in known.streams and len(known.streams) >= config.job_streams_max:
+            message = f"the job has {len(known.streams)} streams: no more (--job-streams-max)"
+            raise Refused(Refusal(Reason.LIMIT, message))
+        writers = {session, *(other for other in self.sessions if not other.ended and other.writes(job))}
+        if len(writers) * config.writer_bytes_max > config.job_bytes_max:
+            message = (
+                f"{len(writers)} writers of the job may have {len(writers) * config.writer_bytes_max} bytes under "
+                f"way, {config.job_bytes_max} are allowed (--job-bytes-max, --credit-bytes)"
+            )
+            raise Refused(Refusal(Reason.LIMIT, message))
 
     def space_freed(self) -> None:
         if self.full_since is not None:

@@ -28,7 +28,8 @@ import grpc
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.control.watcher import ViewWatcher, outcome
-from swift.errors import Fenced, JoinRefused, ServiceError, SwiftError, UsageError
+from swift.errors import AccessDenied, Fenced, JoinRefused, ServiceError, SwiftError, UsageError
+from swift.security.channel import open_channel
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -54,6 +55,7 @@ CHANNEL_OPTIONS = (
 )
 
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 class _RankTaken(JoinRefused):
@@ -73,7 +75,8 @@ def make_member(rank: int) -> pb.Member:
 class CoordinatorClient:
     """One job's line to its coordinator. Thread-safe.
 
-    Errors of every call: ServiceError (nobody answered within `patience_s`; the message names the address),
+    Errors of every call: ServiceError (nobody answered within `patience_s`; the message names the address;
+    AccessDenied: it does not take this process's token),
     Fenced (this incarnation no longer holds its rank), UsageError (the call makes no sense: a bug or bad
     input), JoinRefused (`join` only).
     """
@@ -83,7 +86,7 @@ class CoordinatorClient:
         self.job = job
         self.patience_s = patience_s
         self.member: pb.Member | None = None
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address, CHANNEL_OPTIONS)
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         self._closed = threading.Event()
         self._watchers: list[ViewWatcher] = []
@@ -265,9 +268,12 @@ class CoordinatorClient:
                 return method(request, timeout=max(0.05, min(ATTEMPT_TIMEOUT_S, remaining_s)))
             except grpc.RpcError as error:
                 code, details = outcome(error)
-                if code not in _RETRIED:
+                # The token of a rank that has joined was good: a newer one may be on its way into the file.
+                if code not in _RETRIED and not (code in _NOT_ALLOWED and self.member is not None):
                     raise self._translated(code, details, refused) from None
                 if time.monotonic() + RETRY_PAUSE_S >= deadline:
+                    if code in _NOT_ALLOWED:
+                        raise self._translated(code, details, refused) from None
                     raise ServiceError(
                         f"no answer from the coordinator at {self.address} within {self.patience_s:g} s: "
                         f"{details}"
@@ -280,6 +286,8 @@ class CoordinatorClient:
     def _translated(self, code: grpc.StatusCode, details: str, refused: type[SwiftError]) -> SwiftError:
         if code == grpc.StatusCode.FAILED_PRECONDITION:
             return refused(details)
+        if code in _NOT_ALLOWED:
+            return AccessDenied(f"the coordinator at {self.address}: {details}")
         if code == grpc.StatusCode.ALREADY_EXISTS:
             return _RankTaken(details)
         if code == grpc.StatusCode.INVALID_ARGUMENT:

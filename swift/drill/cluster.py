@@ -27,6 +27,7 @@ from typing import Any
 
 from swift import events
 from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR
+from swift.drill.security import COORDINATOR, LAUNCHER, LOG_SERVER, Security
 from swift.errors import ServiceError
 
 JOB = "drill"
@@ -36,8 +37,6 @@ STOP_GRACE_S_DEFAULT = 3.0
 KILL_WAIT_S = 10.0
 POLL_S = 0.01
 TAIL_LINES = 12
-
-LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
 
 # What an outer job would say to the ranks of this one.
 _FOREIGN = ("SWIFT_", "TORCHELASTIC_", "PET_")
@@ -142,11 +141,12 @@ class Cluster:
         die_at: Sequence[tuple[str, str]] = (),
         digests_every: bool = False,
         settings: Mapping[str, str] | None = None,
+        security: Security | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) of the coordinator, one after the other.
-        `settings`: more of the environment.
+        `settings`: more of the environment. `security`: keys and certificates of this run; None: plain.
 
         `check_stop` is called while waiting and raises to end the run.
         """
@@ -154,6 +154,7 @@ class Cluster:
         self._spares = spares
         self._trainer = [*trainer, *trainer_arguments]
         self._die_at = list(die_at)
+        self._security = security
         self._check_stop = check_stop
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
@@ -220,10 +221,13 @@ class Cluster:
             if self._die_at:
                 arguments += ["--die-at", self._die_at[0][1]]
                 self._to_be_killed.add(name)
+        if self._security is not None:
+            arguments += self._security.server_flags()
         self._spawn(name, arguments)
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
-        self._processes[name] = Process(name, arguments, self._env, self.directory / "output" / f"{name}.txt")
+        env = self._env | (self._security.environment(name) if self._security is not None else {})
+        self._processes[name] = Process(name, arguments, env, self.directory / "output" / f"{name}.txt")
         self.trace("started", service=name, service_pid=self._processes[name].pid)
 
     def _await_service(self, name: str) -> None:

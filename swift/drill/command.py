@@ -82,6 +82,7 @@ def make_parser() -> Parser:
     add("--model", default="default", metavar="NAME", help=f"{' or '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
     _add_updates(parser)
+    add("--secure", action="store_true", help="over mutual TLS, with tokens, all made for this drill")
     add("--json", type=Path, metavar="PATH", help="write the report there")
     add("--html", type=Path, metavar="PATH", help="write the report as a page there")
     add("--directory", type=Path, metavar="DIR", help="keep everything of both runs there (must be empty)")
@@ -145,6 +146,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         optimizer_implementation=args.optimizer_implementation.lower(),
         undo=args.undo.lower(),
         reduction=args.reduction.lower(),
+        secure=args.secure,
         json_path=args.json,
         html_path=args.html,
         directory=args.directory,

@@ -55,6 +55,8 @@ class DrillConfig:
     """Empty: torch's choice."""
     undo: str = "exact"
     reduction: str = "auto"
+    secure: bool = False
+    """Over mutual TLS, and with tokens."""
     json_path: Path | None = None
     html_path: Path | None = None
     directory: Path | None = None
@@ -136,6 +138,8 @@ class DrillConfig:
         words += ["--spares", str(self.spares), "--strategy", self.strategy]
         if self.topology.replicas > 1:
             words += ["--undo", self.undo]
+        if self.secure:
+            words.append("--secure")
         for fault in self.faults:
             words += ["--kill", str(fault)]
         return words
@@ -188,6 +192,7 @@ class DrillConfig:
             "data_parallel": self.data_parallel,
             "optimizer": self.optimizer,
             "optimizer_implementation": self.optimizer_implementation or "torch's choice",
+            "secure": self.secure,
         }
 
 

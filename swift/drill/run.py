@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from swift import events
 from swift.drill import control, faults, loss, timeline
 from swift.drill.checks import Digest
-from swift.drill.cluster import POLL_S, Cluster
+from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.faults import CoordinatorFault, CorruptFault, LogServerFault, fault_id
 from swift.drill.report import Evidence
+from swift.drill.security import Security
 from swift.errors import UsageError
 
 STALL_S = 90.0
@@ -118,6 +119,7 @@ class FaultedRun:
             ],
             # Costs copies of what is in flight: a drill wants to know how far an undo is off.
             settings={"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {},
+            security=Security(directory / "security", JOB) if config.secure else None,
             check_stop=check_stop,
         )
         self._watch = _Watch(self._cluster, progress)

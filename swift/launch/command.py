@@ -38,6 +38,7 @@ from swift.launch.torch_names import (
     parse_min_max_nnodes,
     to_map,
 )
+from swift.names import JOB_GRAMMAR, JOB_PATTERN
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
 REPLACEMENTS_DEFAULT = 100
@@ -48,7 +49,6 @@ PRELOAD_DEFAULT = (
     "torch.utils.serialization.config,fsspec.core,grpc,grpc._channel,grpc.experimental,"
     "swift.control.client,swift.runtime.session"
 )
-JOB_GRAMMAR = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 # torchrun's flags that make no sense with children of our own, or are not built.
 _UNSUPPORTED = {
@@ -175,8 +175,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --spares {args.spares}: 0 or more")
     if args.monitor_interval <= 0:
         raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
-    if args.job is not None and not JOB_GRAMMAR.fullmatch(args.job):
-        raise UsageError(f"run: --job {args.job}: up to 64 of a-z 0-9 . _ -, the first a letter or digit")
+    if args.job is not None and not JOB_PATTERN.fullmatch(args.job):
+        raise UsageError(f"run: --job {args.job}: {JOB_GRAMMAR}")
     if args.module:
         top = args.training_script.partition(".")[0]
         if importlib.util.find_spec(top) is None:

@@ -215,6 +215,8 @@ class StreamCursor:
             if self._closed:
                 return False
             self._trouble = f"log server {self._address}: {message_of(error)}"
+        if reason in (Reason.UNAUTHENTICATED, Reason.DENIED) and self._next_sequence:
+            return True  # it was taken before: a newer token may be on its way into the file
         if reason in ("", Reason.DRAINING) and code_of(error) in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.CANCELLED,

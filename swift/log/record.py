@@ -1,6 +1,5 @@
 """A record: one tensor of one stream, as bytes. No torch, no numpy: the runtime turns them into tensors."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -8,9 +7,9 @@ from types import MappingProxyType
 import xxhash
 
 from swift.errors import UsageError
+from swift.names import NAME_PATTERN, check_name
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Grammar of job and stream names. It cannot leave a directory: no slash, no NUL, no leading dot."""
+__all__ = ["NAME_PATTERN", "check_name"]  # names are part of what identifies a record
 
 DIGEST_BYTES = 16
 DIMS_MAX = 8
@@ -81,16 +80,6 @@ class Record:
     digest: bytes
     generation: int
     sequence: int
-
-
-def check_name(kind: str, name: str) -> str:
-    """The name, if the grammar allows it. Raises UsageError."""
-    if not NAME_PATTERN.fullmatch(name):
-        raise UsageError(
-            f"{kind} name {name!r} is not allowed: 1 to 64 letters, digits, '.', '_' or '-', "
-            "the first a letter or a digit"
-        )
-    return name
 
 
 def stream_tag(job: str, stream: str) -> int:

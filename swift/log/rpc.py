@@ -3,6 +3,7 @@
 import grpc
 
 from swift.errors import (
+    AccessDenied,
     LogUnavailable,
     RecordCorrupt,
     RecordTrimmed,
@@ -14,6 +15,7 @@ from swift.errors import (
 )
 from swift.log.frame import BODY_BYTES_MAX
 from swift.log.wire import REASON_KEY, SERVICE, Reason, client_options
+from swift.security import channel
 
 _ERRORS: dict[str, type[SwiftError]] = {
     Reason.STALE_GENERATION: StaleGeneration,
@@ -27,12 +29,15 @@ _ERRORS: dict[str, type[SwiftError]] = {
     Reason.FULL: LogUnavailable,
     Reason.CLOSED: LogUnavailable,
     Reason.DRAINING: LogUnavailable,
+    Reason.LIMIT: LogUnavailable,
+    Reason.UNAUTHENTICATED: AccessDenied,
+    Reason.DENIED: AccessDenied,
 }
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """Connects in the background, and again whenever the connection is lost."""
-    return grpc.insecure_channel(address, options=client_options(BODY_BYTES_MAX))
+    """Connects in the background, and again whenever the connection is lost; with this process's credentials."""
+    return channel.open_channel(address, client_options(BODY_BYTES_MAX))
 
 
 def method(name: str) -> str:

@@ -32,6 +32,9 @@ class Reason(StrEnum):
     FULL = "disk-full"
     CLOSED = "closed"
     DRAINING = "draining"
+    LIMIT = "limit"
+    UNAUTHENTICATED = "unauthenticated"
+    DENIED = "denied"
 
 
 def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 FAULTS = range(1, 43)
-# Credentials are not there yet. Whoever brings them brings the test, and takes this out.
-MISSING = {41}
 
 ROW = re.compile(r"\| (\d+) \|.*\| ([^|]*) \|")
 SECTION = re.compile(r"\| \| \*\*.*\*\* \| \| `(\w+\.py)` \|")
@@ -45,4 +43,4 @@ def test_the_table_and_the_tests_are_the_same() -> None:
 
 
 def test_every_fault_has_a_test() -> None:
-    assert {fault for fault, tests in table().items() if not tests} == MISSING
+    assert [fault for fault, tests in table().items() if not tests] == []

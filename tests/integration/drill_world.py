@@ -27,13 +27,15 @@ class Outcome:
 
 # What a failure-free run does not depend on.
 _OF_RECOVERY = ("--kill", "--strategy", "--undo", "--spares", "--html", "--random-kills")
+_WITHOUT_VALUE = ("--secure",)
 
 
 def drill(*arguments: str, twins: Path | None = None, at: Path, timeout_s: float = 200.0) -> Outcome:
     """Runs one. `twins`: where the failure-free runs of a test session are kept, one for each configuration."""
     words = [*COMMAND, *arguments, "--json", str(at / "report.json")]
     if twins is not None:
-        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        valued = [word for word in arguments if word not in _WITHOUT_VALUE]
+        pairs = zip(valued[::2], valued[1::2], strict=True)
         shape = [f"{flag.removeprefix('--')}={value}" for flag, value in pairs if flag not in _OF_RECOVERY]
         words += ["--twin", str(twins / ("-".join(sorted(shape)) or "plain"))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -197,12 +197,12 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         (["--directory", "{used}"], "another coordinator uses it"),
         (
             ["--directory", "{free}", "--listen", "{port}"],
-            "--listen {port}: cannot listen there: is the port",
+            "--listen {port}: cannot listen there: the port is in use",
         ),
-        (["--directory", "{free}", "--listen", "here"], "--listen here: write HOST:PORT"),
+        (["--directory", "{free}", "--listen", "here"], "--listen 'here' is not HOST:PORT"),
         (
             ["--directory", "{free}", "--listen", "0.0.0.0:0"],
-            "--listen 0.0.0.0:0 is not loopback: add --insecure",
+            "--listen 0.0.0.0:0 is not loopback: give --tls-cert and --tls-key and --token-keys, or --insecure",
         ),
         (["--directory", "{free}", "--log-servers", "a:1,b"], "--log-servers b: write HOST:PORT"),
         (["--directory", "{free}", "--log-servers", "a:1,a:1"], "the same address twice"),

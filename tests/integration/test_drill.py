@@ -53,6 +53,14 @@ def test_each_rank_dies_once_each_in_another_phase(schedule: str, twins: Path, t
     )
 
 
+def test_over_tls_with_tokens(twins: Path, tmp_path: Path) -> None:
+    """Both services ask for certificates and tokens; ranks and services die and come back with theirs."""
+    specs = ["rank=1,step=7,microbatch=1", "service=logserver,step=9", "service=coordinator,state=recovering"]
+    report = passed(drill("--secure", *kills(*specs), twins=twins, at=tmp_path))
+    assert report["topology"]["secure"] is True
+    assert "--secure" in report["rerun"]
+
+
 def test_the_first_and_the_last_step(twins: Path, tmp_path: Path) -> None:
     specs = ["rank=1,step=0,phase=forward", f"rank=3,step={STEPS - 1},phase=optimizer"]
     report = passed(drill("--spares", "2", *kills(*specs), twins=twins, at=tmp_path))

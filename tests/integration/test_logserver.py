@@ -1,5 +1,6 @@
 """The log server as a process: killed, stopped, started wrongly, out of space."""
 
+import os
 import random
 import signal
 import socket
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from swift import events
 from swift.errors import LogUnavailable, RecordCorrupt, StaleGeneration
 from swift.log import admin
 from swift.log.reader import LogReader
@@ -19,6 +21,7 @@ from swift.log.record import RecordKey
 from swift.log.segment import Ending, scan
 from swift.log.wire import SERVICE
 from swift.log.writer import LogWriter
+from swift.security.health import check
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
 from tests.unit.log.service import eventually
 
@@ -259,9 +262,12 @@ def test_port_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--listen", "0.0.0.0:0"], "not a loopback address"),
-        (["--listen", "nonsense"], "is not host:port"),
-        (["--listen", "127.0.0.1:99999"], "is not host:port"),
+        (
+            ["--listen", "0.0.0.0:0"],
+            "is not loopback: give --tls-cert and --tls-key and --token-keys, or --insecure",
+        ),
+        (["--listen", "nonsense"], "is not HOST:PORT"),
+        (["--listen", "127.0.0.1:99999"], "is not HOST:PORT"),
         (["--segment-bytes", "10"], "too small"),
         (["--fsync-interval", "0"], "must be positive"),
         (["--address-file", "/nowhere/at/all"], "there is no directory"),
@@ -296,11 +302,16 @@ def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:
             *["--listen", f"0.0.0.0:{free_port()}", "--insecure", "--address-file", str(address_file)],
         ],
         cwd=REPOSITORY,
+        env={**os.environ, "SWIFT_EVENTS": str(tmp_path)},
         stdout=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + TIMEOUT_S
     while not address_file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    health = check(f"127.0.0.1:{address_file.read_text().strip().rpartition(':')[2]}")
+    assert (health.status, health.insecure, health.tls, health.tokens) == ("SERVING", True, False, False)
+    (serving,) = [event for event in events.read(tmp_path) if event["event"] == "serving"]
+    assert serving["insecure"] is True
     process.terminate()
     assert process.wait(TIMEOUT_S) == 0

@@ -18,12 +18,16 @@ from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.record import stream_tag
 from swift.log.wire import Reason, split_frames
-from tests.sim.checkers import Checkers
+from tests.sim.checkers import Checkers, Violation
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel, Network, Process
 
 JOB = "job"
 SEGMENT_BYTES = 1000
+STREAMS_MAX = 6
+"""Of a job of four ranks."""
+WRITERS_MAX = 8
+"""Of a job of four ranks, each with its call and one that broke and has not been noticed."""
 Procedure = Iterator[procedures.Step]
 
 
@@ -89,6 +93,8 @@ class Outbox:
         self.server.detach(call)
         if refusal is not None:
             self.server.kernel.count(f"writer refused: {refusal.reason}")
+            if refusal.reason is Reason.LIMIT:
+                raise Violation("limit", f"{call.writer} is one too many, it is said: {refusal.message}")
         if call.client is not None and not call.broken:
             reason, message = (refusal.reason, refusal.message) if refusal is not None else ("", "ended")
             delay_s = max(0.0, call.down_at - self.server.kernel.now)
@@ -138,7 +144,15 @@ class ServerProcess(Process):
         """All that were begun and have not ended: their writers notice a crash."""
         storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk)
         self.storage = storage
-        config = EngineConfig(fsync=fsync, fsync_interval_s=0.1, credit_bytes=2000, body_bytes_max=8192)
+        config = EngineConfig(
+            fsync=fsync,
+            fsync_interval_s=0.1,
+            credit_bytes=2000,
+            body_bytes_max=8192,
+            jobs_max=1,
+            job_streams_max=STREAMS_MAX,
+            job_bytes_max=WRITERS_MAX * EngineConfig(credit_bytes=2000, body_bytes_max=8192).writer_bytes_max,
+        )
         self.state = ServerState(storage, config, Unlocked())
         self._commits = Observed(self.state, self)
         self._appends = Appends(self.state, self._commits)

@@ -72,6 +72,12 @@ def test_an_acknowledgement_before_the_write(monkeypatch: pytest.MonkeyPatch) ->
     assert caught_by() == "acked"
 
 
+def test_a_call_that_is_over_and_still_counts_as_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "a connection broken")
+    monkeypatch.setattr(Appends, "detach", lambda self, session: None)
+    assert caught_by() == "limit"
+
+
 def test_a_trim_that_goes_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LogCore.trim
     monkeypatch.setattr(LogCore, "trim", lambda self, job, below: real(self, job, below + 1 if below else 0))

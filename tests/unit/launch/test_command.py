@@ -9,8 +9,9 @@ import pytest
 
 from swift.errors import UsageError
 from swift.launch import command, torch_names
-from swift.launch.command import JOB_GRAMMAR, job_name, make_plan
+from swift.launch.command import job_name, make_plan
 from swift.launch.torch_names import Std
+from swift.names import JOB_PATTERN
 
 COORDINATOR = "--coordinator=127.0.0.1:5000"
 
@@ -30,7 +31,7 @@ def test_defaults() -> None:
     assert plan.loopback
     assert (plan.spare_count, plan.config.max_restarts, plan.grace_s) == (1, 100, 5.0)
     assert (plan.job.script, plan.job.args, plan.job.module) == ("train.py", ["--lr", "1"], False)
-    assert JOB_GRAMMAR.fullmatch(plan.job.name)
+    assert JOB_PATTERN.fullmatch(plan.job.name)
     assert plan.output.file(0, Std.OUT, "stdout.log") is None
     assert {signal.SIGINT, signal.SIGTERM} <= set(plan.signals)
 
@@ -139,7 +140,7 @@ def test_bad_flags_get_one_line(flags: list[str], words: str, capsys: pytest.Cap
 )
 def test_job_names_follow_the_grammar(run_id: str, name: str) -> None:
     assert job_name(run_id) == name
-    assert JOB_GRAMMAR.fullmatch(name)
+    assert JOB_PATTERN.fullmatch(name)
 
 
 def test_spares_can_import_what_they_are_told_to() -> None:

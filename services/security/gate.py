@@ -1,0 +1,187 @@
+"""The gate in front of a service: token, role, job and generation of every call, and how many there are.
+
+(interceptor)  `Gate.admit`: token and role, from the call's metadata, before a message is read
+(handler)      `Visit.enter`: the number of calls of this peer; then the request is parsed here, so that bytes that
+               are none get INVALID_ARGUMENT, and its job and generation are compared with the token's
+(streams)      `Visit.check` for every Open; `Visit.still_good` for every message: a token that has expired or
+               was revoked ends the call
+
+What is refused looks the same whether the job is there or not: nothing was looked up yet.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from swift import events
+from swift.log.wire import REASON_KEY, Reason
+from swift.security.channel import AUTHORIZATION, BEARER
+from swift.security.roles import MAY_CALL
+from swift.security.tokens import Authority, Grant, NotAuthenticated
+
+HEALTH = "/grpc.health.v1.Health/"
+_EVENT_EVERY_S = 1.0
+
+Metadata = Sequence[tuple[str, "str | bytes"]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallLimits:
+    per_peer: int = 256
+    """Calls under way from one address."""
+    request_bytes_max: int = 1 << 20
+    """Of a call that sends one message."""
+
+
+class Denied(Exception):
+    """The call is refused. Holds nothing of the token."""
+
+    def __init__(self, code: grpc.StatusCode, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+
+    @property
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        return ((REASON_KEY, self.reason.value),)
+
+
+def _unauthenticated(why: str) -> Denied:
+    return Denied(grpc.StatusCode.UNAUTHENTICATED, Reason.UNAUTHENTICATED, why)
+
+
+_NOT_ALLOWED = "the token does not allow this: it is of another job, role or generation"
+
+
+class Gate:
+    """One for each server. Without an authority everybody may do everything. Thread-safe."""
+
+    def __init__(
+        self, authority: Authority | None, limits: CallLimits | None = None, shown: str = ""
+    ) -> None:
+        self.limits = limits or CallLimits()
+        self.shown = shown
+        self._authority = authority
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        self._said_at = -_EVENT_EVERY_S
+        self._unsaid = 0
+
+    def admit(self, method: str, metadata: Metadata) -> "Visit":
+        """Raises Denied: no token that counts here, or one whose roles may not call this."""
+        if self._authority is None:
+            return Visit(self, method, "")
+        visit = Visit(self, method, _bearer(metadata))
+        if not visit.grant().roles & MAY_CALL.get(method, frozenset()):
+            raise self.noted(method, Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED))
+        return visit
+
+    def grant(self, method: str, token: str) -> Grant:
+        assert self._authority is not None
+        if not token:
+            raise self.noted(method, _unauthenticated("a token is needed: name its file in SWIFT_TOKEN_FILE"))
+        try:
+            return self._authority.grant(token)
+        except NotAuthenticated as error:
+            raise self.noted(method, _unauthenticated(str(error))) from None
+
+    @property
+    def is_open(self) -> bool:
+        return self._authority is None
+
+    def noted(self, method: str, denied: Denied) -> Denied:
+        """Leaves an event, one a second at most: a flood of refusals is not to become a flood of lines."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._said_at < _EVENT_EVERY_S:
+                self._unsaid += 1
+                return denied
+            self._said_at = now
+            unsaid, self._unsaid = self._unsaid, 0
+        events.emit("denied", call=method, reason=denied.reason.value, others=unsaid)
+        return denied
+
+    def came(self, peer: str) -> bool:
+        with self._lock:
+            if self._calls[peer] >= self.limits.per_peer:
+                return False
+            self._calls[peer] += 1
+            return True
+
+    def went(self, peer: str) -> None:
+        with self._lock:
+            self._calls[peer] -= 1
+            if self._calls[peer] <= 0:
+                del self._calls[peer]
+
+
+class Visit:
+    """One call that was admitted."""
+
+    def __init__(self, gate: Gate, method: str, token: str) -> None:
+        self._gate = gate
+        self._method = method
+        self._token = token
+        self._peer = ""
+
+    def grant(self) -> Grant:
+        return self._gate.grant(self._method, self._token)
+
+    def enter(self, peer: str) -> None:
+        """Counts the call. Raises Denied if its peer has too many."""
+        address = peer_address(peer)
+        if not self._gate.came(address):
+            limit = self._gate.limits.per_peer
+            message = f"{limit} calls are under way from this address: --calls-per-peer allows no more"
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
+        self._peer = address
+
+    def leave(self) -> None:
+        if self._peer:
+            self._gate.went(self._peer)
+            self._peer = ""
+
+    def parse(self, data: bytes, deserialize: Any) -> Any:
+        """The request. Raises Denied if it is none, is too large, or names what the token does not cover."""
+        limit = self._gate.limits.request_bytes_max
+        if len(data) > limit:
+            message = f"a request of {len(data)} bytes: at most {limit} are taken"
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.OVERSIZE, message)
+        try:
+            request = deserialize(data)
+        except DecodeError:
+            raise Denied(
+                grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call"
+            ) from None
+        self.check(getattr(request, "job", ""), getattr(request, "generation", 0))
+        return request
+
+    def check(self, job: str, generation: int = 0) -> None:
+        """Raises Denied unless the token is of this job and reaches this generation."""
+        if not self._gate.is_open and not self.grant().covers(job, generation):
+            denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED)
+            raise self._gate.noted(self._method, denied)
+
+    def still_good(self) -> None:
+        """Raises Denied once the token has expired or was revoked."""
+        if not self._gate.is_open:
+            self.grant()
+
+
+def _bearer(metadata: Metadata) -> str:
+    for key, value in metadata or ():
+        if key == AUTHORIZATION and isinstance(value, str) and value.startswith(BEARER):
+            return value.removeprefix(BEARER)
+    return ""
+
+
+def peer_address(peer: str) -> str:
+    """The host of "ipv4:10.0.0.1:4567" or "ipv6:[::1]:4567"."""
+    return peer.rpartition(":")[0] or peer

@@ -1,0 +1,108 @@
+"""`swift-ft token`: makes keys, and tokens signed with them."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift.arguments import Parser
+from swift.errors import ServiceError, SwiftError, UsageError
+from swift.names import check_job
+from swift.security import tokens
+from swift.security.files import write_file
+from swift.security.roles import Role
+
+HOURS_MAX = 24 * 366
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenConfig:
+    """What the command line asks for, checked. Either `new_key`, or all of the others."""
+
+    new_key: Path | None = None
+    key: Path | None = None
+    job: str = ""
+    roles: frozenset[Role] = frozenset()
+    hours: float = 0
+    generation_max: int | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.new_key is not None:
+            if self.key is not None or self.job or self.roles:
+                raise UsageError("token: --new-key makes a key and nothing else; leave the other flags out")
+            return
+        if self.key is None or not self.job or not self.roles:
+            raise UsageError("token: give --new-key DIR, or --key FILE --job NAME --role ROLE")
+        if self.job != tokens.EVERY_JOB:
+            check_job(self.job)
+        if not 0 < self.hours <= HOURS_MAX:
+            raise UsageError(f"token: --hours {self.hours:g}: more than 0, at most {HOURS_MAX}")
+        if self.generation_max is not None and self.generation_max < 1:
+            raise UsageError(f"token: --generation {self.generation_max}: they start at 1")
+
+
+def parse(argv: Sequence[str]) -> TokenConfig:
+    parser = Parser(prog="swift-ft token", description="Makes signing keys, and job tokens signed with them.")
+    add = parser.add_argument
+    add(
+        "--new-key",
+        type=Path,
+        metavar="DIR",
+        help="make a key pair: DIR/signing/KID.pem, DIR/verifying/KID.pem",
+    )
+    add("--key", type=Path, metavar="FILE", help="the signing key")
+    add("--job", default="", metavar="NAME", help="the job, or '*' for every job")
+    add(
+        "--role",
+        action="append",
+        default=[],
+        metavar="ROLE",
+        help=f"{', '.join(Role)}; several times, or with commas",
+    )
+    add("--hours", type=float, default=24.0, metavar="H", help="good for so long (default %(default)g)")
+    add("--generation", type=int, metavar="G", help="not for generations above (default: any)")
+    add("--out", type=Path, metavar="FILE", help="write it there, mode 0600, instead of to the terminal")
+    options = parser.parse_args(argv)
+    return TokenConfig(
+        new_key=options.new_key,
+        key=options.key,
+        job=options.job,
+        roles=frozenset(_role(word) for words in options.role for word in words.split(",")),
+        hours=options.hours,
+        generation_max=options.generation,
+        out=options.out,
+    )
+
+
+def _role(word: str) -> Role:
+    try:
+        return Role(word.strip())
+    except ValueError:
+        raise UsageError(f"token: --role {word}: there are {', '.join(Role)}") from None
+
+
+def run(config: TokenConfig) -> None:
+    if config.new_key is not None:
+        signing, verifying = tokens.new_key(config.new_key)
+        print(f"keep secret, mint with it: {signing}\ngive to servers (--token-keys): {verifying.parent}")
+        return
+    assert config.key is not None
+    key = tokens.SigningKey.load(config.key, "--key")
+    token = key.mint(config.job, config.roles, config.hours * 3600, generation_max=config.generation_max)
+    if config.out is None:
+        print(token)
+    else:
+        write_file(config.out, f"{token}\n".encode(), secret=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        run(parse(sys.argv[1:] if argv is None else argv))
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"swift: token: {error.filename}: {error.strerror}", file=sys.stderr)
+        return ServiceError.exit_code
+    return 0

@@ -1,0 +1,213 @@
+"""Job tokens: JSON web tokens signed with Ed25519.
+
+Asymmetric, so that a server, which holds public keys only, cannot make a token, nor can who steals its
+files. Claims, besides ``aud`` and ``exp``::
+
+    job    the job's name, or "*": every job
+    roles  of `Role`
+    gen    the highest generation that the bearer may speak of; absent: any
+
+The header's ``kid`` is the name of the key's file: several keys are good at a time, and one is replaced by
+adding the next, minting with it, and removing the old one, which revokes its tokens.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swift.errors import UsageError
+from swift.security.files import Signature, read_secret, signature, write_file
+from swift.security.roles import Role
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+EVERY_JOB = "*"
+AUDIENCE = "swift"
+ALGORITHM = "EdDSA"
+SUFFIX = ".pem"
+TOKEN_BYTES_MAX = 4096
+REFRESH_S = 1.0
+"""A key that was removed is used no longer than this."""
+_GRANTS_MAX = 4096
+
+
+class NotAuthenticated(Exception):
+    """The token is none that counts here. The message never holds any of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """What the bearer of a token may do, until `expires_at` on the monotonic clock."""
+
+    job: str
+    roles: frozenset[Role]
+    generation_max: int | None
+    expires_at: float
+
+    def covers(self, job: str, generation: int = 0) -> bool:
+        """Whether it is of this job, and reaches as far as this generation."""
+        if self.job not in (job, EVERY_JOB):
+            return False
+        return self.generation_max is None or generation <= self.generation_max
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SigningKey:
+    name: str
+    private: "Ed25519PrivateKey"
+
+    @classmethod
+    def load(cls, path: Path, flag: str) -> "SigningKey":
+        """UsageError: unreadable, readable by others, or no Ed25519 key."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        data = read_secret(path, flag)
+        try:
+            key = load_pem_private_key(data, password=None)
+        except (ValueError, TypeError):
+            key = None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise UsageError(
+                f"{flag} {path}: not an Ed25519 private key: make one with swift-ft token --new-key"
+            )
+        return cls(name=path.stem, private=key)
+
+    def mint(
+        self, job: str, roles: Iterable[Role], lifetime_s: float, *, generation_max: int | None = None
+    ) -> str:
+        """A token that is good for `lifetime_s` from now on."""
+        import jwt
+
+        claims: dict[str, object] = {
+            "aud": AUDIENCE,
+            "exp": int(time.time() + lifetime_s),
+            "job": job,
+            "roles": sorted(role.value for role in roles),
+        }
+        if generation_max is not None:
+            claims["gen"] = generation_max
+        return jwt.encode(claims, self.private, algorithm=ALGORITHM, headers={"kid": self.name})
+
+
+def new_key(directory: Path) -> tuple[Path, Path]:
+    """(signing key, verifying key), as files in `directory`."""
+    from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    private = Ed25519PrivateKey.generate()
+    name = uuid.uuid4().hex[:12] + SUFFIX
+    signing, verifying = directory / "signing" / name, directory / "verifying" / name
+    signing.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    signing.parent.chmod(0o700)
+    verifying.parent.mkdir(exist_ok=True)
+    secret = private.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+    public = private.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
+    write_file(signing, secret, secret=True)
+    write_file(verifying, public, secret=False)
+    return signing, verifying
+
+
+class Authority:
+    """Checks tokens against the public keys in a directory, which it looks at again every second.
+
+    What was found out about a token is kept, so that a call costs a look into a dictionary. Thread-safe.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._keys: Mapping[str, Ed25519PublicKey] = {}
+        self._signature: Signature | None = None
+        self._look_at = 0.0
+        self._grants: dict[str, Grant] = {}
+        self._refresh(time.monotonic())
+        if not self._keys:
+            raise UsageError(
+                f"--token-keys {directory}: no public key (*.pem) is there: make one with "
+                "swift-ft token --new-key DIR and give DIR/verifying"
+            )
+
+    def grant(self, token: str) -> Grant:
+        """NotAuthenticated: it is malformed, expired, or not signed by a key that is there now."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._refresh(now)
+        grant = self._grants.get(token)
+        if grant is None:
+            grant = self._verify(token, now)
+            with self._lock:
+                if len(self._grants) >= _GRANTS_MAX:
+                    self._grants.clear()
+                self._grants[token] = grant
+        if now >= grant.expires_at:
+            raise NotAuthenticated("the token has expired: put a newer one into its file")
+        return grant
+
+    def _refresh(self, now: float) -> None:
+        with self._lock:
+            self._look_at = now + REFRESH_S
+            paths = sorted(self._directory.glob(f"*{SUFFIX}"))
+            found = signature(paths)
+            if found == self._signature:
+                return
+            self._keys = {path.stem: key for path in paths if (key := _public_key(path)) is not None}
+            self._signature = found
+            self._grants = {}
+
+    def _verify(self, token: str, now: float) -> Grant:
+        import jwt
+
+        if len(token) > TOKEN_BYTES_MAX:
+            raise NotAuthenticated("the token is too long")
+        try:
+            name = jwt.get_unverified_header(token).get("kid")
+            key = self._keys.get(name) if isinstance(name, str) else None
+            if key is None:
+                raise NotAuthenticated("the token is not signed by a key that counts here")
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=[ALGORITHM],
+                audience=AUDIENCE,
+                options={"require": ["exp", "aud", "job", "roles"]},
+            )
+            return _grant_of(claims, now)
+        except jwt.ExpiredSignatureError:
+            raise NotAuthenticated("the token has expired: put a newer one into its file") from None
+        except (jwt.PyJWTError, ValueError, TypeError, KeyError, OverflowError):
+            raise NotAuthenticated("the token is not valid") from None
+
+
+def _grant_of(claims: Mapping[str, object], now: float) -> Grant:
+    """Signed, but by a key that may sign other things: nothing is taken for granted."""
+    job, roles, generation, expires = (claims.get(name) for name in ("job", "roles", "gen", "exp"))
+    if not isinstance(job, str) or not job or not isinstance(roles, list):
+        raise ValueError("job or roles")
+    if generation is not None and (not isinstance(generation, int) or isinstance(generation, bool)):
+        raise ValueError("gen")
+    if not isinstance(expires, int | float):
+        raise ValueError("exp")
+    return Grant(
+        job=job,
+        roles=frozenset(Role(role) for role in roles),
+        generation_max=generation,
+        expires_at=now + expires - time.time(),
+    )
+
+
+def _public_key(path: Path) -> "Ed25519PublicKey | None":
+    """None: not an Ed25519 public key, or gone meanwhile. A server goes on with its other keys."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(path.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return None
+    return key if isinstance(key, Ed25519PublicKey) else None

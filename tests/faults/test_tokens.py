@@ -1,0 +1,227 @@
+"""Fault 41: no credential, an expired one, another job's. Both services as processes, over TLS.
+
+Refused with UNAUTHENTICATED or PERMISSION_DENIED, and so that nobody learns whether a job is there.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift._pb import log_pb2
+from swift.control import CoordinatorClient, make_member
+from swift.errors import AccessDenied
+from swift.log import admin
+from swift.security.certificates import PrivateCA
+from swift.security.channel import ENV_CA, ENV_TOKEN_FILE
+from swift.security.roles import COORDINATOR, LOG, MAY_CALL, Role
+from swift.security.tokens import EVERY_JOB, SigningKey, new_key
+from tests.unit.security.world import RANK, Keys
+
+REPOSITORY = Path(__file__).parents[2]
+JOB = "job"
+MARK = "MARKEDTOKEN"
+REQUESTS: dict[str, Callable[[str], Any]] = {
+    LOG + "Append": lambda job: log_pb2.AppendRequest(
+        opens=[log_pb2.Open(job=job, stream="s0.F", generation=1)]
+    ),
+    LOG + "Read": lambda job: log_pb2.ReadRequest(job=job, stream="s0.F"),
+    LOG + "Digests": lambda job: log_pb2.DigestsRequest(job=job, stream="s0.F"),
+    LOG + "Inventory": lambda job: log_pb2.InventoryRequest(job=job),
+    LOG + "Fence": lambda job: log_pb2.FenceRequest(job=job, generation=1),
+    LOG + "Trim": lambda job: log_pb2.TrimRequest(job=job),
+    LOG + "Reset": lambda job: log_pb2.ResetRequest(job=job, generation=1),
+    COORDINATOR + "Join": lambda job: pb.JoinRequest(
+        job=job, member=pb.Member(rank=0, incarnation="other"), world_size=1
+    ),
+    COORDINATOR + "Watch": lambda job: pb.WatchRequest(job=job),
+    COORDINATOR + "Heartbeat": lambda job: pb.HeartbeatRequest(job=job, incarnation="i"),
+    COORDINATOR + "Report": lambda job: pb.ReportRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Ready": lambda job: pb.ReadyRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Refuse": lambda job: pb.RefuseRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "CheckpointDurable": lambda job: pb.CheckpointRequest(job=job, incarnation="i"),
+    COORDINATOR + "MemberExited": lambda job: pb.ExitRequest(job=job, incarnation="i", exit_code=1),
+    COORDINATOR + "Suspect": lambda job: pb.SuspectRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Finish": lambda job: pb.FinishRequest(job=job, incarnation="i"),
+    COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
+    COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),
+}
+
+
+class World:
+    """A log server and a coordinator, TLS and tokens, with one job that rank 0 has joined."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        self.keys = Keys(directory / "keys")
+        self.ca = PrivateCA(directory / "ca")
+        self.pair = self.ca.issue("server", "127.0.0.1")
+        self.processes: list[subprocess.Popen[str]] = []
+        (directory / "events").mkdir()
+        monkeypatch.setenv("SWIFT_EVENTS", str(directory / "events"))
+        monkeypatch.setenv(ENV_CA, str(self.ca.certificate))
+        to_logs = self.keys.mint([Role.COORDINATOR], job=EVERY_JOB)
+        monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("coordinator", to_logs)))
+        self.log = self._start("logserver")
+        self.coordinator = self._start("coordinator", "--log-servers", self.log, "--log-level", "DEBUG")
+        monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("rank", self.keys.mint(RANK))))
+        self.client = CoordinatorClient(self.coordinator, JOB, patience_s=10)
+        self.view = self.client.join(make_member(0), 1, {}, {})
+
+    def _start(self, name: str, *flags: str) -> str:
+        address = self.directory / f"{name}.address"
+        output = (self.directory / f"{name}.output").open("w")
+        command = [sys.executable, "-m", f"services.{name}", "--directory", str(self.directory / name)]
+        command += ["--address-file", str(address), "--token-keys", str(self.keys.verifying), *flags]
+        command += ["--tls-cert", str(self.pair.certificate), "--tls-key", str(self.pair.key)]
+        with output:
+            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, text=True)
+        self.processes.append(process)
+        deadline = time.monotonic() + 30
+        while not address.exists():
+            assert process.poll() is None, (self.directory / f"{name}.output").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return address.read_text().strip()
+
+    def call(self, method: str, request: bytes, authorization: str | None) -> tuple[grpc.StatusCode, str]:
+        """(code, everything that was said) of one call, all its answers taken."""
+        address = self.log if method.startswith(LOG) else self.coordinator
+        metadata = () if authorization is None else (("authorization", authorization),)
+        tls = grpc.ssl_channel_credentials(self.ca.certificate.read_bytes())
+        with grpc.secure_channel(address, tls) as channel:
+            answers = channel.stream_stream(method)(iter([request]), metadata=metadata, timeout=10)
+            try:
+                for _ in answers:
+                    if method == COORDINATOR + "Watch":
+                        answers.cancel()
+                        return grpc.StatusCode.OK, ""
+            except grpc.RpcError as error:
+                assert isinstance(error, grpc.Call)  # noqa: PT017  (what fails is the call itself)
+                return error.code(), f"{error.details()} {error.trailing_metadata()}"
+        return grpc.StatusCode.OK, ""
+
+    def close(self) -> None:
+        self.client.close()
+        for process in reversed(self.processes):
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+
+    def written(self) -> str:
+        """All that the services have said anywhere: output, events, and what they keep."""
+        kept = [
+            path
+            for path in self.directory.rglob("*")
+            if path.is_file() and self.keys.directory not in path.parents
+        ]
+        return "\n".join(path.read_bytes().decode(errors="replace") for path in kept)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(tmp_path, monkeypatch)
+    yield world
+    world.close()
+
+
+def test_f41_no_credential_an_expired_one_or_another_jobs(world: World, tmp_path: Path) -> None:
+    assert set(REQUESTS) == set(MAY_CALL)
+    everything = list(Role)
+    stranger = SigningKey.load(new_key(tmp_path / "stranger")[0], "--key")
+    refused = {
+        "none": (None, grpc.StatusCode.UNAUTHENTICATED),
+        "garbage": ("Bearer a.b.c", grpc.StatusCode.UNAUTHENTICATED),
+        "expired": (f"Bearer {world.keys.mint(everything, lifetime_s=-5)}", grpc.StatusCode.UNAUTHENTICATED),
+        "stranger": (f"Bearer {stranger.mint(JOB, everything, 60)}", grpc.StatusCode.UNAUTHENTICATED),
+        "another": (f"Bearer {world.keys.mint(everything, 'another')}", grpc.StatusCode.PERMISSION_DENIED),
+        "no role": (f"Bearer {world.keys.mint([])}", grpc.StatusCode.PERMISSION_DENIED),
+    }
+    before = world.client.status().view
+    for method, request in REQUESTS.items():
+        for who, (authorization, code) in refused.items():
+            answers = {
+                world.call(method, request(job).SerializeToString(), authorization)
+                for job in (JOB, "absent", "../up", "")
+            }
+            assert len(answers) == 1, (method, who, answers)
+            assert answers.pop()[0] is code, (method, who)
+    after = world.client.status().view
+    for view in (before, after):  # the first fence may be answered meanwhile
+        view.revision = 0
+        view.waiting_for = ""
+    assert after == before, "somebody did something"
+    assert not (tmp_path / "logserver" / "absent").exists()
+    assert not (tmp_path / "logserver" / "another").exists()
+
+
+def test_f41_clients_say_it_in_one_line(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_TOKEN_FILE, str(world.keys.file("late", world.keys.mint(RANK, lifetime_s=-5))))
+    with CoordinatorClient(world.coordinator, JOB) as client:
+        for call in (client.status, lambda: admin.inventory(world.log, JOB, 5.0)):
+            with pytest.raises(AccessDenied, match="the token has expired") as caught:
+                call()
+            assert "\n" not in str(caught.value)
+
+
+def test_f41_a_fenced_ranks_token_writes_under_no_newer_generation(world: World) -> None:
+    """Bound to generation 1. The coordinator goes on to 2; the old token does not, whatever it claims."""
+    bound = f"Bearer {world.keys.mint(RANK, generation=1)}"
+
+    def opening(generation: int) -> bytes:
+        opens = [log_pb2.Open(job=JOB, stream="s0.F", generation=generation)]
+        return log_pb2.AppendRequest(opens=opens).SerializeToString()
+
+    deadline = time.monotonic() + 20
+    while world.call(LOG + "Append", opening(1), bound)[0] is not grpc.StatusCode.OK:
+        assert time.monotonic() < deadline, "generation 1 was not granted"
+        time.sleep(0.02)
+    admin_token = world.keys.client(world.keys.mint([Role.COORDINATOR], JOB), "admin").token_file
+    assert admin_token is not None
+    fence = log_pb2.FenceRequest(job=JOB, generation=2).SerializeToString()
+    assert world.call(LOG + "Fence", fence, f"Bearer {admin_token.read_text()}")[0] is grpc.StatusCode.OK
+    assert world.call(LOG + "Append", opening(1), bound)[0] is grpc.StatusCode.FAILED_PRECONDITION
+    assert world.call(LOG + "Append", opening(2), bound)[0] is grpc.StatusCode.PERMISSION_DENIED
+    report = pb.ReportRequest(job=JOB, incarnation="i", generation=2).SerializeToString()
+    assert world.call(COORDINATOR + "Report", report, bound)[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_f41_tokens_are_written_nowhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each error path with a token that can be recognised; then all that was written is searched for it."""
+    good = world.keys.mint(RANK)
+    tokens = {
+        "good": good,
+        "expired": world.keys.mint(RANK, lifetime_s=-5),
+        "other": world.keys.mint(RANK, "other"),
+        "marked": f"{MARK}.{MARK}.{MARK}",
+        "long": MARK * 600,
+        "changed": f"{good}{MARK}",
+    }
+    marks = {MARK, *(part for token in tokens.values() for part in token.split(".") if len(part) > 40)}
+    marks -= {good.split(".")[0]}  # the header, which names algorithm and key only
+    said = []
+    for token in tokens.values():
+        for method, request in REQUESTS.items():
+            for data in (request(JOB).SerializeToString(), request("../x").SerializeToString(), b"\xff"):
+                if method in (COORDINATOR + "MemberExited", COORDINATOR + "Fail"):
+                    continue  # the job is to live on
+                said.append(world.call(method, data, f"Bearer {token}")[1])
+        said.append(world.call(LOG + "Inventory", b"", token)[1])
+    for token in ("expired", "other", "marked"):
+        monkeypatch.setenv(ENV_TOKEN_FILE, str(world.keys.file(token, tokens[token])))
+        with CoordinatorClient(world.coordinator, JOB) as client:
+            for call in (client.status, lambda: admin.inventory(world.log, JOB, 5.0)):
+                with pytest.raises(AccessDenied) as caught:
+                    call()
+                said.append(str(caught.value))
+    assert any(event["event"] == "denied" for event in events.read(world.directory / "events"))
+    everything = world.written() + "\n".join(said)
+    assert "denied" in everything
+    assert [mark for mark in marks if mark in everything] == []

@@ -1,0 +1,302 @@
+"""The gate of a live log server: every call, every role; and that it tells nothing of jobs."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.logserver.state import EngineConfig
+from services.security.gate import CallLimits
+from swift import events
+from swift._pb import coordinator_pb2, log_pb2
+from swift.errors import AccessDenied, LogUnavailable
+from swift.log import admin
+from swift.log.record import RecordKey
+from swift.log.rpc import message_of, reason_of
+from swift.log.wire import client_options
+from swift.log.writer import LogWriter
+from swift.security import tokens
+from swift.security.channel import AUTHORIZATION, BEARER, ENV_TOKEN_FILE, open_channel
+from swift.security.health import check
+from swift.security.roles import COORDINATOR, LOG, MAY_CALL, Role
+from swift.security.tokens import EVERY_JOB
+from tests.unit.log.frames import frame_of
+from tests.unit.log.service import eventually
+from tests.unit.security.world import JOB, RANK, Guarded, Keys, code_of
+
+DENIED, UNKNOWN_CALLER = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
+REQUESTS: dict[str, Callable[[str], Any]] = {
+    "Append": lambda job: log_pb2.AppendRequest(opens=[log_pb2.Open(job=job, stream="s0.F", generation=1)]),
+    "Read": lambda job: log_pb2.ReadRequest(job=job, stream="s0.F"),
+    "Digests": lambda job: log_pb2.DigestsRequest(job=job, stream="s0.F"),
+    "Inventory": lambda job: log_pb2.InventoryRequest(job=job),
+    "Fence": lambda job: log_pb2.FenceRequest(job=job, generation=1),
+    "Trim": lambda job: log_pb2.TrimRequest(job=job, below_step=0),
+    "Reset": lambda job: log_pb2.ResetRequest(job=job, generation=1),
+}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path / "keys")
+
+
+@pytest.fixture
+def server(keys: Keys) -> Iterator[Guarded]:
+    with Guarded(keys) as server:
+        yield server
+
+
+def call(address: str, name: str, request: bytes, token: str | None) -> tuple[grpc.StatusCode, str, str]:
+    """(code, words, reason) of one call of any kind, all its answers taken."""
+    metadata = ((AUTHORIZATION, BEARER + token),) if token is not None else ()
+    with grpc.insecure_channel(address) as channel:
+        answers = channel.stream_stream(LOG + name)(iter([request]), metadata=metadata, timeout=10)
+        try:
+            for _ in answers:
+                pass
+        except grpc.RpcError as error:
+            return code_of(error), message_of(error), reason_of(error)
+    return grpc.StatusCode.OK, "", ""
+
+
+def test_every_call_of_both_services_has_its_roles() -> None:
+    methods = {
+        prefix + method.name
+        for prefix, module, service in ((LOG, log_pb2, "Log"), (COORDINATOR, coordinator_pb2, "Coordinator"))
+        for method in module.DESCRIPTOR.services_by_name[service].methods
+    }
+    assert set(MAY_CALL) == methods
+    assert {method.removeprefix(LOG) for method in methods if method.startswith(LOG)} == set(REQUESTS)
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_a_role_may_do_what_the_table_says(server: Guarded, keys: Keys, name: str, role: Role) -> None:
+    code, _, reason = call(server.address, name, REQUESTS[name](JOB).SerializeToString(), keys.mint([role]))
+    if role in MAY_CALL[LOG + name]:
+        assert code is grpc.StatusCode.OK
+    else:
+        assert (code, reason) == (DENIED, "denied")
+
+
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_nobody_learns_whether_a_job_is_there(server: Guarded, keys: Keys, name: str) -> None:
+    elsewhere = keys.mint(list(Role), job="elsewhere")
+    for token in (elsewhere, None, "no.token.atall", keys.mint(list(Role), lifetime_s=-5)):
+        answers = {
+            call(server.address, name, REQUESTS[name](job).SerializeToString(), token)
+            for job in (JOB, "nojob", "../x", "")
+        }
+        assert len(answers) == 1
+        assert answers.pop()[0] is (DENIED if token == elsewhere else UNKNOWN_CALLER)
+    assert set(server.engine.state.core.jobs) == {JOB}, "nothing was made for who may not"
+
+
+def test_a_token_reaches_no_newer_generation(server: Guarded, keys: Keys) -> None:
+    fenced = keys.mint(RANK, generation=1)
+
+    def opening(generation: int) -> bytes:
+        opens = [log_pb2.Open(job=JOB, stream="s0.F", generation=generation)]
+        return log_pb2.AppendRequest(opens=opens).SerializeToString()
+
+    assert call(server.address, "Append", opening(1), fenced)[0] is grpc.StatusCode.OK
+    server.engine.administration.fence(JOB, 2)
+    assert call(server.address, "Append", opening(1), fenced)[2] == "stale-generation"
+    assert call(server.address, "Append", opening(2), fenced)[2] == "denied"
+    assert call(server.address, "Append", opening(2), keys.mint(RANK, generation=2))[0] is grpc.StatusCode.OK
+    bound = keys.mint([Role.COORDINATOR], generation=2)
+    request = log_pb2.FenceRequest(job=JOB, generation=3).SerializeToString()
+    assert call(server.address, "Fence", request, bound)[2] == "denied"
+
+
+def test_every_open_of_a_stream_is_checked(server: Guarded, keys: Keys) -> None:
+    """The first one is in order, the second one names another job."""
+    server.engine.administration.fence("other", 1)
+    opens = [log_pb2.Open(job=job, stream="s0.F", generation=1) for job in (JOB, "other")]
+    request = log_pb2.AppendRequest(opens=opens).SerializeToString()
+    assert call(server.address, "Append", request, keys.mint(RANK))[0] is DENIED
+    assert not server.engine.state.core.jobs["other"].streams
+
+
+def test_an_open_stream_ends_with_its_token(
+    server: Guarded, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Revoked in the middle of a call: the next message is the last one that is looked at."""
+    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
+    more = threading.Event()
+    opening = REQUESTS["Append"](JOB).SerializeToString()
+
+    def requests() -> Iterator[bytes]:
+        yield opening
+        more.wait(10)
+        yield log_pb2.AppendRequest(frames=frame_of(0)[1]).SerializeToString()
+
+    metadata = ((AUTHORIZATION, BEARER + keys.mint(RANK)),)
+    with grpc.insecure_channel(server.address) as channel:
+        answers = channel.stream_stream(LOG + "Append", None, log_pb2.AppendReply.FromString)(
+            requests(), metadata=metadata, timeout=20
+        )
+        while not next(answers).opened:
+            pass
+        (keys.verifying / keys.signing.name).unlink()
+        server.gate._authority._look_at = 0.0  # type: ignore[union-attr]
+        more.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(answers)
+        assert code_of(caught.value) is UNKNOWN_CALLER
+    assert server.engine.state.core.jobs[JOB].streams["s0.F"].appended == 0
+
+
+def put(writer: LogWriter, step: int) -> None:
+    writer.append("s0.F", RecordKey(step, 0, 0), "uint8", (4,), b"abcd")
+    writer.flush(20)
+
+
+def test_a_reader_ends_with_its_token_and_leaves_no_lease(
+    server: Guarded, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
+    other = Keys(keys.directory)
+    monkeypatch.setenv(ENV_TOKEN_FILE, str(other.file("writer", other.mint(RANK))))
+    writer = LogWriter([server.address], JOB, 1)
+    server.gate._authority._look_at = 0.0  # type: ignore[union-attr]
+    put(writer, 0)
+    request = log_pb2.ReadRequest(job=JOB, stream="s0.F", follow=True)
+    credentials = keys.client(keys.mint(RANK), "reader")
+    with open_channel(server.address, client_options(1 << 20), credentials) as channel:
+        read = channel.unary_stream(LOG + "Read", log_pb2.ReadRequest.SerializeToString, None)
+        answers = read(request, timeout=20)
+        next(answers)
+        assert server.engine.state.core.jobs[JOB].readers
+        (keys.verifying / keys.signing.name).unlink()
+        put(writer, 1)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answers)
+        assert code_of(caught.value) is UNKNOWN_CALLER
+        eventually(lambda: not server.engine.state.core.jobs[JOB].readers)
+    writer.close(5)
+
+
+def test_a_newer_token_in_the_file_is_taken(
+    server: Guarded, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_TOKEN_FILE, str(keys.file("rank", keys.mint(RANK, lifetime_s=-5))))
+    monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
+    events.configure("test")
+    writer = LogWriter([server.address], JOB, 1, patience_s=30)
+    writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (4,), b"abcd")
+    eventually(lambda: any(event["event"] == "denied" for event in events.read(tmp_path)))
+    with pytest.raises(AccessDenied, match="expired"):
+        admin.inventory(server.address, JOB, 5.0)
+    keys.file("rank", keys.mint(RANK))
+    writer.flush(20)
+    writer.close(5)
+    assert admin.inventory(server.address, JOB, 5.0)[0].records == 1
+
+
+def test_a_writer_that_is_not_let_in_is_told_so(
+    server: Guarded, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_TOKEN_FILE, str(keys.file("rank", keys.mint([Role.REPLAYER]))))
+    writer = LogWriter([server.address], JOB, 1, patience_s=0.3)
+    writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (4,), b"abcd")
+    with pytest.raises(LogUnavailable, match="another job, role or generation"):
+        writer.flush(10)
+    with pytest.raises(LogUnavailable):
+        writer.close(0.1)
+
+
+def test_health_asks_nobody_and_says_how_the_server_is_protected(server: Guarded) -> None:
+    health = check(server.address)
+    assert (health.status, health.tokens, health.tls, health.insecure) == ("SERVING", True, False, False)
+
+
+def test_calls_of_one_address_are_counted_and_given_back(keys: Keys) -> None:
+    request = log_pb2.ReadRequest(job=JOB, stream="s0.F", follow=True)
+    with Guarded(None, limits=CallLimits(per_peer=3)) as server:
+        with grpc.insecure_channel(server.address) as channel:
+            read = channel.unary_stream(LOG + "Read", log_pb2.ReadRequest.SerializeToString, None)
+            waiting = [read(request) for _ in range(3)]
+            eventually(lambda: len(server.engine.state.core.jobs[JOB].readers) == 3)
+            code, words, reason = call(server.address, "Inventory", b"", None)
+            assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "limit")
+            assert "--calls-per-peer" in words
+            waiting[0].cancel()
+            inventory = REQUESTS["Inventory"](JOB).SerializeToString()
+            eventually(lambda: call(server.address, "Inventory", inventory, None)[0] is grpc.StatusCode.OK)
+        eventually(lambda: not server.gate._calls)
+
+
+def limited(config: EngineConfig, *requests: tuple[str, bytes]) -> list[tuple[grpc.StatusCode, str]]:
+    with Guarded(None, config=config) as server:
+        return [
+            (code, reason)
+            for name, request in requests
+            for code, _, reason in [call(server.address, name, request, None)]
+        ]
+
+
+OK, LIMITED = (grpc.StatusCode.OK, ""), (grpc.StatusCode.RESOURCE_EXHAUSTED, "limit")
+
+
+def test_jobs_are_limited_by_whatever_they_would_be_made() -> None:
+    requests = [(name, REQUESTS[name]("second").SerializeToString()) for name in REQUESTS]
+    answers = limited(EngineConfig(jobs_max=1), *requests)
+    refused = {name for (name, _), answer in zip(requests, answers, strict=True) if answer == LIMITED}
+    # An inventory or a trim of a job that is not there makes none.
+    assert refused == {"Append", "Read", "Digests", "Fence", "Reset"}
+    assert {answer for answer in answers if answer != LIMITED} == {OK}
+
+
+def test_streams_of_a_job_are_limited() -> None:
+    def opening(stream: str) -> tuple[str, bytes]:
+        opens = [log_pb2.Open(job=JOB, stream=stream, generation=1)]
+        return "Append", log_pb2.AppendRequest(opens=opens).SerializeToString()
+
+    answers = limited(EngineConfig(job_streams_max=2), *map(opening, ("a", "b", "c", "a")))
+    assert answers == [OK, OK, LIMITED, OK]
+
+
+def test_writers_of_a_job_are_limited_by_what_they_may_have_under_way() -> None:
+    config = EngineConfig(credit_bytes=1000, body_bytes_max=1000, job_bytes_max=5000)
+    assert 2 * config.writer_bytes_max <= config.job_bytes_max < 3 * config.writer_bytes_max
+    opening = REQUESTS["Append"](JOB)
+    with Guarded(None, config=config) as server, grpc.insecure_channel(server.address) as channel:
+        append = channel.stream_stream(
+            LOG + "Append", log_pb2.AppendRequest.SerializeToString, log_pb2.AppendReply.FromString
+        )
+        done = threading.Event()
+
+        def requests() -> Iterator[log_pb2.AppendRequest]:
+            yield opening
+            done.wait(20)
+
+        held = [append(requests()) for _ in range(2)]
+        for answers in held:
+            while not next(answers).opened:
+                pass
+        third = append(iter([opening]))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(third)
+        assert (code_of(caught.value), reason_of(caught.value)) == LIMITED
+        held[0].cancel()
+        eventually(lambda: call(server.address, "Append", opening.SerializeToString(), None)[0] == OK[0])
+        done.set()
+
+
+def test_a_coordinator_token_is_of_every_job(server: Guarded, keys: Keys) -> None:
+    token = keys.mint([Role.COORDINATOR], job=EVERY_JOB)
+    for job in (JOB, "other"):
+        assert call(server.address, "Fence", REQUESTS["Fence"](job).SerializeToString(), token)[0] == OK[0]
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name != "Append"])
+def test_bytes_that_are_no_request_are_invalid_and_large_ones_too_large(name: str) -> None:
+    large = b"\x0a" + b"\xff\xff\x7f" + b"x" * ((1 << 21) - 1)
+    with Guarded(None) as server:
+        assert call(server.address, name, b"\xff\xff\xff", None)[2] == "invalid"
+        assert call(server.address, name, large, None)[2] == "oversize"

@@ -1,0 +1,199 @@
+"""Tokens: what is taken, what is not, and that nobody but the signing key makes one."""
+
+import base64
+import json
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.errors import UsageError
+from swift.security import tokens
+from swift.security.roles import Role
+from swift.security.tokens import Authority, NotAuthenticated, SigningKey, new_key
+from tests.unit.security.world import JOB, RANK, Keys
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+def test_what_a_token_says_comes_back(keys: Keys) -> None:
+    grant = Authority(keys.verifying).grant(keys.mint(RANK, generation=7))
+    assert (grant.job, grant.roles, grant.generation_max) == (JOB, frozenset(RANK), 7)
+    assert grant.covers(JOB, 7)
+    assert not grant.covers(JOB, 8), "a generation above"
+    assert not grant.covers("job2", 7)
+    everywhere = Authority(keys.verifying).grant(keys.mint([Role.COORDINATOR], tokens.EVERY_JOB))
+    assert everywhere.covers("any", 1 << 60)
+
+
+def test_a_key_is_its_owners_alone(keys: Keys) -> None:
+    assert stat.S_IMODE(keys.signing.stat().st_mode) == 0o600
+    assert stat.S_IMODE(keys.signing.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(keys.file("a", "x").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660, 0o601])
+def test_a_key_that_others_can_reach_is_refused_in_one_line(keys: Keys, mode: int) -> None:
+    keys.signing.chmod(mode)
+    with pytest.raises(UsageError, match="chmod 600") as caught:
+        SigningKey.load(keys.signing, "--key")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_expired_token_is_refused_also_if_it_is_known(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(keys.verifying)
+    with pytest.raises(NotAuthenticated, match="expired"):
+        authority.grant(keys.mint(RANK, lifetime_s=-1))
+    token = keys.mint(RANK, lifetime_s=60)
+    authority.grant(token)
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    with pytest.raises(NotAuthenticated, match="expired"):
+        authority.grant(token)
+
+
+def test_a_jump_of_the_clock_does_not_end_what_was_granted(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(keys.verifying)
+    token = keys.mint(RANK, lifetime_s=60)
+    authority.grant(token)
+    later = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    authority.grant(token)
+
+
+def test_a_key_that_is_removed_revokes_its_tokens(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
+    authority = Authority(keys.verifying)
+    token = keys.mint(RANK)
+    authority.grant(token)
+    new_key(keys.directory)
+    authority.grant(token)
+    (keys.verifying / keys.signing.name).unlink()
+    with pytest.raises(NotAuthenticated, match="not signed by a key that counts"):
+        authority.grant(token)
+
+
+def test_a_key_is_rotated_without_a_gap(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
+    authority = Authority(keys.verifying)
+    old = keys.mint(RANK)
+    newer = SigningKey.load(new_key(keys.directory)[0], "--key").mint(JOB, RANK, 60)
+    assert authority.grant(old).job == authority.grant(newer).job == JOB
+
+
+def test_a_directory_that_loses_all_its_keys_lets_nobody_in(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
+    authority = Authority(keys.verifying)
+    token = keys.mint(RANK)
+    (keys.verifying / keys.signing.name).write_text("not a key")
+    with pytest.raises(NotAuthenticated):
+        authority.grant(token)
+    with pytest.raises(UsageError, match="no public key"):
+        Authority(keys.verifying)
+
+
+def claims(**other: Any) -> dict[str, Any]:
+    return {"aud": "swift", "exp": int(time.time()) + 60, "job": JOB, "roles": ["writer"], **other}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"aud": "other"},
+        {"job": 3},
+        {"job": ""},
+        {"roles": "writer"},
+        {"roles": ["king"]},
+        {"roles": [["writer"]]},
+        {"gen": "7"},
+        {"gen": True},
+        {"gen": 1.5},
+        {"exp": "tomorrow"},
+        {"nbf": 1 << 40},
+    ],
+    ids=str,
+)
+def test_claims_that_make_no_sense_are_refused_although_signed(keys: Keys, said: dict[str, Any]) -> None:
+    token = jwt.encode(claims(**said), keys.key.private, algorithm="EdDSA", headers={"kid": keys.key.name})
+    with pytest.raises(NotAuthenticated, match="not valid"):
+        Authority(keys.verifying).grant(token)
+
+
+@pytest.mark.parametrize("missing", ["aud", "exp", "job", "roles"])
+def test_every_claim_is_needed(keys: Keys, missing: str) -> None:
+    said = claims()
+    del said[missing]
+    token = jwt.encode(said, keys.key.private, algorithm="EdDSA", headers={"kid": keys.key.name})
+    with pytest.raises(NotAuthenticated):
+        Authority(keys.verifying).grant(token)
+
+
+def unsigned(header: dict[str, Any], said: dict[str, Any], signature: bytes = b"") -> str:
+    parts = [json.dumps(header).encode(), json.dumps(said).encode(), signature]
+    return ".".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts)
+
+
+def test_forgeries_are_refused(keys: Keys, tmp_path: Path) -> None:
+    authority = Authority(keys.verifying)
+    name = keys.key.name
+    other = Keys(tmp_path / "other")
+    public = (keys.verifying / keys.signing.name).read_bytes()
+    with_public_key_as_secret = unsigned({"alg": "HS256", "kid": name, "typ": "JWT"}, claims())
+    head = with_public_key_as_secret.rpartition(".")[0]
+    import hashlib
+    import hmac
+
+    mac = base64.urlsafe_b64encode(hmac.new(public, head.encode(), hashlib.sha256).digest()).rstrip(b"=")
+    for forged in (
+        unsigned({"alg": "none", "kid": name}, claims()),
+        f"{head}.{mac.decode()}",
+        jwt.encode(claims(), other.key.private, algorithm="EdDSA", headers={"kid": name}),
+        jwt.encode(claims(), other.key.private, algorithm="EdDSA", headers={"kid": other.key.name}),
+        jwt.encode(claims(), keys.key.private, algorithm="EdDSA"),
+        jwt.encode(claims(), keys.key.private, algorithm="EdDSA", headers={"kid": f"../signing/{name}"}),
+    ):
+        with pytest.raises(NotAuthenticated):
+            authority.grant(forged)
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, str]:
+    keys = Keys(tmp_path_factory.mktemp("keys"))
+    return Authority(keys.verifying), keys.mint(RANK)
+
+
+@given(text=st.text(max_size=200))
+def test_garbage_is_refused(lasting: tuple[Authority, str], text: str) -> None:
+    with pytest.raises(NotAuthenticated):
+        lasting[0].grant(text)
+
+
+@given(data=st.data())
+def test_a_changed_token_is_refused(lasting: tuple[Authority, str], data: st.DataObject) -> None:
+    authority, token = lasting
+    body = token.rpartition(".")[0]  # the last character of the signature has bits that say nothing
+    at = data.draw(st.integers(0, len(body) - 1))
+    changed = token[:at] + data.draw(st.characters(min_codepoint=33, max_codepoint=126)) + token[at + 1 :]
+    if changed != token:
+        with pytest.raises(NotAuthenticated):
+            authority.grant(changed)
+
+
+def test_what_is_remembered_is_bounded(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_GRANTS_MAX", 8)
+    authority = Authority(keys.verifying)
+    for number in range(30):
+        authority.grant(keys.mint(RANK, job=f"job{number}"))
+        assert len(authority._grants) <= 8

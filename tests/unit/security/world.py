@@ -1,0 +1,97 @@
+"""Keys, certificates and a log server in the test's process that wants them."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import grpc
+
+from services.logserver.engine import LogEngine
+from services.logserver.servicer import make_server
+from services.logserver.state import EngineConfig
+from services.security.gate import CallLimits
+from services.security.listening import Protection, bind
+from swift.security.certificates import PrivateCA
+from swift.security.channel import Credentials
+from swift.security.files import write_file
+from swift.security.roles import Role
+from swift.security.tokens import SigningKey, new_key
+from tests.unit.log.memory_storage import MemoryStorage
+
+JOB = "job"
+RANK = (Role.WRITER, Role.REPLAYER)
+
+
+class Keys:
+    """A signing key, and tokens in files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.signing, verifying = new_key(directory)
+        self.verifying = verifying.parent
+        self.key = SigningKey.load(self.signing, "--key")
+
+    def mint(
+        self, roles: Iterable[Role], job: str = JOB, lifetime_s: float = 600, generation: int | None = None
+    ) -> str:
+        return self.key.mint(job, roles, lifetime_s, generation_max=generation)
+
+    def file(self, name: str, token: str) -> Path:
+        path = self.directory / f"{name}.token"
+        write_file(path, token.encode(), secret=True)
+        return path
+
+    def client(self, token: str, name: str = "client") -> Credentials:
+        return Credentials(token_file=self.file(name, token))
+
+
+class Guarded:
+    """A log server with a gate. Job "job" has generation 1. A context manager."""
+
+    def __init__(
+        self,
+        keys: Keys | None,
+        *,
+        ca: PrivateCA | None = None,
+        mutual: bool = False,
+        config: EngineConfig | None = None,
+        limits: CallLimits | None = None,
+    ) -> None:
+        pair = ca.issue("server", "127.0.0.1", "localhost") if ca is not None else None
+        self.protection = Protection(
+            listen="127.0.0.1:0",
+            certificate=pair.certificate if pair else None,
+            key=pair.key if pair else None,
+            client_ca=ca.certificate if ca is not None and mutual else None,
+            token_keys=keys.verifying if keys is not None else None,
+            limits=limits or CallLimits(),
+        )
+        self.gate = self.protection.gate()
+        self.engine = LogEngine(MemoryStorage(), config or EngineConfig())
+        self.server, _ = make_server(self.engine, self.gate)
+        self.address = f"127.0.0.1:{bind(self.server, self.protection)}"
+        self.engine.start([])
+        self.server.start()
+        self.engine.state.on_health(True)
+        self.engine.administration.fence(JOB, 1)
+
+    def __enter__(self) -> "Guarded":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.drain()
+        self.server.stop(1).wait()
+        self.engine.close()
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    assert isinstance(error, grpc.Call)
+    return error.code()
+
+
+def touched(path: Path, data: bytes) -> None:
+    """Written again, with a time that differs."""
+    before = path.stat().st_mtime_ns
+    while path.stat().st_mtime_ns == before:
+        write_file(path, data, secret=path.suffix != ".pem")
+        time.sleep(0.001)
