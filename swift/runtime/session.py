@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swift import events
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
+from swift.names import check_job
 from swift.runtime import _torch, sharded
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
@@ -113,6 +114,7 @@ class Session:
             incarnation, checkpoints = os.environ["SWIFT_INCARNATION"], os.environ["SWIFT_CHECKPOINT_DIR"]
         except KeyError as error:
             raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+        check_job(job)  # it becomes a part of a path
         columns = config.replicas * config.shards
         shards = f" of {config.shards} shards" if config.shards > 1 else ""
         if world_size % columns:
