@@ -63,6 +63,17 @@ def test_no_torch_here(modules: str) -> None:
     assert imported_by(f"import {modules}").isdisjoint({"torch", "numpy"})
 
 
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "services.logserver.__main__, services.coordinator.__main__",
+        "swift.log.writer, swift.log.reader, swift.log.admin, swift.control.client, swift.cli",
+    ],
+)
+def test_cryptography_comes_with_tokens_and_certificates_only(modules: str) -> None:
+    assert imported_by(f"import {modules}").isdisjoint({"cryptography", "jwt"})
+
+
 def test_import_contracts_hold() -> None:
     done = run(
         sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()", NO_COLOR="1"
@@ -97,6 +108,111 @@ def test_small_rooms_and_nothing_forbidden(path: Path) -> None:
         assert pattern.search(text) is None, what
 
 
+# What makes objects, or runs, out of bytes that somebody else wrote.
+UNSAFE_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "yaml",
+}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_NAMES = {
+    "multiprocessing.connection",  # its send and recv pickle
+    "multiprocessing.Pipe",
+    "multiprocessing.Queue",
+    "multiprocessing.Manager",
+    "torch.load",
+    "torch.save",
+    "numpy.load",
+    "dist.broadcast_object_list",
+    "dist.all_gather_object",
+    "dist.gather_object",
+    "dist.scatter_object_list",
+    "dist.send_object_list",
+    "dist.recv_object_list",
+}
+
+
+def unsafe(text: str) -> set[str]:
+    """What of the above a module uses."""
+    names = {name.rpartition(".")[2] for name in UNSAFE_NAMES if name.startswith("dist.")}
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        used: list[str] = []
+        if isinstance(node, ast.Import):
+            used = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            used = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            used = [ast.unparse(node)]
+        elif isinstance(node, ast.Name):
+            used = [node.id]
+            if node.id in UNSAFE_CALLS:
+                found.add(node.id)
+        for name in used:
+            if name.partition(".")[0] in UNSAFE_MODULES and not isinstance(node, ast.Name):
+                found.add(name)
+            if any(name == bad or name.startswith(f"{bad}.") for bad in UNSAFE_NAMES):
+                found.add(name)
+            if name.rpartition(".")[2] in names:
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("path", sources("swift", "services"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_bytes_become_objects(path: Path) -> None:
+    # The worker runs the user's own script, as `python SCRIPT` would.
+    allowed = {"exec"} if path.relative_to(ROOT) == Path("swift/launch/worker.py") else set()
+    assert unsafe(path.read_text()) <= allowed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import marshal as m",
+        "import yaml",
+        "x = eval('1')",
+        "f = exec",
+        "torch.load(f)",
+        "from torch import load",
+        "from multiprocessing.connection import Client",
+        "import multiprocessing; multiprocessing.Pipe()",
+        "from multiprocessing import Queue",
+        "import numpy; numpy.load(f)",
+        "torch.distributed.all_gather_object(a, b)",
+        "from torch.distributed import broadcast_object_list",
+        "import shelve",
+    ],
+)
+def test_that_rule_sees_what_it_should(text: str) -> None:
+    assert unsafe(text) != set()
+
+
+@pytest.mark.parametrize("path", sources("swift", "services"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_connections_are_made_in_one_place(path: Path) -> None:
+    """Where they get their credentials, and where a port is only opened with the protection that was asked for."""
+    made = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in {"insecure_channel", "secure_channel", "add_insecure_port", "add_secure_port"}
+    }
+    allowed = {
+        "swift/security/channel.py": {"insecure_channel", "secure_channel"},
+        "services/security/listening.py": {"add_insecure_port", "add_secure_port"},
+        # The bare wire: neither secrets nor jobs, on loopback.
+        "swift/bench/log_ranks.py": {"add_insecure_port"},
+    }
+    assert made <= allowed.get(str(path.relative_to(ROOT)), set())
+
+
 @pytest.mark.parametrize("path", sources("swift", "services"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_module_says_what_it_is(path: Path) -> None:
     tree = ast.parse(path.read_text())
@@ -126,7 +242,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill"])
+@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill", "token"])
 def test_help_begins_with_what_it_does(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", command, "--help")
     assert done.returncode == 0, done.stderr
@@ -135,7 +251,7 @@ def test_help_begins_with_what_it_does(command: str) -> None:
     assert first.endswith(".")
 
 
-@pytest.mark.parametrize("command", ["", "fly", "run", "logserver", "coordinator"])
+@pytest.mark.parametrize("command", ["", "fly", "run", "logserver", "coordinator", "token"])
 def test_what_is_missing_is_said_in_one_line(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", *command.split())
     assert done.returncode == 2
