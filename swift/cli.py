@@ -15,6 +15,7 @@ OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
     "bench": "measure one part against the limit of the machine: undo, replica, log",
     "token": "make signing keys, and job tokens signed with them",
+    "inspect": "show, verify and export what is in the log; drop a job's log",
     "version": "print the version",
 }
 
@@ -42,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(importlib.import_module("swift.bench.command").main(rest))
     if command == "token":
         return int(importlib.import_module("swift.security.command").main(rest))
+    if command == "inspect":
+        return int(importlib.import_module("swift.inspect.command").main(rest))
     if command in ("version", "--version"):
         print(f"swift-ft {metadata.version('swift-ft')}")
         return 0

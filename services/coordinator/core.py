@@ -18,6 +18,7 @@ with all ranks ready at one version; a View is a function of the row, so it show
 from collections.abc import Mapping
 
 from services.coordinator import messages as m
+from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.checks import check_holder, check_join, check_stages, is_stale
 from services.coordinator.hang import StepClock
 from services.coordinator.messages import Effect, Refusal, Refused
@@ -36,8 +37,6 @@ LEGAL: Mapping[State, frozenset[State]] = {
     State.FINISHED: frozenset(),
     State.FAILED: frozenset(),
 }
-KEPT_CHECKPOINTS = 2
-KEPT_SHARDS = 8
 REFUSALS_MAX = 8
 
 
@@ -51,6 +50,7 @@ class Job:
     def __init__(self, row: JobRow, timing: Timing, now: float) -> None:
         self.row = row
         self.steps = StepClock(timing)
+        self.checkpoints = Checkpoints(row, self.steps, timing)
         self._timing = timing
         self._seen = dict.fromkeys(row.holders, now)
         """When each holder was heard last."""
@@ -92,6 +92,8 @@ class Job:
                 return self._refuse(command)
             case m.CheckpointDurable():
                 return self._checkpoint(command)
+            case m.AskCheckpoint():
+                return self._ask_checkpoint(command)
             case m.MemberExited():
                 return self._exited(command)
             case m.Suspect():
@@ -112,6 +114,8 @@ class Job:
                 return self._inventory(command)
             case m.LogsReset():
                 return self._logs_reset(command)
+            case m.LogsPressed():
+                return self._logs_pressed(command)
 
     def resume(self) -> list[Effect]:
         """The effects of the state this row is in, said again after a restart."""
@@ -146,6 +150,7 @@ class Job:
         self.row.distrusted = []
         self._suspicions.clear()
         self.steps.restart(now)
+        self.checkpoints.run_on(max(self.row.ready.values()))
         return [*self._transition(), *self._trim()]
 
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
@@ -177,6 +182,7 @@ class Job:
             # What was saved after that version belongs to a history that is given up.
             row.rolled_back_in = row.generation
             row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
+            self.checkpoints.call_off()
         elif not row.plan.exact:
             # What is saved from now on has other bits: no checkpoint is made of both.
             row.rolled_back_in = row.generation
@@ -308,23 +314,25 @@ class Job:
         return [*self.become_fencing({}, row.refused.reason), refused]
 
     def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
-        row = self.row
         check_holder(self.row, durable.sender)
-        newest = max(row.checkpoints, default=-1)
-        if durable.version <= newest or (durable.generation and durable.generation < row.rolled_back_in):
+        complete = self.checkpoints.count(durable)
+        if complete is None:
             return []
-        shards = row.shards.setdefault(durable.version, [])
-        if durable.sender.rank in shards:
-            return []
-        shards.append(durable.sender.rank)
-        if len(shards) < row.world_size:
-            for version in sorted(row.shards)[:-KEPT_SHARDS]:
-                del row.shards[version]
+        if not complete:
             return [self._persist()]
-        row.checkpoints = [*row.checkpoints, durable.version][-KEPT_CHECKPOINTS:]
-        row.shards = {v: ranks for v, ranks in row.shards.items() if v > durable.version}
-        complete = self._event("checkpoint_complete", version=durable.version)
-        return [self._persist(), complete, m.PublishView(), *self._trim()]
+        event = self._event("checkpoint_complete", version=durable.version)
+        return [self._persist(), event, m.PublishView(), *self._trim()]
+
+    def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:
+        if is_stale(self.row, ask.sender, ask.generation) or self.row.state.is_over:
+            return []
+        return self._early(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}")
+
+    def _early(self, after_version: int, reason: str) -> list[Effect]:
+        if not self.checkpoints.ask(after_version, reason):
+            return []
+        asked = self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)
+        return [self._persist(), asked, m.PublishView()]
 
     def _finish(self, finish: m.Finish) -> list[Effect]:
         row = self.row
@@ -450,6 +458,15 @@ class Job:
             return []
         row.blocked = {}
         return self.become_recovering()
+
+    def _logs_pressed(self, pressed: m.LogsPressed) -> list[Effect]:
+        """A checkpoint that is complete already helps first: its trim is under way, or is tried again."""
+        if self.row.state is not State.RUNNING or self.row.checkpoint_at is not None:
+            return []
+        if pressed.trimmed_below_step < max(self.row.checkpoints, default=0):
+            return self._trim()
+        reason = f"log server {pressed.address}: {pressed.reason}"
+        return self._early(self.checkpoints.newest_known(), reason)
 
     # --- ---
 

@@ -6,6 +6,7 @@ their way before the next one. Log servers are asked in threads; what they answe
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -14,7 +15,7 @@ from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.logs import GenerationRefused, LogControl, merged
 from services.coordinator.messages import Refusal
-from services.coordinator.row import JobRow
+from services.coordinator.row import JobRow, State
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
 from services.coordinator.views import status_of, view_of
@@ -77,6 +78,7 @@ class Driver:
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
+        self._looked_at_logs: dict[str, float] = {}
 
     def start(self) -> None:
         """Loads all jobs and says their effects again. StoreFailed, UsageError: a row does not fit."""
@@ -111,6 +113,15 @@ class Driver:
             await asyncio.sleep(self.timing.tick_s)
             for job in list(self._jobs.values()):
                 self._step(job, m.Tick(), self._clock())
+                self._look_at_logs(job)
+
+    def _look_at_logs(self, job: Job) -> None:
+        """How much room the log servers have: not a transition, so it is asked while training goes on."""
+        name, now = job.row.job, self._clock()
+        due = now - self._looked_at_logs.get(name, -math.inf) >= self.timing.space_s
+        if job.row.state is State.RUNNING and due and (name, "space") not in self._tasks:
+            self._looked_at_logs[name] = now
+            self._ask(job, "space", self._space(name, job.row.generation))
 
     def stop(self) -> None:
         """Ends the views under way and the questions to log servers."""
@@ -299,6 +310,29 @@ class Driver:
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def _space(self, name: str, generation: int) -> None:
+        """A server that does not answer is asked again soon enough: nothing waits for this."""
+
+        async def one(address: str) -> None:
+            try:
+                space = await self._in_thread(lambda: self._logs.space(address, name, generation))
+            except ServiceError as error:
+                logger.info("log server %s does not say how much room it has: %s", address, error)
+                return
+            if space.wants_checkpoint:
+                self.apply(
+                    name,
+                    m.LogsPressed(
+                        address=address,
+                        reason=space.wants_checkpoint,
+                        trimmed_below_step=space.trimmed_below_step,
+                    ),
+                )
+
+        async with asyncio.TaskGroup() as group:
+            for address in self._log_servers:
+                group.create_task(one(address))
 
     async def _trim(self, name: str, below_step: int) -> None:
         """A few times only: the next checkpoint trims again, and records too many do no harm."""

@@ -37,6 +37,11 @@ class StepClock:
     def version(self, rank: int) -> int:
         return self._at.get(rank, (0, 0.0))[0]
 
+    def steps_within(self, seconds: float) -> int:
+        """How many steps a rank may begin in so many seconds, going by the quickest of the last ones."""
+        shortest_s = min(self._recent_s, default=seconds + 1.0)
+        return int(seconds / max(shortest_s, 1e-4))
+
     @property
     def bound_s(self) -> float:
         longest_s = max(self._recent_s, default=0.0)

@@ -28,6 +28,10 @@ class LogControl(Protocol):
         """It drops every record of the job. GenerationRefused."""
         ...
 
+    def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
+        """How far the job is trimmed, and whether it must be trimmed further soon. Cheap."""
+        ...
+
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
         """What it has of every stream of the job; nothing of a job that it does not know."""
         ...
@@ -52,6 +56,10 @@ class LogServers:
             # A server that came back with an empty disk holds no generation yet.
             admin.fence(address, job, generation, self._timeout_s)
             admin.reset(address, job, generation, self._timeout_s)
+
+    def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
+        with _named_errors(address, job):
+            return admin.space(address, job, generation, self._timeout_s)
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
         with _named_errors(address, job):

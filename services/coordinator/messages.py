@@ -72,6 +72,14 @@ class CheckpointDurable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AskCheckpoint:
+    sender: Sender
+    generation: int
+    after_version: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemberExited:
     rank: int
     incarnation: str
@@ -135,6 +143,16 @@ class InventoryTaken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LogsPressed:
+    """A log server needs a trim of this job soon."""
+
+    address: str
+    reason: str
+    trimmed_below_step: int
+    """How far it is trimmed there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogsReset:
     """Every log server has dropped the job's records."""
 
@@ -148,6 +166,7 @@ Command = (
     | Ready
     | Refuse
     | CheckpointDurable
+    | AskCheckpoint
     | MemberExited
     | Suspect
     | Finish
@@ -158,6 +177,7 @@ Command = (
     | LogsRefused
     | InventoryTaken
     | LogsReset
+    | LogsPressed
 )
 
 # --- effects, to be carried out in their order; all idempotent ---

@@ -92,6 +92,9 @@ class JobRow:
     """Complete versions, ascending; the newest two."""
     shards: dict[int, list[int]] = field(default_factory=dict)
     """Incomplete checkpoints: version -> the ranks whose shard is durable."""
+    checkpoint_at: int | None = None
+    """The version of an early checkpoint: every rank saves it, whatever the interval says."""
+    checkpoint_reason: str = ""
     rolled_back_in: int = 0
     """The last generation that restored a checkpoint, or undid a step inexactly: what was saved after that version,
     and what is saved in older generations, belongs to a history that was given up."""

@@ -114,6 +114,18 @@ class Servicer(pb_grpc.CoordinatorServicer):
             ),
         )
 
+    async def AskCheckpoint(self, request: pb.AskCheckpointRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.AskCheckpoint(
+                sender=_sender(request),
+                generation=request.generation,
+                after_version=request.after_version,
+                reason=request.reason[:LONGEST_REASON],
+            ),
+        )
+
     async def MemberExited(self, request: pb.ExitRequest, context: Context) -> pb.Ack:
         return await self._ack(
             context,
@@ -167,6 +179,7 @@ _FromMember = (
     | pb.ReadyRequest
     | pb.RefuseRequest
     | pb.CheckpointRequest
+    | pb.AskCheckpointRequest
     | pb.SuspectRequest
     | pb.FinishRequest
     | pb.FailRequest

@@ -42,6 +42,11 @@ class Timing:
         return max(1.0, 6 * self.heartbeat_s)
 
     @property
+    def space_s(self) -> float:
+        """How often the log servers are asked how much room there is."""
+        return max(1.0, 2 * self.heartbeat_s)
+
+    @property
     def tick_s(self) -> float:
         """How often leases are looked at."""
         return self.heartbeat_s / 2

@@ -22,6 +22,8 @@ def view_of(row: JobRow) -> pb.View:
         revision=row.revision,
         checkpoints=row.checkpoints,
         waiting_for=waiting_for(row),
+        checkpoint_at=row.checkpoint_at,
+        checkpoint_reason=row.checkpoint_reason,
     )
 
 

@@ -13,12 +13,14 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from services.logserver.engine import LogEngine
 from services.logserver.servicer import make_server
+from services.logserver.space import HIGH_WATER, LOW_WATER, SpaceConfig
 from services.logserver.state import EngineConfig, Fsync
 from services.logserver.storage import DirectoryStorage
 from services.security import listening
 from swift import events
 from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.log.directory import age_s, free_bytes
 from swift.log.frame import BODY_BYTES_MAX
 from swift.log.memory import keep_freed_memory
 
@@ -52,6 +54,16 @@ class ServerConfig:
                 f"--job-bytes-max must have room for one writer: at least {self.engine.writer_bytes_max} "
                 "(--credit-bytes and one frame)"
             )
+        space = self.engine.space
+        if min(space.quota_bytes, space.job_quota_bytes) < 0:
+            raise UsageError("--quota-bytes and --job-quota-bytes must be positive; leave them out for none")
+        if not 0 < space.low_water < space.high_water < 1:
+            raise UsageError(
+                f"--low-water {space.low_water:g} must be below --high-water {space.high_water:g}, "
+                "and both between 0 and 1"
+            )
+        if self.engine.keep_s < 0:
+            raise UsageError("--keep-days must be positive; leave it out to keep logs until they are dropped")
         if self.address_file is not None and not self.address_file.parent.is_dir():
             raise UsageError(f"--address-file: there is no directory {self.address_file.parent}")
 
@@ -81,6 +93,31 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     parser.add_argument("--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="largest tensor accepted")
     _add_limits(parser)
     listening.add_flags(parser)
+    parser.add_argument(
+        "--quota-bytes", type=int, default=0, help="most that is kept of all jobs; default: what the disk has"
+    )
+    parser.add_argument("--job-quota-bytes", type=int, default=0, help="most that is kept of one job")
+    parser.add_argument(
+        "--high-water",
+        type=float,
+        default=HIGH_WATER,
+        metavar="PART",
+        help="of a quota, or of the disk: an early checkpoint is asked for; default %(default)s",
+    )
+    parser.add_argument(
+        "--low-water",
+        type=float,
+        default=LOW_WATER,
+        metavar="PART",
+        help="below it that alarm ends; default %(default)s",
+    )
+    parser.add_argument(
+        "--keep-days",
+        type=float,
+        default=0.0,
+        metavar="DAYS",
+        help="drop jobs that nobody has touched for so long; default: keep them until `swift-ft inspect --drop-job`",
+    )
     options = parser.parse_args(argv)
     return ServerConfig(
         directory=options.directory,
@@ -95,6 +132,13 @@ def parse(argv: Sequence[str]) -> ServerConfig:
             jobs_max=options.jobs_max,
             job_streams_max=options.job_streams_max,
             job_bytes_max=options.job_bytes_max,
+            space=SpaceConfig(
+                quota_bytes=options.quota_bytes,
+                job_quota_bytes=options.job_quota_bytes,
+                high_water=options.high_water,
+                low_water=options.low_water,
+            ),
+            keep_s=options.keep_days * 86400,
         ),
     )
 
@@ -135,14 +179,17 @@ def run(config: ServerConfig) -> int:
     protection = config.protection
     gate = protection.gate()
     storage = DirectoryStorage(config.directory, config.segment_bytes)
-    engine = LogEngine(storage, config.engine)
+    directory = config.directory
+    engine = LogEngine(
+        storage, config.engine, lambda: free_bytes(directory), lambda job: age_s(directory, job)
+    )
     server, _ = make_server(engine, gate)
     host = protection.listen.rpartition(":")[0]
     port = listening.bind(server, protection)
     engine.start(storage.recover())
     wait_for_signal = _signals()
     server.start()
-    engine.state.on_health(True)
+    engine.state.on_health(engine.state.serves)
     address = f"{host}:{port}"
     events.emit("serving", address=address, directory=str(config.directory), **protection.fields())
     if config.address_file is not None:

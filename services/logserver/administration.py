@@ -9,10 +9,12 @@ from typing import TypeVar
 from services.logserver import procedures
 from services.logserver.committer import Committer
 from services.logserver.core import JobState, Refusal, StreamState
-from services.logserver.procedures import Clean, Emit, Procedure, Save, Settle, meta_of
+from services.logserver.procedures import Clean, Emit, Forget, Procedure, Save, Settle, Step, meta_of
 from services.logserver.state import Refused, ServerState, check_names
-from services.logserver.storage import JobMeta, StorageFailed, StorageFull
+from services.logserver.storage import StorageFailed, StorageFull
+from services.logserver.watch import DiskWatch
 from swift import events
+from swift.log.manifest import JobMeta
 from swift.log.wire import Reason
 
 T = TypeVar("T")
@@ -21,11 +23,16 @@ T = TypeVar("T")
 class Administration:
     """What changes a job as a whole. One such change at a time; each is durable before it is answered."""
 
-    def __init__(self, state: ServerState, committer: Committer) -> None:
+    def __init__(
+        self, state: ServerState, committer: Committer, watch: DiskWatch, clock: Callable[[], float]
+    ) -> None:
         self._state = state
         self._committer = committer
+        self._watch = watch
+        self._clock = clock
         self._changed = state.changed
         self._one_at_a_time = threading.Lock()
+        self._removing = threading.Lock()  # of a stream's files: never of a later job that has its name
         self._janitor_work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._janitor = threading.Thread(target=self._janitor_loop, name="janitor", daemon=True)
 
@@ -38,7 +45,7 @@ class Administration:
         self._janitor.join()
 
     def fence(self, job_name: str, generation: int) -> None:
-        self._carry_out(procedures.fence(self._state, job_name, generation))
+        self._carry_out(procedures.fence(self._state, job_name, generation, self._clock()))
 
     def trim(self, job_name: str, below_step: int) -> int:
         """Gives the step below which everything is trimmed now."""
@@ -75,13 +82,42 @@ class Administration:
                 except StopIteration as done:
                     result: T = done.value
                     return result
-                match step:
-                    case Save():
-                        self._save(step.job, step.meta)
-                    case Clean():
-                        self._clean(step.streams)
-                    case Emit():
-                        events.emit(step.event, **step.fields)
+                try:
+                    self._do(step)
+                except Refused as refused:
+                    with self._changed:
+                        procedure.throw(refused)
+                    raise
+
+    def _do(self, step: Step) -> None:
+        match step:
+            case Save():
+                self._save(step.job, step.meta)
+            case Clean():
+                self._clean(step.streams)
+            case Forget():
+                self._forget(step.job)
+            case Emit():
+                events.emit(step.event, **step.fields)
+
+    def drop(self, job_name: str, *, force: bool, why: str = "asked for") -> tuple[int, int]:
+        """Gives how many (records, bytes) are forgotten."""
+        return self._carry_out(procedures.drop(self._state, job_name, self._clock(), force=force, why=why))
+
+    def _forget(self, job: str) -> None:
+        try:
+            with self._removing:
+                remove_files = self._state.storage.drop(job)
+        except (StorageFull, StorageFailed) as error:
+            raise Refused(Refusal(Reason.CLOSED, str(error))) from None
+        self._janitor_work.put(partial(self._remove_files, job, remove_files))
+
+    def _remove_files(self, job_name: str, remove_files: Callable[[], None]) -> None:
+        try:
+            remove_files()
+        except OSError as error:  # the next start removes them
+            events.emit("not_removed", job=job_name, reason=str(error))
+        self._watch.files_removed()
 
     def save_later(self, job: JobState) -> None:
         """Something that the manifest keeps has changed."""
@@ -90,6 +126,8 @@ class Administration:
     def _save_now(self, job: JobState) -> None:
         with self._one_at_a_time:
             with self._changed:
+                if self._state.core.jobs.get(job.name) is not job:
+                    return  # dropped meanwhile
                 meta = meta_of(job)
             try:
                 self._save(job.name, meta)
@@ -116,18 +154,25 @@ class Administration:
 
     def _clean(self, streams: Iterable[StreamState]) -> None:
         for stream in streams:
-            self._janitor_work.put(partial(self._remove, stream.job, stream.name, stream.first))
+            self._janitor_work.put(partial(self._remove, stream, stream.first))
 
-    def _remove(self, job: str, stream: str, first: int) -> None:
+    def _remove(self, stream: StreamState, first: int) -> None:
         try:
-            freed = self._state.storage.remove(job, stream, first)
+            with self._removing:
+                if not self._is_there(stream):
+                    return  # dropped meanwhile, with its files
+                freed = self._state.storage.remove(stream.job, stream.name, first)
         except (StorageFull, StorageFailed) as error:
-            events.emit("not_removed", job=job, stream=stream, reason=str(error))
+            events.emit("not_removed", job=stream.job, stream=stream.name, reason=str(error))
             return
         if freed:
-            events.emit("freed", job=job, stream=stream, bytes=freed)
-            with self._changed:
-                self._state.space_freed()
+            events.emit("freed", job=stream.job, stream=stream.name, bytes=freed)
+            self._watch.files_removed()
+
+    def _is_there(self, stream: StreamState) -> bool:
+        with self._changed:
+            job = self._state.core.jobs.get(stream.job)
+            return job is not None and job.streams.get(stream.name) is stream
 
     def _janitor_loop(self) -> None:
         while True:

@@ -30,7 +30,7 @@ class Appends:
         self._state = state
         self._commits = commits
 
-    def take_over(self, recovered: RecoveredJob) -> None:
+    def take_over(self, recovered: RecoveredJob, now: float) -> None:
         """What the storage has found at the start."""
         job = self._state.core.job(recovered.name)
         job.generation = recovered.meta.generation
@@ -45,6 +45,8 @@ class Appends:
                 stream.add(entry)
             stream.holes = [hole for hole in found.holes if hole.below_step > job.trimmed_below_step]
             stream.check()
+            self._state.space.added(job.name, stream.bytes)
+        self._state.touch(job.name, now)
 
     def attach(self, session: Session) -> None:
         """A writer has connected: welcome and the first credit."""
@@ -68,11 +70,12 @@ class Appends:
     def open(self, session: Session, request: log_pb2.Open, now: float) -> None:
         check_names(request.job, request.stream)
         self._state.check_open()
-        self._state.check_space(now)
+        self._state.check_space(request.job)
         _check_session(session)
         self._state.check_writer(session, request.job, request.stream)
         if request.acked_sequence > _SEQUENCE_MAX:
             raise Refused(Refusal(Reason.INVALID, f"nobody acknowledged record {request.acked_sequence - 1}"))
+        self._state.touch(request.job, now)
         stream = self._state.core.open(
             request.job, request.stream, request.generation, request.acked_sequence
         )
@@ -119,6 +122,10 @@ class Appends:
         if opened is None or self._state.holders.get(header.stream_tag) is not session:
             raise Refused(Refusal(Reason.NOT_OPEN, f"{header.key}: its stream is not open in this call"))
         stream, generation = opened
+        if header.sequence == stream.appended:
+            full = self._state.space.refuses(stream.job, header.frame_bytes)
+            if full is not None:
+                raise Refused(full)
         entry = self._state.core.append(stream, generation, header)
         if isinstance(entry, Refusal):
             raise Quarantined(entry, stream) if stream.quarantined else Refused(entry)
@@ -129,6 +136,7 @@ class Appends:
                 )
             )
             return header.frame_bytes
+        self._state.space.added(stream.job, header.frame_bytes)
         session.underway_bytes += header.frame_bytes
         if session.underway_bytes > self._state.config.writer_bytes_max:
             raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))

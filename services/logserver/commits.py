@@ -15,6 +15,7 @@ Call sequence (`services.logserver.committer` is the shell, and holds the server
 from dataclasses import dataclass
 
 from services.logserver.core import Refusal, StreamState
+from services.logserver.space import Notice
 from services.logserver.state import Fsync, ServerState, Session
 from services.logserver.storage import StorageFailed, StorageFull, Write
 from swift._pb import log_pb2
@@ -83,8 +84,8 @@ class Commits:
             return False
         return now - self._unsynced_since >= config.fsync_interval_s
 
-    def committed(self, batch: list[Queued], sync: bool, now: float) -> bool:
-        """The storage has it. True: and there is space again."""
+    def committed(self, batch: list[Queued], sync: bool, now: float) -> list[Notice]:
+        """The storage has it. What is to be told: there is space again."""
         self._settled += len(batch)
         if sync:
             self._unsynced_since = None
@@ -92,10 +93,7 @@ class Commits:
         elif batch and self._unsynced_since is None:
             self._unsynced_since = now
         self._acknowledge(batch)
-        if batch and self._state.full_since is not None:
-            self._state.full_since = None
-            return True
-        return False
+        return self._state.space.disk_took() if batch else []
 
     def _acknowledge(self, batch: list[Queued]) -> None:
         durable: dict[int, StreamState] = {}
@@ -113,17 +111,20 @@ class Commits:
             session.underway_bytes -= size
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
 
-    def gave_up(self, error: StorageFull | StorageFailed, batch: list[Queued], now: float) -> None:
+    def gave_up(self, error: StorageFull | StorageFailed, batch: list[Queued], now: float) -> list[Notice]:
         """Nothing of the batch, nor of what came after it, is in the log. Writers are told, and resend."""
         state = self._state
         if isinstance(error, StorageFull):
-            state.full_since = now
+            news = state.space.disk_is_full(str(error), now)
             refusal = Refusal(Reason.FULL, str(error))
         else:
             state.failed = str(error)
+            news = [Notice("storage_failed", {"reason": str(error)})]
             refusal = Refusal(Reason.CLOSED, str(error))
         state.core.abandon()
+        state.space.recount(state.core, trimmed=False)
         self._settled += len(batch) + len(self._queue)
         self._synced = self._settled
         self._queue.clear()
         state.end_sessions(refusal)
+        return news

@@ -1,7 +1,7 @@
 """The one thread that writes: takes what waits, commits it as a group, then acknowledges it."""
 
 import threading
-import time
+from collections.abc import Callable
 
 from services.logserver.commits import Commits, Queued
 from services.logserver.state import Fsync, ServerState
@@ -12,10 +12,11 @@ from swift import events
 class Committer:
     """The thread around `Commits`."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, clock: Callable[[], float]) -> None:
         self.commits = Commits(state)
         """(holding ``changed``, and notifying it afterwards)"""
         self._state = state
+        self._clock = clock
         self._changed = state.changed
         self._stop = False
         self._thread = threading.Thread(target=self._loop, name="committer", daemon=True)
@@ -47,7 +48,7 @@ class Committer:
                 if self._stop and self.commits.empty:
                     return
                 batch = self.commits.take()
-                sync = self.commits.sync_due(time.monotonic())
+                sync = self.commits.sync_due(self._clock())
             if batch or sync:
                 self._commit(batch, sync)
 
@@ -58,15 +59,14 @@ class Committer:
             self._give_up(error, batch)
             return
         with self._changed:
-            if self.commits.committed(batch, sync, time.monotonic()):
-                events.emit("disk_has_space")
-                self._state.on_health(True)
+            for notice in self.commits.committed(batch, sync, self._clock()):
+                events.emit(notice.event, **notice.fields)
+                self._state.on_health(self._state.serves)
             self._changed.notify_all()
 
     def _give_up(self, error: StorageFull | StorageFailed, batch: list[Queued]) -> None:
         with self._changed:
-            full = isinstance(error, StorageFull)
-            events.emit("disk_full" if full else "storage_failed", reason=str(error))
-            self.commits.gave_up(error, batch, time.monotonic())
+            for notice in self.commits.gave_up(error, batch, self._clock()):
+                events.emit(notice.event, **notice.fields)
             self._state.on_health(False)
             self._changed.notify_all()

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import sys
 import threading
 from collections import deque
@@ -20,10 +21,10 @@ from pathlib import Path
 from typing import Protocol
 
 from swift.errors import ServiceError, UsageError
+from swift.log.directory import LOCK
 from swift.log.frame import Bytes
 from swift.log.segment import BLOCK_BYTES
 
-LOCK = ".lock"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _BUFFER_BYTES = 4 << 20
@@ -87,6 +88,9 @@ class Disk(Protocol):
     def remove(self, path: Path) -> None:
         """Unless it is gone."""
 
+    def remove_tree(self, path: Path) -> None:
+        """A directory with all that is in it."""
+
     def close(self) -> None: ...
 
 
@@ -134,6 +138,9 @@ class RealDisk:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path)
 
 
 def _take(directory: Path) -> int:

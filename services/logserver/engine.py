@@ -14,15 +14,17 @@ plus one frame.
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
 from services.logserver.appends import Appends, Quarantined
 from services.logserver.committer import Committer
 from services.logserver.core import Refusal
 from services.logserver.reading import Reading
+from services.logserver.retention import Retention
 from services.logserver.state import EngineConfig, ServerState, Session
 from services.logserver.storage import RecoveredJob, Storage
+from services.logserver.watch import DiskWatch
 from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
@@ -53,19 +55,31 @@ class Outgoing(queue.SimpleQueue["log_pb2.AppendReply | None"]):
 class LogEngine:
     """All that the gRPC servicer calls. Every public method may be called from any thread."""
 
-    def __init__(self, storage: Storage, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        config: EngineConfig,
+        free_bytes: Callable[[], int | None] = lambda: None,
+        age_s: Callable[[str], float | None] = lambda job: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``free_bytes``: what the disk has left, if anybody can tell; ``age_s(job)``: for how long its files
+        were not touched."""
         self.config = config
+        self._clock = clock
         self.state = ServerState(storage, config, threading.Condition())
-        self._committer = Committer(self.state)
+        self._committer = Committer(self.state, clock)
         self._appends = Appends(self.state, self._committer.commits)
-        self.administration = Administration(self.state, self._committer)
-        self.reading = Reading(self.state, self.administration)
+        self.watch = DiskWatch(self.state, free_bytes, clock)
+        self.administration = Administration(self.state, self._committer, self.watch, clock)
+        self.reading = Reading(self.state, self.administration, clock)
+        self.retention = Retention(self.state, self.administration, self.watch, age_s, clock)
         self._changed = self.state.changed
 
     def start(self, jobs: list[RecoveredJob]) -> None:
         """Takes over what the storage recovered, and begins to work."""
         for recovered in jobs:
-            self._appends.take_over(recovered)
+            self._appends.take_over(recovered, self._clock())
             job = self.state.core.job(recovered.name)
             for found in recovered.streams:
                 stream = job.stream(found.name)
@@ -84,6 +98,8 @@ class LogEngine:
             )
         self._committer.start()
         self.administration.start()
+        self.watch.look()
+        self.retention.start()
 
     # -- appending ------------------------------------------------------------------------------------
 
@@ -101,7 +117,7 @@ class LogEngine:
 
     def open(self, session: Session, request: log_pb2.Open) -> None:
         with self._changed:
-            self._appends.open(session, request, time.monotonic())
+            self._appends.open(session, request, self._clock())
 
     def handle(self, session: Session, frames: memoryview) -> None:
         """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
@@ -133,6 +149,7 @@ class LogEngine:
 
     def close(self) -> None:
         """After drain, and once no call runs any more."""
+        self.retention.stop()
         self._committer.stop()
         self.administration.stop()
         if not self.state.failed:

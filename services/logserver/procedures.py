@@ -1,8 +1,8 @@
-"""Fence, trim and reset as sequences of steps: what is decided, and what must be durable before it goes on.
+"""Fence, trim, reset and drop as sequences of steps: what is decided, and what must be durable before it goes on.
 
 A procedure is a generator. It runs while the server's lock is held; each step that it yields is done without it
-(`Settle`, `Save`), and it goes on once that has been done. Where a step fails, the procedure ends there. One
-procedure of a server runs at a time.
+(`Settle`, `Save`), and it goes on once that has been done. Where a step fails, the procedure ends there: Refused is
+thrown into it. One procedure of a server runs at a time.
 """
 
 from collections.abc import Generator, Mapping
@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from services.logserver.core import JobState, Refusal, StreamState
 from services.logserver.state import Refused, ServerState, check_names
-from services.logserver.storage import JobMeta, StreamMeta
+from swift.log.directory import LIVES_S
+from swift.log.manifest import JobMeta, StreamMeta
 from swift.log.wire import Reason
 
 
@@ -36,6 +37,13 @@ class Clean:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """The job is no more, durably; some time: give back its space."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """An event for the trace."""
 
@@ -43,12 +51,12 @@ class Emit:
     fields: Mapping[str, object]
 
 
-Step = Settle | Save | Clean | Emit
+Step = Settle | Save | Clean | Forget | Emit
 T = TypeVar("T")
 Procedure = Generator[Step, None, T]
 
 
-def fence(state: ServerState, job_name: str, generation: int) -> Procedure[None]:
+def fence(state: ServerState, job_name: str, generation: int, now: float) -> Procedure[None]:
     """Grants a generation; over when the grant, and all that older generations appended, is durable."""
     check_names(job_name)
     if generation == 0:
@@ -58,6 +66,7 @@ def fence(state: ServerState, job_name: str, generation: int) -> Procedure[None]
     if refusal is not None:
         raise Refused(refusal)
     job = state.core.job(job_name)
+    state.touch(job_name, now)
     # Writers of older generations are told now, not at their next frame.
     for session in state.sessions:
         for stream, opened_under in session.streams.values():
@@ -71,7 +80,10 @@ def fence(state: ServerState, job_name: str, generation: int) -> Procedure[None]
 def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
     """Gives the step below which everything is trimmed."""
     before = job.trimmed_below_step
+    if state.core.jobs.get(job.name) is not job:
+        return before  # dropped meanwhile
     changed = state.core.trim(job, below_step)
+    state.space.recount(state.core)
     trimmed = job.trimmed_below_step
     if trimmed > before:
         yield Save(job.name, meta_of(job))
@@ -90,17 +102,64 @@ def reset(state: ServerState, job_name: str, generation: int) -> Procedure[None]
         raise Refused(refusal)
     if job.reset_generation == generation:
         return
-    for session in state.sessions:
-        if session.writes(job_name):
-            session.end(Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
-    yield Settle()
-    while any(stream.durable < stream.appended for stream in job.streams.values()):
-        yield Settle()  # a writer came back meanwhile
+    yield from _cut_off(state, job, Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
     changed = state.core.reset(job)
+    state.space.recount(state.core)
     yield Save(job_name, replace(meta_of(job), reset_generation=generation))
     job.reset_generation = generation
     yield Clean(changed)
     yield Emit("reset", {"job": job_name, "generation": generation})
+
+
+def drop(
+    state: ServerState, job_name: str, now: float, *, force: bool, why: str
+) -> Procedure[tuple[int, int]]:
+    """Forgets a job; gives (records, bytes). A job that lives is refused, unless by ``force``: then its writers
+    are cut off, and find no generation granted."""
+    check_names(job_name)
+    job = _check_droppable(state, job_name, now, force)
+    yield from _cut_off(state, job, Refusal(Reason.NOT_GRANTED, f"job {job_name} was dropped"))
+    records = sum(len(stream.by_sequence) for stream in job.streams.values())
+    size = sum(stream.bytes for stream in job.streams.values())
+    del state.core.jobs[job_name]  # before its files: nothing is written to them from here on
+    state.space.recount(state.core, trimmed=False)
+    try:
+        yield Forget(job_name)
+    except Refused:
+        state.core.jobs[job_name] = job
+        state.space.recount(state.core, trimmed=False)
+        raise
+    state.space.trimmed_bytes += size
+    state.touched.pop(job_name, None)
+    yield Emit("dropped", {"job": job_name, "records": records, "bytes": size, "reason": why})
+    return records, size
+
+
+def _check_droppable(state: ServerState, job_name: str, now: float, force: bool) -> JobState:
+    job = state.core.jobs.get(job_name)
+    if job is None:
+        known = ", ".join(sorted(state.core.jobs)) or "none"
+        raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here; there are: {known}"))
+    idle_s = state.idle_s(job_name, now) or 0.0
+    if idle_s < LIVES_S and not force:
+        raise Refused(
+            Refusal(
+                Reason.LIVES,
+                f"job {job_name} was last spoken for {idle_s:.0f} s ago (generation {job.generation}): end it, "
+                f"wait {LIVES_S - idle_s:.0f} s, then drop it; or force it",
+            )
+        )
+    return job
+
+
+def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]:
+    """Ends the job's writers; over when nothing of it is on its way to the disk any more."""
+    for session in state.sessions:
+        if any(stream.job == job.name for stream, _ in session.streams.values()):
+            session.end(why)
+    yield Settle()
+    while any(stream.durable < stream.appended for stream in job.streams.values()):
+        yield Settle()  # a writer came back meanwhile
 
 
 def meta_of(job: JobState) -> JobMeta:

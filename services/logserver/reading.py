@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from services.logserver.administration import Administration
 from services.logserver.core import Hole, JobState, Refusal, StreamState
 from services.logserver.readahead import ReadAhead, Wanted
+from services.logserver.space import Account, Alarm
 from services.logserver.state import Refused, ServerState, check_names
 from swift import events
 from swift._pb import log_pb2
@@ -17,8 +18,11 @@ _POLL_S = 0.5
 class Reading:
     """Serves what is durable, and verifies each record as it leaves."""
 
-    def __init__(self, state: ServerState, administration: Administration) -> None:
+    def __init__(
+        self, state: ServerState, administration: Administration, clock: Callable[[], float]
+    ) -> None:
         self._state = state
+        self._clock = clock
         self._administration = administration
         self._changed = state.changed
         self._reader_ids = iter(range(1 << 62))
@@ -37,6 +41,7 @@ class Reading:
             refusal = self._state.core.check_readable(job, request.from_step)
             if refusal is not None:
                 raise Refused(refusal)
+            self._state.touch(request.job, self._clock())
             reader = next(self._reader_ids)
             job.readers[reader] = request.from_step
         try:
@@ -44,6 +49,7 @@ class Reading:
         finally:
             with self._changed:
                 del job.readers[reader]
+                self._state.touch(request.job, self._clock())
                 held_up = job.trim_wanted > job.trimmed_below_step
             if held_up:
                 self._administration.trim_later(job)
@@ -146,6 +152,49 @@ class Reading:
                 streams=[_stream_inventory(job.streams[name]) for name in sorted(job.streams)],
             )
 
+    def status(self, request: log_pb2.StatusRequest) -> log_pb2.StatusReply:
+        if request.job:
+            check_names(request.job)
+        with self._changed:
+            state = self._state
+            if request.job in state.core.jobs and request.generation:
+                state.touch(request.job, self._clock())
+            names = [request.job] if request.job else sorted(state.core.jobs)
+            jobs = [state.core.jobs[name] for name in names if name in state.core.jobs]
+            return log_pb2.StatusReply(
+                space=_space(state.space.server, state.space.disk_reason),
+                closed_reason=state.failed,
+                jobs=[self._job_status(job) for job in jobs if job.generation or job.streams],
+                trimmed_bytes=state.space.trimmed_bytes,
+            )
+
+    def _job_status(self, job: JobState) -> log_pb2.JobStatus:
+        return log_pb2.JobStatus(
+            job=job.name,
+            generation=job.generation,
+            trimmed_below_step=job.trimmed_below_step,
+            space=_space(self._state.space.job(job.name), ""),
+            records=sum(len(stream.by_sequence) for stream in job.streams.values()),
+            writers=self._state.writers_of(job),
+            readers=len(job.readers),
+            idle_seconds=self._state.idle_s(job.name, self._clock()) or 0.0,
+            wants_checkpoint=self._state.space.wants_checkpoint(job.name),
+        )
+
+
+_ALARMS = {Alarm.NONE: log_pb2.NO_ALARM, Alarm.HIGH: log_pb2.HIGH, Alarm.FULL: log_pb2.FULL}
+
+
+def _space(account: Account, disk_reason: str) -> log_pb2.Space:
+    alarm = Alarm.FULL if disk_reason else account.alarm
+    return log_pb2.Space(
+        used_bytes=account.used_bytes,
+        limit_bytes=account.limit_bytes,
+        quota_bytes=account.quota_bytes,
+        alarm=_ALARMS[alarm],
+        reason=disk_reason or (account.words() if alarm else ""),
+    )
+
 
 def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
     steps = [entry.key.step for entry in stream.by_sequence.values()]
@@ -160,4 +209,7 @@ def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
         durable_sequence=stream.durable,
         corrupt=bool(stream.corrupt_reason),
         reason=stream.corrupt_reason,
+        first_sequence=stream.first,
+        holes=[hole.reason for hole in stream.holes],
+        quarantined=stream.quarantined,
     )

@@ -31,6 +31,9 @@ _STATUS = {
     Reason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     Reason.OVERSIZE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.OVER_QUOTA: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.LIVES: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.TRIMMED: grpc.StatusCode.NOT_FOUND,
     Reason.CLOSED: grpc.StatusCode.UNAVAILABLE,
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
@@ -136,6 +139,16 @@ class LogServicer:
 
         return self._unary(context, work)
 
+    def status(self, request: log_pb2.StatusRequest, context: Context) -> log_pb2.StatusReply:
+        return self._unary(context, lambda: self.engine.reading.status(request))
+
+    def drop(self, request: log_pb2.DropRequest, context: Context) -> log_pb2.DropReply:
+        def work() -> log_pb2.DropReply:
+            records, size = self.engine.administration.drop(request.job, force=request.force)
+            return log_pb2.DropReply(records=records, bytes=size)
+
+        return self._unary(context, work)
+
     @staticmethod
     def _unary(context: Context, work: Callable[[], Reply]) -> Reply:
         try:
@@ -166,6 +179,8 @@ def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
             "Fence": unary(servicer.fence, log_pb2.FenceRequest),
             "Trim": unary(servicer.trim, log_pb2.TrimRequest),
             "Reset": unary(servicer.reset, log_pb2.ResetRequest),
+            "Status": unary(servicer.status, log_pb2.StatusRequest),
+            "Drop": unary(servicer.drop, log_pb2.DropRequest),
         },
     )
 

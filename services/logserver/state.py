@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from services.logserver.core import LogCore, Refusal, StreamState
+from services.logserver.core import JobState, LogCore, Refusal, StreamState
+from services.logserver.space import Notice, Space, SpaceConfig
 from services.logserver.storage import Storage
 from swift._pb import log_pb2
 from swift.errors import UsageError
@@ -18,8 +19,6 @@ from swift.log.assembly import Assembler
 from swift.log.frame import HEADER_BYTES_MAX
 from swift.log.record import check_name
 from swift.log.wire import Reason
-
-FULL_RETRY_S = 1.0
 
 
 class Fsync(StrEnum):
@@ -45,6 +44,10 @@ class EngineConfig:
     job_streams_max: int = 8192
     job_bytes_max: int = 32 << 30
     """Bytes that all writers of a job may have under way: each counts with all that it may."""
+
+    space: SpaceConfig = field(default_factory=SpaceConfig)
+    keep_s: float = 0.0
+    """Jobs that nobody has touched for so long are dropped; 0: never."""
 
     @property
     def writer_bytes_max(self) -> int:
@@ -112,8 +115,10 @@ class ServerState:
         """Stream tag -> the session that writes it."""
         self.failed = ""
         """Why nothing is written any more, until a person has seen to it."""
-        self.full_since: float | None = None
         self.draining = False
+        self.space = Space(config.space)
+        self.touched: dict[str, float] = {}
+        """Job -> when it was written, read, fenced or asked for by its coordinator; at a start, then."""
         self.on_health: Callable[[bool], None] = lambda serving: None
 
     def check_open(self) -> None:
@@ -123,10 +128,11 @@ class ServerState:
         if self.draining:
             raise Refused(Refusal(Reason.DRAINING, "the log server is shutting down"))
 
-    def check_space(self, now: float) -> None:
-        """Raises Refused while the disk is full. After a while a writer may try whether it still is."""
-        if self.full_since is not None and now - self.full_since < FULL_RETRY_S:
-            raise Refused(Refusal(Reason.FULL, "no space left; free some, or trim the log"))
+    def check_space(self, job: str) -> None:
+        """Raises Refused while there is none for this job."""
+        refusal = self.space.refuses(job, 0)
+        if refusal is not None:
+            raise Refused(refusal)
 
     def check_job(self, job: str) -> None:
         """Raises Refused if it would be one job too many."""
@@ -151,9 +157,33 @@ class ServerState:
             )
             raise Refused(Refusal(Reason.LIMIT, message))
 
-    def space_freed(self) -> None:
-        if self.full_since is not None:
-            self.full_since = -FULL_RETRY_S
+    @property
+    def serves(self) -> bool:
+        """Appends are taken."""
+        return not self.failed and not self.draining and self.space.takes_appends
+
+    def look_at_disk(self, free_bytes: int | None, now: float) -> list[Notice]:
+        """Every so often: alarms begin and end by what the disk has left. What is to be told."""
+        served = self.serves
+        news = self.space.observe(free_bytes, now)
+        if self.serves is not served:
+            self.on_health(self.serves)
+        return news
+
+    def touch(self, job: str, now: float) -> None:
+        self.touched[job] = now
+
+    def idle_s(self, name: str, now: float) -> float | None:
+        """For how long nobody has wanted the job; None: there is none. 0 while a stream of it is open."""
+        job = self.core.jobs.get(name)
+        if job is None:
+            return None
+        if job.readers or self.writers_of(job):
+            return 0.0
+        return now - self.touched.get(name, now)
+
+    def writers_of(self, job: JobState) -> int:
+        return sum(stream.tag in self.holders for stream in job.streams.values())
 
     def end_sessions(self, refusal: Refusal) -> None:
         for session in self.sessions:

@@ -4,6 +4,7 @@
 
     DIRECTORY/.lock               held by the one server of this directory
     DIRECTORY/.reserve            space given back when the disk is full, so that a trim can be recorded
+    DIRECTORY/.dropped-<job>-…    a job that is forgotten, until its files are removed
     DIRECTORY/<job>/.manifest     generation, trim, and the least that each stream must hold
     DIRECTORY/<job>/<stream>/<first sequence>.seg
 
@@ -16,21 +17,27 @@ A segment takes its space when it is made, and more in steps of 32 MiB, so that 
 and a full disk is found before anything is written.
 """
 
-import json
 import re
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
-
-import crc32c
 
 from services.logserver.core import STEP_UNKNOWN, Entry, Hole
 from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
 from services.logserver.segments import Segment
 from swift.errors import ServiceError, UsageError
+from swift.log.directory import DROPPED, RESERVE, grave_of
 from swift.log.frame import Bytes
+from swift.log.manifest import (
+    MANIFEST,
+    JobMeta,
+    ManifestDamaged,
+    StreamMeta,
+    decode_manifest,
+    encode_manifest,
+)
 from swift.log.record import NAME_PATTERN
 from swift.log.segment import (
     BLOCK_BYTES,
@@ -46,10 +53,7 @@ from swift.log.segment import (
     walk,
 )
 
-MANIFEST = ".manifest"
-RESERVE = ".reserve"
 RESERVE_BYTES = 1 << 20
-_MANIFEST_MAGIC = "swift-log-manifest 1"
 _SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
 
 
@@ -74,28 +78,6 @@ class Write:
     @property
     def size(self) -> int:
         return sum(map(len, self.frame))
-
-
-@dataclass(slots=True)
-class StreamMeta:
-    """What the manifest knows of a stream."""
-
-    first: int = 0
-    """Sequences below are dropped."""
-    next_at_least: int = 0
-    """So many sequences were durable when this was written; fewer on disk means that some are gone."""
-    quarantined: str = ""
-
-
-@dataclass(slots=True)
-class JobMeta:
-    """What must survive with a job besides its records."""
-
-    generation: int = 0
-    trimmed_below_step: int = 0
-    streams: dict[str, StreamMeta] = field(default_factory=dict)
-    reset_generation: int = 0
-    """The last generation whose reset was carried out."""
 
 
 @dataclass(slots=True)
@@ -147,6 +129,10 @@ class Storage(Protocol):
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
         """Gives back space of sequences below; the manifest says already that they are dropped."""
 
+    def drop(self, job: str) -> Callable[[], None]:
+        """Forgets a job, durably. What it gives removes the files, whenever that suits. The job is not written
+        meanwhile."""
+
     def close(self) -> None:
         """Seals and closes everything."""
 
@@ -169,8 +155,8 @@ class DirectoryStorage:
     def recover(self) -> list[RecoveredJob]:
         """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted."""
         try:
-            self._reserve()
             self._disk.sync_names(self.directory)
+            self._remove_forgotten()
             jobs = [self._recover_job(name) for name in self._folders(self.directory)]
         except OSError as error:
             raise UsageError(f"cannot read directory {self.directory}: {error}") from None
@@ -216,14 +202,13 @@ class DirectoryStorage:
                 ) from None
             return JobMeta()
         try:
-            head, _, body = file.read(0, file.size).rstrip(b"\0").partition(b"\n")
+            return decode_manifest(file.read(0, file.size))
+        except ManifestDamaged as error:
+            raise ServiceError(
+                f"{path} is damaged ({error}); restore it, or move the job's directory away"
+            ) from None
         finally:
             file.close()
-        if head.decode(errors="replace") != f"{_MANIFEST_MAGIC} {crc32c.crc32c(body):08x}":
-            raise ServiceError(f"{path} is damaged; restore it, or move the job's directory away")
-        fields = json.loads(body)
-        streams = {name: StreamMeta(**stream) for name, stream in fields.pop("streams").items()}
-        return JobMeta(streams=streams, **fields)
 
     def _segment_names(self, folder: Path) -> list[str]:
         return [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
@@ -387,8 +372,7 @@ class DirectoryStorage:
         return segment
 
     def save(self, job: str, meta: JobMeta) -> None:
-        body = json.dumps(asdict(meta), sort_keys=True, indent=1).encode() + b"\n"
-        data = f"{_MANIFEST_MAGIC} {crc32c.crc32c(body):08x}\n".encode() + body
+        data = encode_manifest(meta)
         with self._writing:
             try:
                 self._replace(job, data)
@@ -456,6 +440,28 @@ class DirectoryStorage:
         except OSError as error:
             raise _as_storage_error(error) from None
         return freed
+
+    def drop(self, job: str) -> Callable[[], None]:
+        with self._writing:
+            with self._maps:
+                gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
+            for segment in (segment for segments in gone for segment in segments):
+                if segment.file is not None:
+                    segment.file.close()
+            try:
+                self._disk.rename(self.directory / job, grave_of(self.directory, job))
+                self._disk.sync_names(self.directory)
+            except FileNotFoundError:  # nothing of it was ever written
+                return lambda: None
+            except OSError as error:
+                raise _as_storage_error(error) from None
+        return self._remove_forgotten
+
+    def _remove_forgotten(self) -> None:
+        for name, is_dir in self._disk.names(self.directory):
+            if is_dir and name.startswith(DROPPED):
+                self._disk.remove_tree(self.directory / name)
+        self._reserve()
 
     def close(self) -> None:
         with self._writing:

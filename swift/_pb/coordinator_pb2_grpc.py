@@ -69,6 +69,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.AskCheckpoint = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/AskCheckpoint',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.AskCheckpointRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
         self.MemberExited = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/MemberExited',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.ExitRequest.SerializeToString,
@@ -153,6 +158,15 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AskCheckpoint(self, request, context):
+        """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
+        not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
+        the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MemberExited(self, request, context):
         """(launcher) A child has exited.
         """
@@ -225,6 +239,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'CheckpointDurable': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckpointDurable,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.CheckpointRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'AskCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.AskCheckpoint,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.AskCheckpointRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
             ),
             'MemberExited': grpc.unary_unary_rpc_method_handler(
@@ -441,6 +460,33 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/CheckpointDurable',
             swift_dot___pb_dot_coordinator__pb2.CheckpointRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AskCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/AskCheckpoint',
+            swift_dot___pb_dot_coordinator__pb2.AskCheckpointRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -63,6 +63,11 @@ class CoordinatorStub:
     """
     CheckpointDurable: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]
     """(rank) My shard of the checkpoint of this version is durable."""
+    AskCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AskCheckpointRequest, _coordinator_pb2.Ack]
+    """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
+    not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
+    the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+    """
     MemberExited: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExitRequest, _coordinator_pb2.Ack]
     """(launcher) A child has exited."""
     Suspect: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.Ack]
@@ -101,6 +106,11 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     CheckpointDurable: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank) My shard of the checkpoint of this version is durable."""
+    AskCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AskCheckpointRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
+    not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
+    the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+    """
     MemberExited: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExitRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(launcher) A child has exited."""
     Suspect: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
@@ -178,6 +188,17 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(rank) My shard of the checkpoint of this version is durable."""
+
+    @_abc_1.abstractmethod
+    def AskCheckpoint(
+        self,
+        request: _coordinator_pb2.AskCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
+        not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
+        the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+        """
 
     @_abc_1.abstractmethod
     def MemberExited(

@@ -14,6 +14,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -24,6 +25,27 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Alarm:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AlarmEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Alarm.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NO_ALARM: _Alarm.ValueType  # 0
+    HIGH: _Alarm.ValueType  # 1
+    """over the high-water mark; until it is below the low-water mark"""
+    FULL: _Alarm.ValueType  # 2
+    """nothing is appended; reads and trims work"""
+
+class Alarm(_Alarm, metaclass=_AlarmEnumTypeWrapper): ...
+
+NO_ALARM: Alarm.ValueType  # 0
+HIGH: Alarm.ValueType  # 1
+"""over the high-water mark; until it is below the low-water mark"""
+FULL: Alarm.ValueType  # 2
+"""nothing is appended; reads and trims work"""
+Global___Alarm: _TypeAlias = Alarm  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
@@ -333,6 +355,9 @@ class StreamInventory(_message.Message):
     DURABLE_SEQUENCE_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    HOLES_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     records: _builtins.int
     bytes: _builtins.int
@@ -346,6 +371,12 @@ class StreamInventory(_message.Message):
     corrupt: _builtins.bool
     reason: _builtins.str
     """why it is corrupt"""
+    first_sequence: _builtins.int
+    quarantined: _builtins.str
+    @_builtins.property
+    def holes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """records that were there once and are not to be had"""
+
     def __init__(
         self,
         *,
@@ -359,10 +390,13 @@ class StreamInventory(_message.Message):
         durable_sequence: _builtins.int = ...,
         corrupt: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        first_sequence: _builtins.int = ...,
+        holes: _abc.Iterable[_builtins.str] | None = ...,
+        quarantined: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_step", b"first_step", "has_records", b"has_records", "last_step", b"last_step", "next_sequence", b"next_sequence", "reason", b"reason", "records", b"records", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_sequence", b"first_sequence", "first_step", b"first_step", "has_records", b"has_records", "holes", b"holes", "last_step", b"last_step", "next_sequence", b"next_sequence", "quarantined", b"quarantined", "reason", b"reason", "records", b"records", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,3 +548,187 @@ class ResetReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResetReply: _TypeAlias = ResetReply  # noqa: Y015
+
+@_typing.final
+class Space(_message.Message):
+    """used <= limit. HIGH and FULL say why in `reason`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    ALARM_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    used_bytes: _builtins.int
+    """frames of the records that are kept"""
+    limit_bytes: _builtins.int
+    """the quota, or what the disk has room for if that is less; 0: nobody can tell"""
+    quota_bytes: _builtins.int
+    """0: none"""
+    alarm: Global___Alarm.ValueType
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        used_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
+        quota_bytes: _builtins.int = ...,
+        alarm: Global___Alarm.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarm", b"alarm", "limit_bytes", b"limit_bytes", "quota_bytes", b"quota_bytes", "reason", b"reason", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Space: _TypeAlias = Space  # noqa: Y015
+
+@_typing.final
+class StatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """empty: all"""
+    generation: _builtins.int
+    """of the coordinator that asks, whose job therefore lives; an operator leaves it 0"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
+
+@_typing.final
+class JobStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    TRIMMED_BELOW_STEP_FIELD_NUMBER: _builtins.int
+    SPACE_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    WRITERS_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    WANTS_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    generation: _builtins.int
+    trimmed_below_step: _builtins.int
+    records: _builtins.int
+    writers: _builtins.int
+    """streams that are open for appending"""
+    readers: _builtins.int
+    idle_seconds: _builtins.float
+    """since it was written, read, fenced or asked for by its coordinator"""
+    wants_checkpoint: _builtins.str
+    """why a trim is needed soon; empty: it is not"""
+    @_builtins.property
+    def space(self) -> Global___Space: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        trimmed_below_step: _builtins.int = ...,
+        space: Global___Space | None = ...,
+        records: _builtins.int = ...,
+        writers: _builtins.int = ...,
+        readers: _builtins.int = ...,
+        idle_seconds: _builtins.float = ...,
+        wants_checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "idle_seconds", b"idle_seconds", "job", b"job", "readers", b"readers", "records", b"records", "space", b"space", "trimmed_below_step", b"trimmed_below_step", "wants_checkpoint", b"wants_checkpoint", "writers", b"writers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+@_typing.final
+class StatusReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPACE_FIELD_NUMBER: _builtins.int
+    CLOSED_REASON_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
+    TRIMMED_BYTES_FIELD_NUMBER: _builtins.int
+    closed_reason: _builtins.str
+    """why nothing is written any more, until a person has seen to it"""
+    trimmed_bytes: _builtins.int
+    """dropped by trims, resets and drops since the server started"""
+    @_builtins.property
+    def space(self) -> Global___Space: ...
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobStatus]: ...
+    def __init__(
+        self,
+        *,
+        space: Global___Space | None = ...,
+        closed_reason: _builtins.str = ...,
+        jobs: _abc.Iterable[Global___JobStatus] | None = ...,
+        trimmed_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_reason", b"closed_reason", "jobs", b"jobs", "space", b"space", "trimmed_bytes", b"trimmed_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class DropRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    force: _builtins.bool
+    """even if it lives: its writers are cut off"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropRequest: _TypeAlias = DropRequest  # noqa: Y015
+
+@_typing.final
+class DropReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    records: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        records: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropReply: _TypeAlias = DropReply  # noqa: Y015

@@ -69,6 +69,16 @@ class LogStub:
                 request_serializer=swift_dot___pb_dot_log__pb2.ResetRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_log__pb2.ResetReply.FromString,
                 _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/swift.log.v1.Log/Status',
+                request_serializer=swift_dot___pb_dot_log__pb2.StatusRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_log__pb2.StatusReply.FromString,
+                _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/swift.log.v1.Log/Drop',
+                request_serializer=swift_dot___pb_dot_log__pb2.DropRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_log__pb2.DropReply.FromString,
+                _registered_method=True)
 
 
 class LogServicer:
@@ -125,6 +135,20 @@ class LogServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Status(self, request, context):
+        """(coordinator, operator) How much is kept, of how much, and what is wrong with that. Cheap: may be asked often.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drop(self, request, context):
+        """(operator) Forgets a job: its records, its generation, its trim. FAILED_PRECONDITION while it lives.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LogServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +186,16 @@ def add_LogServicer_to_server(servicer, server):
                     servicer.Reset,
                     request_deserializer=swift_dot___pb_dot_log__pb2.ResetRequest.FromString,
                     response_serializer=swift_dot___pb_dot_log__pb2.ResetReply.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=swift_dot___pb_dot_log__pb2.StatusRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_log__pb2.StatusReply.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=swift_dot___pb_dot_log__pb2.DropRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_log__pb2.DropReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +387,60 @@ class Log:
             '/swift.log.v1.Log/Reset',
             swift_dot___pb_dot_log__pb2.ResetRequest.SerializeToString,
             swift_dot___pb_dot_log__pb2.ResetReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.log.v1.Log/Status',
+            swift_dot___pb_dot_log__pb2.StatusRequest.SerializeToString,
+            swift_dot___pb_dot_log__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.log.v1.Log/Drop',
+            swift_dot___pb_dot_log__pb2.DropRequest.SerializeToString,
+            swift_dot___pb_dot_log__pb2.DropReply.FromString,
             options,
             channel_credentials,
             insecure,

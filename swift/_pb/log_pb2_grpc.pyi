@@ -56,6 +56,10 @@ class LogStub:
     """(coordinator) A complete checkpoint covers all steps below."""
     Reset: _grpc.UnaryUnaryMultiCallable[_log_pb2.ResetRequest, _log_pb2.ResetReply]
     """(coordinator, before everybody restores a checkpoint) Drops every record of the job. Sequences go on."""
+    Status: _grpc.UnaryUnaryMultiCallable[_log_pb2.StatusRequest, _log_pb2.StatusReply]
+    """(coordinator, operator) How much is kept, of how much, and what is wrong with that. Cheap: may be asked often."""
+    Drop: _grpc.UnaryUnaryMultiCallable[_log_pb2.DropRequest, _log_pb2.DropReply]
+    """(operator) Forgets a job: its records, its generation, its trim. FAILED_PRECONDITION while it lives."""
 
 @_typing.type_check_only
 class LogAsyncStub(LogStub):
@@ -78,6 +82,10 @@ class LogAsyncStub(LogStub):
     """(coordinator) A complete checkpoint covers all steps below."""
     Reset: _aio.UnaryUnaryMultiCallable[_log_pb2.ResetRequest, _log_pb2.ResetReply]  # type: ignore[assignment]
     """(coordinator, before everybody restores a checkpoint) Drops every record of the job. Sequences go on."""
+    Status: _aio.UnaryUnaryMultiCallable[_log_pb2.StatusRequest, _log_pb2.StatusReply]  # type: ignore[assignment]
+    """(coordinator, operator) How much is kept, of how much, and what is wrong with that. Cheap: may be asked often."""
+    Drop: _aio.UnaryUnaryMultiCallable[_log_pb2.DropRequest, _log_pb2.DropReply]  # type: ignore[assignment]
+    """(operator) Forgets a job: its records, its generation, its trim. FAILED_PRECONDITION while it lives."""
 
 class LogServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -139,5 +147,21 @@ class LogServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_log_pb2.ResetReply, _abc.Awaitable[_log_pb2.ResetReply]]:
         """(coordinator, before everybody restores a checkpoint) Drops every record of the job. Sequences go on."""
+
+    @_abc_1.abstractmethod
+    def Status(
+        self,
+        request: _log_pb2.StatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_log_pb2.StatusReply, _abc.Awaitable[_log_pb2.StatusReply]]:
+        """(coordinator, operator) How much is kept, of how much, and what is wrong with that. Cheap: may be asked often."""
+
+    @_abc_1.abstractmethod
+    def Drop(
+        self,
+        request: _log_pb2.DropRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_log_pb2.DropReply, _abc.Awaitable[_log_pb2.DropReply]]:
+        """(operator) Forgets a job: its records, its generation, its trim. FAILED_PRECONDITION while it lives."""
 
 def add_LogServicer_to_server(servicer: LogServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -213,6 +213,20 @@ class CoordinatorClient:
             pb.CheckpointRequest(job=self.job, **self._me(), version=version, generation=generation),
         )
 
+    def ask_checkpoint(self, generation: int, after_version: int, reason: str) -> None:
+        """A checkpoint of a version above `after_version` is needed soon. The View then names the version that all
+        ranks save (`checkpoint_at`), unless one is agreed on, or complete, already."""
+        self._call(
+            self._stub.AskCheckpoint,
+            pb.AskCheckpointRequest(
+                job=self.job,
+                **self._me(),
+                generation=generation,
+                after_version=after_version,
+                reason=reason,
+            ),
+        )
+
     def suspect(self, generation: int, reason: str) -> None:
         """A communication error. It is shown; it never fences anybody."""
         self._call(

@@ -25,6 +25,18 @@ class StreamInventory:
     durable_sequence: int
     corrupt: bool
     reason: str
+    first_sequence: int = 0
+    holes: tuple[str, ...] = ()
+    quarantined: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpace:
+    """What the coordinator wants to know of one server while its job runs."""
+
+    trimmed_below_step: int
+    wants_checkpoint: str
+    """Why a checkpoint is needed before the interval brings one; empty: it is not."""
 
 
 @contextmanager
@@ -80,6 +92,32 @@ def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]
             durable_sequence=stream.durable_sequence,
             corrupt=stream.corrupt,
             reason=stream.reason,
+            first_sequence=stream.first_sequence,
+            holes=tuple(stream.holes),
+            quarantined=stream.quarantined,
         )
         for stream in reply.streams
     ]
+
+
+def status(address: str, timeout_s: float, job: str = "", generation: int = 0) -> log_pb2.StatusReply:
+    """How much the server keeps, of how much: of all jobs, or of one. ``generation``: of the coordinator whose
+    job it is, which therefore lives."""
+    with _stub(address) as stub:
+        request = log_pb2.StatusRequest(job=job, generation=generation)
+        return stub.Status(request, timeout=timeout_s, wait_for_ready=True)
+
+
+def space(address: str, job: str, generation: int, timeout_s: float) -> JobSpace:
+    """(coordinator, every so often) Whether the job should be trimmed."""
+    for found in status(address, timeout_s, job, generation).jobs:
+        return JobSpace(found.trimmed_below_step, found.wants_checkpoint)
+    return JobSpace(0, "")
+
+
+def drop(address: str, job: str, timeout_s: float, *, force: bool = False) -> tuple[int, int]:
+    """(operator) Forgets a job: records, generation, trim. Gives (records, bytes). ServiceError: it lives, and
+    ``force`` was not said; UsageError: there is no such job."""
+    with _stub(address) as stub:
+        reply = stub.Drop(log_pb2.DropRequest(job=job, force=force), timeout=timeout_s, wait_for_ready=True)
+        return int(reply.records), int(reply.bytes)

@@ -29,6 +29,10 @@ from swift.log.wire import Reason, frames_message
 _BATCH_BYTES = 1 << 20
 RETRY_S = 0.05
 FULL_RETRY_S = 0.5
+_NO_ROOM: dict[str, str] = {
+    Reason.FULL: "the disk of log server {address} is full",
+    Reason.OVER_QUOTA: "log server {address} has no room for job {job}: its quota is full",
+}
 # Refused for what was sent: sending it again would be refused again.
 _FATAL = {Reason.CONFLICT, Reason.INVALID, Reason.OVERSIZE}
 
@@ -100,6 +104,7 @@ class LinkCore:
         self._body_bytes_max = BODY_BYTES_MAX
         self._error: SwiftError | None = None  # until the next generation
         self._stale = ""  # the server's words, until the next generation
+        self._full = ""  # what has no room, as the last answer had it
         self._progress_at = now
         self.meter = LinkMeter()
 
@@ -146,6 +151,8 @@ class LinkCore:
             return None
         if self._stale:
             return StaleGeneration(self._stale)
+        if self._full:
+            return LogUnavailable(f"{self._full}; it has taken nothing for {waited_s:.0f} s: {self.trouble}")
         return LogUnavailable(
             f"log server {self.address} has acknowledged nothing for {waited_s:.0f} s: {self.trouble}"
         )
@@ -291,11 +298,12 @@ class LinkCore:
         if number != self.call_number:
             return 0.0
         self.trouble = message
+        self._full = _NO_ROOM.get(reason, "").format(job=self._job, address=self.address)
         if reason == Reason.STALE_GENERATION:
             self._stale = message
         elif reason in _FATAL:
             self._error = error
-        return FULL_RETRY_S if reason == Reason.FULL else RETRY_S
+        return FULL_RETRY_S if reason in _NO_ROOM else RETRY_S
 
     def on_error(self, error: SwiftError) -> None:
         """What an answer made clear: nothing more is sent until the next generation."""

@@ -1,7 +1,7 @@
 """The loop around the trainer's step: run, drop or finish, restore, rejoin.
 
     FORMING      build groups, save version 0, Ready
-    RUNNING      steps; every K steps a checkpoint
+    RUNNING      steps; every K steps a checkpoint, and at the version that the View names
     (notice)     the step in flight is dropped; one that waits in the commit vote is held until there is a plan
     PLANNING     log flushed under the new generation, Report
     RECOVERING   groups rebuilt; roll forward, undo, copy, restore and replay as the plan says; Ready
@@ -37,6 +37,7 @@ from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
+from swift.runtime.early import EarlyCheckpoint
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.member import Member
@@ -106,6 +107,7 @@ class Engine:
         self.vote_seconds = 0.0
         self._view: pb.View | None = None
         self._entering = threading.Lock()
+        self._early = EarlyCheckpoint(member)
         self._kept: set[int] = set()  # complete checkpoints, as last seen
 
     # --- membership ---
@@ -305,7 +307,9 @@ class Engine:
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
             self._audit.compare()
-        if due:
+        if (
+            self._early.due(version) or due
+        ):  # what is compared is not agreed on: only who knows of it saves it
             self._save()
         assert self._writer is not None
         self._writer.forget_below(version)  # only a step that is dropped is sent again

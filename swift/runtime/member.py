@@ -33,6 +33,9 @@ class Member:
         self._noticed = 0
         self._on_notice: Callable[[int], None] = lambda _generation: None
         self._fenced = ""
+        self._wanted: tuple[int, str] | None = (
+            None  # an early checkpoint, until the coordinator has heard of it
+        )
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
@@ -49,9 +52,9 @@ class Member:
         self._on_notice = on_notice
         self._entered = self._noticed = view.generation
         interval_s = self.client.heartbeat(0).interval_s
+        self.watcher = self.client.watch(self._saw)
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
-        self.watcher = self.client.watch(self._saw)
         return view
 
     # --- watcher thread and lease thread ---
@@ -73,6 +76,7 @@ class Member:
         while not self._closed.wait(interval_s):
             try:
                 self.client.heartbeat(self.version)
+                self._say_wanted()
             except Fenced as error:
                 self._fenced = str(error)
                 self._noticed += 1
@@ -82,7 +86,22 @@ class Member:
                 # Training does not need the coordinator; the next beat tries again.
                 events.emit("heartbeat_unanswered", rank=self.identity.rank, reason=str(error))
 
+    def _say_wanted(self) -> None:
+        wanted, latest = self._wanted, self.watcher.latest
+        if wanted is None or latest is None:
+            return
+        self.client.ask_checkpoint(latest.generation, *wanted)
+        # Said in a generation that is over, it was not heard: it is said again.
+        now = self.watcher.latest
+        if self._wanted is wanted and now is not None and now.generation == latest.generation:
+            self._wanted = None
+
     # --- main thread ---
+
+    def ask_checkpoint(self, after_version: int, reason: str) -> None:
+        """All ranks are to save a version above `after_version` soon. Returns at once: it is said with the next
+        heartbeat, and again until it is heard."""
+        self._wanted = (after_version, reason)
 
     @property
     def noticed(self) -> bool:

@@ -11,7 +11,7 @@ class Role(StrEnum):
     REPLAYER = "replayer"
     """A rank that replays: reads."""
     OPERATOR = "operator"
-    """A person: looks at everything of a job, trims, declares a rank dead or a job failed."""
+    """A person: looks at everything of a job, trims and drops it, declares a rank dead or a job failed."""
     COORDINATOR = "coordinator"
     """The coordinator, towards log servers: fences, trims, resets."""
 
@@ -34,6 +34,8 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         LOG + "Fence": _COORDINATOR,
         LOG + "Trim": frozenset({Role.OPERATOR, Role.COORDINATOR}),
         LOG + "Reset": _COORDINATOR,
+        LOG + "Status": frozenset({Role.OPERATOR, Role.COORDINATOR}),
+        LOG + "Drop": frozenset({Role.OPERATOR}),
         COORDINATOR + "Join": _MEMBER,
         COORDINATOR + "Watch": _SEE,
         COORDINATOR + "Heartbeat": _MEMBER,
@@ -41,6 +43,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "Ready": _MEMBER,
         COORDINATOR + "Refuse": _MEMBER,
         COORDINATOR + "CheckpointDurable": _MEMBER,
+        COORDINATOR + "AskCheckpoint": _MEMBER,
         COORDINATOR + "MemberExited": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Suspect": _MEMBER,
         COORDINATOR + "Finish": _MEMBER,

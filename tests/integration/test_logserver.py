@@ -270,6 +270,9 @@ def test_port_in_use(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:99999"], "is not HOST:PORT"),
         (["--segment-bytes", "10"], "too small"),
         (["--fsync-interval", "0"], "must be positive"),
+        (["--quota-bytes", "-1"], "must be positive"),
+        (["--high-water", "0.5"], "--low-water 0.6 must be below --high-water 0.5"),
+        (["--keep-days", "-1"], "--keep-days must be positive"),
         (["--address-file", "/nowhere/at/all"], "there is no directory"),
     ],
 )

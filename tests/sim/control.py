@@ -225,7 +225,7 @@ class Coordinator(Process):
             server.run(lambda: procedures.trim(state, state.core.job(JOB), number), done)
         else:
             answer = then_reset if question.kind == "reset" else done
-            server.run(lambda: procedures.fence(state, JOB, number), answer)
+            server.run(lambda: procedures.fence(state, JOB, number, self.kernel.now), answer)
 
     def _answered(
         self, question: _Question, name: str, refusal: log_core.Refusal | None, result: object

@@ -152,6 +152,8 @@ class SimDisk:
         """directory -> name -> its file, None for a directory"""
         self._safe: dict[str, dict[str, SimFile | None]] = {}
         """Of directories that were changed since they were synced: what they were then."""
+        self._moved: list[tuple[Path, Path]] = []
+        """Directories that have another name, which is not synced."""
 
     def step(self) -> None:
         if self.crash_in >= 0:
@@ -165,6 +167,9 @@ class SimDisk:
         if not self.full:
             return False
         return not (path.endswith(".manifest.new") and ".reserve" not in self._folders[str(ROOT)])
+
+    def free_bytes(self) -> int:
+        return 0 if self.full else 1 << 30
 
     # -- Disk -----------------------------------------------------------------------------------------
 
@@ -197,12 +202,18 @@ class SimDisk:
     def sync_names(self, path: Path) -> None:
         self.step()
         self._safe.pop(str(path), None)
+        self._moved = [(old, new) for old, new in self._moved if new.parent != path]
 
     def rename(self, path: Path, target: Path) -> None:
         self.step()
+        if str(path) in self._folders:
+            self._move_folder(path, target)
+            self._moved.append((path, target))
+            return
         folder = self._changed(path)
-        file = folder.pop(path.name)
-        assert file is not None
+        file = folder.pop(path.name, None)
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         file.path = str(target)
         folder[target.name] = file
 
@@ -214,8 +225,27 @@ class SimDisk:
                 self.kernel.count("segment removed")
                 self.full = self.full and self.kernel.chance(0.5)
 
+    def remove_tree(self, path: Path) -> None:
+        for name, is_dir in self.names(path):
+            if is_dir:
+                self.remove_tree(path / name)
+            else:
+                self.remove(path / name)
+        self.step()
+        for kept in (self._folders, self._safe):
+            kept.pop(str(path), None)
+            kept.get(str(path.parent), {}).pop(path.name, None)
+
     def close(self) -> None:
         pass
+
+    def _move_folder(self, path: Path, target: Path) -> None:
+        for kept in (self._folders, self._safe):
+            for old in [old for old in kept if Path(old).is_relative_to(path)]:
+                kept[str(target / Path(old).relative_to(path))] = kept.pop(old)
+            names = kept.get(str(path.parent), {})
+            if path.name in names:
+                names[target.name] = names.pop(path.name)
 
     def _changed(self, path: Path) -> dict[str, SimFile | None]:
         parent = str(path.parent)
@@ -229,6 +259,11 @@ class SimDisk:
     def power_cut(self) -> tuple[set[str], set[str]]:
         """The streams that lost something not synced, and those of which what is left may look damaged."""
         chance = self.kernel.random
+        moved, self._moved = self._moved, []
+        for old, new in reversed(moved):
+            if str(new) in self._folders and chance.random() < 0.5:
+                self.kernel.count("name lost or back after a power cut")
+                self._move_folder(new, old)
         for parent, safe in self._safe.items():
             now = self._folders[parent]
             for name in sorted({*safe, *now}):

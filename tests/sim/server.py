@@ -1,7 +1,7 @@
 """A simulated log server: the real core, storage and recovery on a simulated disk; this shell has the threads' part."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 
 from google.protobuf.message import DecodeError
@@ -10,7 +10,7 @@ from services.logserver import procedures
 from services.logserver.appends import Appends, Quarantined
 from services.logserver.commits import Commits, Queued
 from services.logserver.core import JobState, Refusal, StreamState
-from services.logserver.procedures import Clean, Save, Settle
+from services.logserver.procedures import Clean, Forget, Save, Settle
 from services.logserver.reading import Reading
 from services.logserver.state import EngineConfig, Fsync, Refused, ServerState, Session
 from services.logserver.storage import DirectoryStorage, StorageFailed, StorageFull, Write
@@ -28,7 +28,8 @@ STREAMS_MAX = 6
 """Of a job of four ranks."""
 WRITERS_MAX = 8
 """Of a job of four ranks, each with its call and one that broke and has not been noticed."""
-Procedure = Iterator[procedures.Step]
+LOOK_EVERY_S = 0.5
+Procedure = Generator[procedures.Step, None, object]
 
 
 class Unlocked(nullcontext[bool | None]):
@@ -156,15 +157,16 @@ class ServerProcess(Process):
         self.state = ServerState(storage, config, Unlocked())
         self._commits = Observed(self.state, self)
         self._appends = Appends(self.state, self._commits)
-        self.reading = Reading(self.state, self)  # type: ignore[arg-type]  # it asks for trim_later alone
+        self.reading = Reading(self.state, self, lambda: kernel.now)  # type: ignore[arg-type]  # it asks for trim_later alone
         self._observe()
         for job in storage.recover():
-            self._appends.take_over(job)
+            self._appends.take_over(job, kernel.now)
             kernel.counts["record recovered"] += sum(len(found.entries) for found in job.streams)
             kernel.counts["torn tail cut off"] += sum(bool(found.torn_bytes) for found in job.streams)
             kernel.counts["hole found at a start"] += sum(bool(found.holes) for found in job.streams)
         if fsync is Fsync.INTERVAL:
             self.later(0.1, self._interval)
+        self.later(LOOK_EVERY_S, self._look_at_disk)
 
     def _observe(self) -> None:
         """Tells the checkers what is dropped."""
@@ -314,15 +316,20 @@ class ServerProcess(Process):
                 for stream in step.streams:
                     first = (stream.job, stream.name, stream.first)
                     self.later(self.kernel.between(0.0, 0.5), self.guarded, self._remove, *first)
+            elif isinstance(step, Forget):
+                remove_files = self.storage.drop(step.job)
+                self.later(self.kernel.between(0.0, 0.5), self.guarded, remove_files)
             self.later(self.kernel.between(0.0, 0.01), self._advance, procedure, answer)
         except StopIteration as done:
             self._answer(answer, None, done.value)
         except Refused as refused:
             self._answer(answer, refused.refusal, None)
-        except StorageFull as error:
-            self._answer(answer, Refusal(Reason.FULL, str(error)), None)
-        except StorageFailed as error:
-            self._answer(answer, Refusal(Reason.CLOSED, str(error)), None)
+        except (StorageFull, StorageFailed) as error:
+            reason = Reason.FULL if isinstance(error, StorageFull) else Reason.CLOSED
+            try:
+                procedure.throw(Refused(Refusal(reason, str(error))))
+            except Refused as refused:
+                self._answer(answer, refused.refusal, None)
 
     def _settled(self, procedure: Procedure, answer: Callable[[Refusal | None, object], None]) -> None:
         if self.state.failed:
@@ -336,10 +343,19 @@ class ServerProcess(Process):
         answer(refusal, result)
         self._next_procedure()
 
+    def _look_at_disk(self) -> None:
+        self.later(LOOK_EVERY_S, self._look_at_disk)
+        self._look()
+
+    def _look(self) -> None:
+        for notice in self.state.look_at_disk(self._disk.free_bytes(), self.kernel.now):
+            self.kernel.count(f"told: {notice.event}")
+
     def _remove(self, job: str, stream: str, first: int) -> None:
         try:
             if self.storage.remove(job, stream, first):
-                self.state.space_freed()
+                self.state.space.files_removed(self.kernel.now)
+                self._look()
         except (StorageFull, StorageFailed):
             self.kernel.count("segment not removed")
 

@@ -4,7 +4,7 @@ A simulation that never fails says nothing. Each test breaks one rule of the pro
 until a checker objects.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -43,8 +43,8 @@ def caught_by(first: int = 0) -> str:
 def test_a_fence_that_is_answered_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
     real = procedures.fence
 
-    def fence(state: ServerState, job: str, generation: int) -> Iterator[Step]:
-        for step in real(state, job, generation):
+    def fence(state: ServerState, job: str, generation: int, now: float) -> Generator[Step, None, None]:
+        for step in real(state, job, generation, now):
             if not (isinstance(step, Save) and generation > 1):
                 yield step
 
@@ -151,7 +151,7 @@ def test_a_recovery_that_forgets_a_hole(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_reset_that_comes_late_and_drops_again(monkeypatch: pytest.MonkeyPatch) -> None:
     real = procedures.reset
 
-    def reset(state: ServerState, job: str, generation: int) -> Iterator[Step]:
+    def reset(state: ServerState, job: str, generation: int) -> Generator[Step, None, None]:
         state.core.job(job).reset_generation = 0
         return real(state, job, generation)
 

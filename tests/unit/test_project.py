@@ -55,6 +55,7 @@ def test_torch_comes_with_the_session_only() -> None:
     [
         "services.logserver.__main__, services.coordinator.__main__",
         "swift.log.writer, swift.log.reader, swift.log.admin, swift.control.client, swift.recovery",
+        "swift.inspect.command",
         # The drill's own process: it starts everything else and must come up, and answer, at once.
         "swift.drill.command, swift.drill.report, swift.drill.cluster",
     ],
@@ -242,7 +243,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill", "token"])
+@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill", "token", "inspect"])
 def test_help_begins_with_what_it_does(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", command, "--help")
     assert done.returncode == 0, done.stderr
@@ -251,7 +252,7 @@ def test_help_begins_with_what_it_does(command: str) -> None:
     assert first.endswith(".")
 
 
-@pytest.mark.parametrize("command", ["", "fly", "run", "logserver", "coordinator", "token"])
+@pytest.mark.parametrize("command", ["", "fly", "run", "logserver", "coordinator", "token", "inspect"])
 def test_what_is_missing_is_said_in_one_line(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", *command.split())
     assert done.returncode == 2

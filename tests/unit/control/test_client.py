@@ -50,7 +50,7 @@ class Scripted:
             yield from fresh
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
-    Finish = Fail = Status = _next
+    Finish = Fail = Status = AskCheckpoint = _next
 
 
 class Served:
@@ -105,6 +105,7 @@ def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) ->
     client.ready(3, 7, [1, 4], 8, shard=2)
     client.refuse(3, "bits differ")
     client.checkpoint_durable(10, 3)
+    client.ask_checkpoint(3, 12, "steps 10 to 11 were not logged")
     client.suspect(3, "reset by peer")
     client.finish(30)
     client.fail("no memory")
@@ -119,6 +120,9 @@ def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) ->
         pb.ReadyRequest(**me, generation=3, version=7, stages=[1, 4], num_stages=8, shard=2),
         pb.RefuseRequest(**me, generation=3, reason="bits differ"),
         pb.CheckpointRequest(**me, version=10, generation=3),
+        pb.AskCheckpointRequest(
+            **me, generation=3, after_version=12, reason="steps 10 to 11 were not logged"
+        ),
         pb.SuspectRequest(**me, generation=3, reason="reset by peer"),
         pb.FinishRequest(**me, version=30),
         pb.FailRequest(**me, reason="no memory"),

@@ -14,6 +14,7 @@ from services.coordinator.store import MemoryStore, StoreFailed
 from services.coordinator.timing import Timing
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import LogUnavailable, UsageError
+from swift.log.admin import JobSpace
 from swift.recovery import StreamSummary
 
 
@@ -23,6 +24,7 @@ class FakeLogs:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.troubles: dict[str, Exception] = {}
+        self.spaces: dict[str, JobSpace] = {}
         self.gate = threading.Event()
         self.gate.set()
 
@@ -41,6 +43,10 @@ class FakeLogs:
 
     def reset(self, address: str, job: str, generation: int) -> None:
         self._called("reset", address, job, generation)
+
+    def space(self, address: str, job: str, generation: int) -> JobSpace:
+        self._called("space", address, job, generation)
+        return self.spaces.get(address, JobSpace(0, ""))
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
         self._called("inventory", address, job)
@@ -246,4 +252,30 @@ async def test_jobs_do_not_mix(logs: FakeLogs, store: MemoryStore) -> None:
     assert driver.status("j").view.state == pb.RUNNING
     with pytest.raises(NoSuchJob):
         driver.apply("l", m.Tick())
+    driver.stop()
+
+
+@scenario
+async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = Driver(store, logs, Timing(heartbeat_s=0.05, lease_s=30.0, step_bound_s=60.0), ["l0", "l1"])
+    driver.start()
+    await run_to_running(driver)
+    ticks = asyncio.create_task(driver.run_ticks())
+    logs.troubles["l0"] = LogUnavailable("connection refused")  # nothing waits for it
+    logs.spaces["l1"] = JobSpace(0, "job j keeps 9 bytes of the 10 that it may")
+    view = await view_with(driver, lambda view: view.HasField("checkpoint_at"))
+    assert view.checkpoint_at == 1
+    assert view.checkpoint_reason == "log server l1: job j keeps 9 bytes of the 10 that it may"
+    assert ("space", "l1", "j", 1) in logs.calls
+    driver.apply("j", m.CheckpointDurable(sender=sender(), version=1, generation=1))
+    view = await view_with(driver, lambda view: not view.HasField("checkpoint_at"))
+    assert list(view.checkpoints) == [0, 1]
+    # Until the server has trimmed it is asked to do that again, and for no checkpoint.
+    logs.troubles.clear()
+    logs.calls.clear()
+    async with asyncio.timeout(10):
+        while ("trim", "l1", "j", 1) not in logs.calls:
+            await asyncio.sleep(0.01)
+    assert not (await view_with(driver, lambda _: True)).HasField("checkpoint_at")
+    ticks.cancel()
     driver.stop()

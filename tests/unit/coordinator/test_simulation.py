@@ -130,6 +130,10 @@ class Simulation(Followers, RuleBasedStateMachine):
         assert row.revision > before.revision
         assert row.granted <= self.granted, "the log servers do not hold it"
         assert row.granted <= row.generation
+        if row.checkpoint_at is not None and row.checkpoint_at != before.checkpoint_at:
+            # Nobody has been heard of beyond it.
+            known = [self.job.steps.version(rank) for rank in row.holders]
+            assert row.checkpoint_at > max([*known, *row.checkpoints], default=0)
         if row.state is not before.state or grown:
             assert row.state in LEGAL[before.state]
             assert grown == (row.state is State.FENCING)
@@ -297,6 +301,33 @@ class Simulation(Followers, RuleBasedStateMachine):
                 with contextlib.suppress(Crashed):
                     self.guarded(process, m.Heartbeat(sender=process.sender, version=process.at or 0))
 
+    @rule(trimmed=st.booleans(), crash=CRASHES)
+    def a_log_server_runs_full(self, trimmed: bool, crash: int | None) -> None:
+        if self.job is None:
+            return
+        newest = self.trimmed_below if trimmed else 0
+        with contextlib.suppress(Crashed):
+            self.say(m.LogsPressed(address="l", reason="full", trimmed_below_step=newest), crash)
+
+    @rule(index=st.integers(0, 20), crash=CRASHES)
+    def a_rank_could_not_log(self, index: int, crash: int | None) -> None:
+        if self.job is None:
+            return
+        process = self.processes[index % len(self.processes)]
+        if self.holds(process) and process.version is not None:
+            with contextlib.suppress(Crashed):
+                self.guarded(process, self.ask_of(process), crash)
+
+    def ask_of(self, process: Process) -> m.AskCheckpoint:
+        assert self.job is not None
+        assert process.version is not None
+        return m.AskCheckpoint(
+            sender=process.sender,
+            generation=self.job.row.generation,
+            after_version=process.version,
+            reason="not logged",
+        )
+
     @rule()
     def the_coordinator_restarts(self) -> None:
         if self.job is not None:
@@ -397,12 +428,20 @@ class Simulation(Followers, RuleBasedStateMachine):
             process.acked = {key for key in process.acked if key[0] != "CheckpointDurable"}
         assert process.view is not None
         newest = max(process.view.checkpoints, default=-1)
+        early = process.view.checkpoint_at if process.view.HasField("checkpoint_at") else None
         if (
             process.version is not None
-            and process.version % CHECKPOINT_EVERY == 0
+            and (process.version % CHECKPOINT_EVERY == 0 or process.version == early)
             and process.version > newest
         ):
             self.save(process, crash)
+        if (
+            early is not None
+            and process.version is not None
+            and early < process.version
+            and self.holds(process)
+        ):
+            self.guarded(process, self.ask_of(process), crash)
 
     def save(self, process: Process, crash: int | None) -> None:
         assert process.version is not None

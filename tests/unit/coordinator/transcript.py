@@ -7,6 +7,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
          [seed=] [torch=] [strategy=] [undo=]            refuse rank= generation= reason=
     report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=]
     durable rank= version= [generation=]                 finish rank= version=
+    ask rank= generation= after= reason=                 pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
     beat rank= version=                                  suspect rank= reason=
     fenced generation=   reset generation=   blocked generation= server= reason=   outdated generation= reason=
@@ -130,6 +131,16 @@ class World:
             )
         )
 
+    def do_ask(self, rank: str, generation: str, after: str, reason: str, inc: str = "") -> list[str]:
+        return self.step(
+            m.AskCheckpoint(
+                sender=self.sender(rank, inc),
+                generation=int(generation),
+                after_version=int(after),
+                reason=reason,
+            )
+        )
+
     def do_finish(self, rank: str, version: str) -> list[str]:
         return self.step(m.Finish(sender=self.sender(rank), version=int(version)))
 
@@ -173,6 +184,9 @@ class World:
                 summary = StreamSummary(stream=stream, records=9, first_step=first, last_step=last)
             summaries[stream] = summary
         return self.step(m.InventoryTaken(generation=int(generation), streams=summaries))
+
+    def do_pressed(self, server: str, trimmed: str, reason: str) -> list[str]:
+        return self.step(m.LogsPressed(address=server, reason=reason, trimmed_below_step=int(trimmed)))
 
     # --- time, crashes ---
 
@@ -253,6 +267,8 @@ def _view(row: JobRow) -> str:
         parts.append(f"fenced {','.join(member.incarnation for member in view.fenced)}")
     if view.checkpoints:
         parts.append(f"checkpoints {','.join(map(str, view.checkpoints))}")
+    if view.HasField("checkpoint_at"):
+        parts.append(f"checkpoint at {view.checkpoint_at} for {view.checkpoint_reason}")
     if view.reason:
         parts.append(f"because {view.reason}")
     if view.waiting_for:

@@ -1,9 +1,10 @@
 """A Storage in memory that fails when it is told to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.logserver.storage import JobMeta, Place, StorageFailed, StorageFull, Write
+from services.logserver.storage import Place, StorageFailed, StorageFull, Write
+from swift.log.manifest import JobMeta
 
 
 class MemoryStorage:
@@ -55,6 +56,16 @@ class MemoryStorage:
         freed = sum(len(frames.pop(sequence)) for sequence in dead)
         self.space += freed
         return freed
+
+    def drop(self, job: str) -> Callable[[], None]:
+        self._check()
+        gone = [self.frames.pop(stream) for stream in list(self.frames) if stream[0] == job]
+        self.metas.pop(job, None)
+
+        def remove_files() -> None:
+            self.space += sum(len(frame) for frames in gone for frame in frames.values())
+
+        return remove_files
 
     def close(self) -> None:
         self.closed = True

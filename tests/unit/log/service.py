@@ -27,9 +27,14 @@ def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None
 class InProcess:
     """Starts in the constructor, generation 1 granted. A context manager."""
 
-    def __init__(self, storage: Storage | None = None, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage | None = None,
+        config: EngineConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.storage = storage if storage is not None else MemoryStorage()
-        self.engine = LogEngine(self.storage, config or EngineConfig())
+        self.engine = LogEngine(self.storage, config or EngineConfig(), clock=clock)
         self.server, _ = make_server(self.engine)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         self.engine.start([])

@@ -34,13 +34,13 @@ def started(storage: MemoryStorage) -> ServerState:
     state = ServerState(storage, EngineConfig(), Unlocked())
     appends = Appends(state, Commits(state))
     for job, meta in storage.metas.items():
-        appends.take_over(RecoveredJob(job, meta, []))
+        appends.take_over(RecoveredJob(job, meta, []), 0.0)
     return state
 
 
 def test_a_fence_is_durable_before_it_is_answered() -> None:
     storage = MemoryStorage()
-    fence = procedures.fence(started(storage), JOB, 3)
+    fence = procedures.fence(started(storage), JOB, 3, 0.0)
     assert isinstance(next(fence), Settle)
     save = next(fence)
     assert isinstance(save, Save)
@@ -50,7 +50,7 @@ def test_a_fence_is_durable_before_it_is_answered() -> None:
 
 def test_a_trim_is_durable_before_anything_is_unlinked() -> None:
     state = started(MemoryStorage())
-    carry_out(state, procedures.fence(state, JOB, 1))
+    carry_out(state, procedures.fence(state, JOB, 1, 0.0))
     for sequence in range(3):
         append(state, sequence)
     steps = list(procedures.trim(state, state.core.job(JOB), 2))
@@ -61,21 +61,21 @@ def test_a_reset_is_carried_out_once_however_late_it_comes_again() -> None:
     """A call that timed out and was repeated may arrive when the job runs again."""
     storage = MemoryStorage()
     state = started(storage)
-    carry_out(state, procedures.fence(state, JOB, 1))
+    carry_out(state, procedures.fence(state, JOB, 1, 0.0))
     assert append(state, 0).by_sequence
     assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Emit"]
     stream = append(state, 1)
     assert carry_out(state, procedures.reset(state, JOB, 1)) == []
     assert list(stream.by_sequence) == [1]
     assert carry_out(started(storage), procedures.reset(started(storage), JOB, 1)) == []
-    carry_out(state, procedures.fence(state, JOB, 2))
+    carry_out(state, procedures.fence(state, JOB, 2, 0.0))
     carry_out(state, procedures.reset(state, JOB, 2))
     assert not stream.by_sequence
 
 
 def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
     state = started(MemoryStorage())
-    carry_out(state, procedures.fence(state, JOB, 1))
+    carry_out(state, procedures.fence(state, JOB, 1, 0.0))
     append(state, 0)
     broken = procedures.reset(state, JOB, 1)
     while not isinstance(next(broken), Save):

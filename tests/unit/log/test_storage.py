@@ -15,15 +15,14 @@ from services.logserver.storage import (
     MANIFEST,
     RESERVE,
     DirectoryStorage,
-    JobMeta,
     RecoveredStream,
     Storage,
     StorageFailed,
     StorageFull,
-    StreamMeta,
     Write,
 )
 from swift.errors import ServiceError, UsageError
+from swift.log.manifest import JobMeta, StreamMeta
 from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, Ending, padding, scan
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from services.logserver.storage import DirectoryStorage, JobMeta, StreamMeta, Write
+from services.logserver.storage import DirectoryStorage, Write
+from swift.log.manifest import JobMeta, StreamMeta
 from swift.log.segment import SEGMENT_HEADER_BYTES
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.test_storage import frame_in

@@ -1,0 +1,88 @@
+"""Checkpoints of a job: which are complete, and early ones at a version that all ranks agree on.
+
+::
+
+    (log server, by the driver)  its log of the job needs a trim: LogsPressed
+    (a rank)                     steps were not logged, or it was past the agreed version: AskCheckpoint
+    (here)                       checkpoint_at: a version that nobody has passed yet; durable, then in the View
+    (every rank)                 saves it when it gets there; CheckpointDurable, as for any other one
+    (here)                       complete: checkpoint_at is gone, the log is trimmed
+
+Nobody waits for anybody, so the version is a guess: what heartbeats tell, and a margin for what they do not tell yet.
+A rank that hears of it too late asks again, and the next margin is twice as wide.
+"""
+
+from collections.abc import Iterable
+
+from services.coordinator import messages as m
+from services.coordinator.hang import StepClock
+from services.coordinator.row import JobRow
+from services.coordinator.timing import Timing
+
+KEPT_CHECKPOINTS = 2
+KEPT_SHARDS = 8
+_WIDEST = 64
+
+
+class Checkpoints:
+    """Changes the row; its caller makes that durable."""
+
+    def __init__(self, row: JobRow, steps: StepClock, timing: Timing) -> None:
+        self._row = row
+        self._steps = steps
+        self._horizon_s = 2 * timing.heartbeat_s
+        """How old a version may be that heartbeats tell, and how long a View may take."""
+        self._widened = 1
+
+    def count(self, durable: m.CheckpointDurable) -> bool | None:
+        """A rank's shard. True: the checkpoint is complete. None: nothing has changed."""
+        row = self._row
+        newest = max(row.checkpoints, default=-1)
+        if durable.version <= newest or (durable.generation and durable.generation < row.rolled_back_in):
+            return None
+        shards = row.shards.setdefault(durable.version, [])
+        if durable.sender.rank in shards:
+            return None
+        shards.append(durable.sender.rank)
+        if len(shards) < row.world_size:
+            for version in sorted(row.shards)[:-KEPT_SHARDS]:
+                del row.shards[version]
+            return False
+        row.checkpoints = [*row.checkpoints, durable.version][-KEPT_CHECKPOINTS:]
+        row.shards = {v: ranks for v, ranks in row.shards.items() if v > durable.version}
+        if row.checkpoint_at is not None and durable.version >= row.checkpoint_at:
+            self.call_off()
+        return True
+
+    def ask(self, after_version: int, reason: str) -> bool:
+        """An early checkpoint of a version above. False: one is agreed on, or complete, already."""
+        row = self._row
+        agreed = row.checkpoint_at
+        if max(row.checkpoints, default=-1) > after_version or (
+            agreed is not None and agreed > after_version
+        ):
+            return False
+        if agreed is not None:  # somebody was past it
+            self._widened = min(2 * self._widened, _WIDEST)
+        margin = 1 + self._steps.steps_within(self._horizon_s)
+        row.checkpoint_at = max([after_version, *self._versions()]) + self._widened * margin
+        row.checkpoint_reason = reason
+        return True
+
+    def newest_known(self) -> int:
+        """The highest version that a rank is known to have got to."""
+        return max(self._versions(), default=0)
+
+    def run_on(self, version: int) -> None:
+        """Training goes on at this version: nobody gets to an older one any more."""
+        row = self._row
+        if row.checkpoint_at is not None and row.checkpoint_at <= version:
+            row.checkpoint_at = version + 1 + self._steps.steps_within(self._horizon_s)
+
+    def call_off(self) -> None:
+        """It is there, or the log is empty: nobody needs it."""
+        self._row.checkpoint_at, self._row.checkpoint_reason = None, ""
+        self._widened = 1
+
+    def _versions(self) -> Iterable[int]:
+        return [self._steps.version(rank) for rank in self._row.holders]

@@ -1,0 +1,72 @@
+"""What is done without being asked: alarms follow the space there is, and logs that nobody wants grow old.
+
+One thread. It looks at the disk twice a second. With an age limit (off unless it is set) it drops jobs that have been
+left alone for so long; a job that lives is never dropped by age.
+"""
+
+import threading
+from collections.abc import Callable
+
+from services.logserver.administration import Administration
+from services.logserver.state import Refused, ServerState
+from services.logserver.watch import DiskWatch
+from swift import events
+
+_EVERY_S = 0.5
+_AGES_EVERY_S = 60.0
+_SEEN_IDLE_S = (
+    3600.0  # the wall clock, which ages are told by, may be wrong: the server must have seen it idle too
+)
+
+
+class Retention:
+    """(main thread) ``start``, ``stop``."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        administration: Administration,
+        watch: DiskWatch,
+        age_s: Callable[[str], float | None],
+        clock: Callable[[], float],
+    ) -> None:
+        """``age_s(job)``: for how long its files were not touched."""
+        self._state = state
+        self._administration = administration
+        self._watch = watch
+        self._age_s = age_s
+        self._clock = clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="retention", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        keep_s = self._state.config.keep_s
+        ages_due_s = 0.0
+        while not self._stop.wait(_EVERY_S):
+            self._watch.look()
+            ages_due_s -= _EVERY_S
+            if keep_s and ages_due_s <= 0:
+                ages_due_s = min(_AGES_EVERY_S, keep_s)
+                self.drop_old(keep_s)
+
+    def drop_old(self, keep_s: float) -> None:
+        """Jobs that nobody has touched for so long."""
+        for name in list(self._state.core.jobs):
+            age_s = self._age_s(name)
+            if age_s is None or age_s < keep_s:
+                continue
+            with self._state.changed:
+                idle_s = self._state.idle_s(name, self._clock())
+            if idle_s is None or idle_s < min(keep_s, _SEEN_IDLE_S):
+                continue
+            try:
+                self._administration.drop(name, force=False, why=f"not touched for {age_s:.0f} s")
+            except Refused as refused:
+                events.emit("not_dropped", job=name, reason=str(refused))

@@ -1,0 +1,30 @@
+"""What the disk has left, asked of the system: the alarms follow it."""
+
+from collections.abc import Callable
+
+from services.logserver.state import ServerState
+from swift import events
+
+
+class DiskWatch:
+    """(without the server's lock; any thread)"""
+
+    def __init__(
+        self, state: ServerState, free_bytes: Callable[[], int | None], clock: Callable[[], float]
+    ) -> None:
+        self.free_bytes = free_bytes
+        self._state = state
+        self._clock = clock
+
+    def look(self) -> None:
+        """Alarms begin and end by what the disk has left."""
+        free = self.free_bytes()
+        with self._state.changed:
+            for notice in self._state.look_at_disk(free, self._clock()):
+                events.emit(notice.event, **notice.fields)
+
+    def files_removed(self) -> None:
+        """There may be room again: no reason to wait any longer."""
+        with self._state.changed:
+            self._state.space.files_removed(self._clock())
+        self.look()

@@ -1,0 +1,226 @@
+"""`swift-ft inspect`: what is in the log, of a running server or of a directory."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# gRPC's own lines about a server that is not there would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from swift.arguments import Parser
+from swift.errors import RecordCorrupt, ServiceError, SwiftError, UsageError
+from swift.inspect.export import export
+from swift.inspect.facts import LogFacts
+from swift.inspect.files import DirectoryLog
+from swift.inspect.served import ServedLog
+from swift.inspect.show import show, size_words
+from swift.log import admin
+from swift.log.directory import (
+    LIVES_S,
+    age_s,
+    check_directory,
+    check_job,
+    forget_job,
+    owned,
+    remove_forgotten,
+)
+from swift.log.record import check_name
+
+EXIT_DAMAGE = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectConfig:
+    """What the command line says, checked."""
+
+    directory: Path | None
+    server: str
+    job: str
+    stream: str
+    segments: bool
+    verify: bool
+    export: Path | None
+    first_step: int
+    end_step: int | None
+    drop_job: str
+    force: bool
+    json: Path | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if (self.directory is None) == (not self.server):
+            raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
+        for kind, name in (("job", self.job or "x"), ("stream", self.stream or "x")):
+            check_name(kind, name)
+        if self.verify and self.directory is None:
+            raise UsageError(
+                "--verify reads files: give --directory; a server verifies what it reads by itself"
+            )
+        if self.drop_job and (self.verify or self.export is not None):
+            raise UsageError("--drop-job goes alone")
+        if self.force and not self.drop_job:
+            raise UsageError("--force is for --drop-job")
+        for path in (self.export, self.json):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise UsageError(f"there is no directory {path.absolute().parent}")
+        if self.timeout_s <= 0:
+            raise UsageError("--timeout-s must be positive")
+
+    @property
+    def wanted(self) -> Callable[[int], bool]:
+        """Is this step to be exported?"""
+        return lambda step: step >= self.first_step and (self.end_step is None or step < self.end_step)
+
+
+def _steps(text: str) -> tuple[int, int | None]:
+    """``N`` or ``N:M``; M is exclusive."""
+    first, colon, end = text.partition(":")
+    if not first.isdecimal() or (colon and end and not end.isdecimal()):
+        raise UsageError(f"--step {text}: write N, or N:M for the steps from N up to but not M")
+    if not colon:
+        return int(first), int(first) + 1
+    return int(first), int(end) if end else None
+
+
+def parse(argv: Sequence[str]) -> InspectConfig:
+    parser = Parser(
+        prog="swift-ft inspect",
+        description="Shows what is in the log, verifies it, exports records, drops the log of a job.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit codes: 0 done, 1 something is damaged, 2 usage, 3 the server or the disk is not able to",
+    )
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="of a log server; it may be running")
+    parser.add_argument("--server", default="", metavar="HOST:PORT", help="ask a running log server")
+    parser.add_argument("--job", default="", help="only this job")
+    parser.add_argument("--stream", default="", help="only this stream, such as s2.F")
+    parser.add_argument("--segments", action="store_true", help="list every file, too (--directory)")
+    parser.add_argument(
+        "--verify", action="store_true", help="check every record, down to its digest; a line for each damage"
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE.safetensors",
+        help="write the job's records, as s2.F/step/microbatch/slot",
+    )
+    parser.add_argument("--step", default="0:", metavar="N[:M]", help="of these steps only; M is exclusive")
+    parser.add_argument(
+        "--drop-job", default="", metavar="JOB", help="forget a job: its records, its generation, its trim"
+    )
+    parser.add_argument("--force", action="store_true", help="drop it even if it may live")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write what is shown for programs")
+    parser.add_argument(
+        "--timeout-s", type=float, default=10.0, help="for a server's answer; default %(default)s"
+    )
+    options = parser.parse_args(argv)
+    first_step, end_step = _steps(options.step)
+    fields = {name: value for name, value in vars(options).items() if name != "step"}
+    return InspectConfig(first_step=first_step, end_step=end_step, **fields)
+
+
+def run(config: InspectConfig) -> int:
+    if config.drop_job:
+        return _drop(config)
+    log = DirectoryLog(config.directory) if config.directory is not None else None
+    served = ServedLog(config.server, config.timeout_s)
+    if config.export is not None:
+        return _export(config, log or served, config.export)
+    if log is not None:
+        facts = log.facts(config.job, config.stream, config.verify)
+    else:
+        facts = served.facts(config.job, config.stream)
+    if config.stream and not any(job.streams for job in facts.jobs):
+        raise UsageError(f"there is no stream {config.stream} in job {config.job or 'any'}")
+    _write_json(config.json, asdict(facts))
+    show(facts, segments=config.segments)
+    return _verdict(facts)
+
+
+def _verdict(facts: LogFacts) -> int:
+    if facts.verified is not None:
+        for line in facts.verified.damage:
+            print(f"damaged: {line}")
+        count = len(facts.verified.damage)
+        words = f"{count} damaged" if count else "all is well"
+        checked = f"{facts.verified.records} records, {size_words(facts.verified.bytes)}"
+        print(f"\nverified {checked}: {words}")
+        return EXIT_DAMAGE if count else 0
+    for job in facts.jobs:
+        if job.problem:
+            print(f"inspect: {job.problem}", file=sys.stderr)
+            return EXIT_DAMAGE
+    return 0
+
+
+def _export(config: InspectConfig, log: DirectoryLog | ServedLog, path: Path) -> int:
+    job = config.job
+    if not job:
+        jobs = [found.job for found in log.facts().jobs]
+        if len(jobs) != 1:
+            raise UsageError(f"--export needs --job; there are: {', '.join(jobs) or 'none'}")
+        (job,) = jobs
+    records = log.records(job, config.stream, config.wanted)
+    count, size = export(path, records, {"job": job, "made_by": "swift-ft inspect"})
+    _write_json(config.json, {"file": str(path), "job": job, "records": count, "bytes": size})
+    print(f"{path}: {count} records of job {job}, {size_words(size)}")
+    return 0
+
+
+def _drop(config: InspectConfig) -> int:
+    job = check_name("job", config.drop_job)
+    if config.directory is None:
+        records, size = admin.drop(config.server, job, config.timeout_s, force=config.force)
+    else:
+        records, size = _drop_offline(config.directory, job, config.force)
+    _write_json(config.json, {"dropped": job, "records": records, "bytes": size})
+    print(f"job {job} is dropped: {records} records, {size_words(size)}")
+    return 0
+
+
+def _drop_offline(directory: Path, job: str, force: bool) -> tuple[int, int]:
+    check_directory(directory)
+    with owned(directory):
+        check_job(directory, job)
+        touched_s = age_s(directory, job) or 0.0
+        if touched_s < LIVES_S and not force:
+            raise ServiceError(
+                f"job {job} was written {touched_s:.0f} s ago, and its coordinator may come back to it: end it, "
+                f"wait {LIVES_S - touched_s:.0f} s, then drop it; or add --force"
+            )
+        (facts,) = DirectoryLog(directory).facts(job).jobs
+        forget_job(directory, job)
+        remove_forgotten(directory)
+    return facts.records, facts.bytes
+
+
+def _write_json(path: Path | None, values: object) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(parse(sys.argv[1:] if argv is None else argv))
+    except RecordCorrupt as error:
+        print(f"inspect: {error}", file=sys.stderr)
+        return EXIT_DAMAGE
+    except SwiftError as error:
+        print(f"inspect: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"inspect: {error}", file=sys.stderr)
+        return ServiceError.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""A log server's directory as others may use it: who runs on it, what it has, what it can do without.
+
+::
+
+    DIRECTORY/.lock               held by the one server of this directory
+    DIRECTORY/.reserve            space given back when the disk is full, so that a trim can be recorded
+    DIRECTORY/.dropped-<job>-…    a job that is forgotten, until its files are removed
+    DIRECTORY/<job>/.manifest     generation, trim, and the least that each stream must hold
+    DIRECTORY/<job>/<stream>/<first sequence>.seg
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from swift.errors import ServiceError, UsageError
+from swift.log.manifest import MANIFEST, JobMeta, ManifestDamaged, decode_manifest
+from swift.log.record import NAME_PATTERN, check_name
+from swift.log.segment import SUFFIX
+
+LIVES_S = 60.0
+"""A job that somebody has spoken for within this time may live: it is not dropped unless by force."""
+LOCK = ".lock"
+RESERVE = ".reserve"
+DROPPED = ".dropped-"
+
+
+def sub_directories(path: Path) -> list[str]:
+    """Names of jobs, or of a job's streams."""
+    with os.scandir(path) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if NAME_PATTERN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        )
+
+
+def check_directory(directory: Path) -> None:
+    """Raises UsageError if this is no log server's directory."""
+    if not directory.is_dir():
+        raise UsageError(f"there is no directory {directory}")
+    if not os.access(directory, os.R_OK | os.X_OK):
+        raise UsageError(f"directory {directory} cannot be read; be its owner, or give another")
+    if not (directory / LOCK).exists():
+        raise UsageError(f"{directory} is not the directory of a log server: it has no {LOCK}")
+
+
+def check_job(directory: Path, job: str) -> None:
+    """Raises UsageError if the directory has no such job, and names those that it has."""
+    check_name("job", job)
+    jobs = sub_directories(directory)
+    if job not in jobs:
+        raise UsageError(f"there is no job {job} in {directory}; there are: {', '.join(jobs) or 'none'}")
+
+
+def segment_paths(directory: Path, job: str, stream: str) -> list[Path]:
+    """In the order of their records."""
+    return sorted((directory / job / stream).glob(f"{'[0-9]' * 20}{SUFFIX}"))
+
+
+def load_manifest(directory: Path, job: str) -> JobMeta:
+    """Raises ServiceError if it is damaged, or missing where there are segments."""
+    path = directory / job / MANIFEST
+    try:
+        return decode_manifest(path.read_bytes())
+    except FileNotFoundError:
+        if any((directory / job).glob(f"*/*{SUFFIX}")):
+            raise ServiceError(
+                f"{path} is missing: the granted generation of job {job} is unknown; "
+                "restore it, or move the job's directory away"
+            ) from None
+        return JobMeta()
+    except ManifestDamaged as error:
+        raise ServiceError(
+            f"{path} is damaged ({error}); restore it, or move the job's directory away"
+        ) from None
+
+
+def free_bytes(directory: Path) -> int | None:
+    """What a server that runs as this user may still write there. None: nobody can tell."""
+    try:
+        there = os.statvfs(directory)
+    except OSError:
+        return None
+    return there.f_bavail * there.f_frsize
+
+
+def age_s(directory: Path, job: str) -> float | None:
+    """For how long nothing of the job was written, by the wall clock. None: there is no such job."""
+    newest = 0.0
+    folder = directory / job
+    for path in (folder, *folder.glob("*"), *folder.glob("*/*"), folder / MANIFEST):
+        try:
+            newest = max(newest, path.stat().st_mtime)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+    return time.time() - newest if newest else None
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def grave_of(directory: Path, job: str) -> Path:
+    """Where a job is put that is forgotten. Its name is no job's."""
+    return directory / f"{DROPPED}{job}-{os.urandom(6).hex()}"
+
+
+def forget_job(directory: Path, job: str) -> Path:
+    """(the directory's owner) From now on the job is not there, whatever happens. Gives what is left to remove."""
+    grave = grave_of(directory, job)
+    os.rename(directory / job, grave)
+    sync_directory(directory)
+    return grave
+
+
+def remove_forgotten(directory: Path) -> None:
+    """(the directory's owner) Gives the space of forgotten jobs back."""
+    for grave in directory.glob(f"{DROPPED}*"):
+        shutil.rmtree(grave)
+
+
+def server_runs(directory: Path) -> bool | None:
+    """Does a log server run on it? Only looks: to try the lock could keep a server from starting. None: the
+    system does not tell."""
+    try:
+        lock = os.stat(directory / LOCK)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+    return any(words[1] == "FLOCK" and here in words for line in lines if len(words := line.split()) > 5)
+
+
+@contextmanager
+def owned(directory: Path) -> Iterator[None]:
+    """Holds the directory as a server would. ServiceError: one does."""
+    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ServiceError(
+            f"a log server runs on {directory}: ask it (--server HOST:PORT), or stop it first"
+        ) from None
+    finally:
+        os.close(fd)

@@ -1,0 +1,58 @@
+"""A log that runs full makes all ranks save a checkpoint that no interval asks for, and is trimmed by it."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from swift import events
+from swift.drill.cluster import LOG_SERVER, Cluster
+from tests.integration.trainer_world import TRAINERS
+
+STEPS, PAUSE_S, KILLED_AT = 240, 0.04, 200
+QUOTA = 3_000_000
+_PATIENCE_S = 100.0
+
+
+class QuotaCluster(Cluster):
+    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        quota = ["--job-quota-bytes", str(QUOTA)] if name == LOG_SERVER else []
+        super()._spawn(name, [*arguments, *quota])
+
+
+@pytest.mark.timeout(150)
+def test_a_quota_makes_early_checkpoints_and_the_run_never_waits_for_it(tmp_path: Path) -> None:
+    fault = {"id": "f0", "rank": 1, "step": KILLED_AT, "microbatch": 0, "phase": "forward"}
+    with QuotaCluster(
+        tmp_path,
+        ranks=2,
+        spares=1,
+        trainer=[str(TRAINERS / "long_interval.py")],
+        trainer_arguments=[str(STEPS), str(PAUSE_S)],
+        faults=json.dumps([fault]),
+    ) as cluster:
+        deadline = time.monotonic() + _PATIENCE_S
+        while (code := cluster.poll()) is None:
+            assert time.monotonic() < deadline, cluster.output_tail()
+            time.sleep(0.02)
+        assert code == 0, cluster.output_tail()
+    trace = events.read(tmp_path / "events")
+    asked = [event for event in trace if event["event"] == "checkpoint_asked"]
+    assert "job drill keeps" in asked[0]["reason"]
+    complete = [event["version"] for event in trace if event["event"] == "checkpoint_complete"]
+    assert complete[0] == 0
+    assert len(complete) > 1
+    assert set(complete[1:]) <= {event["version"] for event in asked}
+    trimmed = [event["below_step"] for event in trace if event["event"] == "trimmed"]
+    assert set(trimmed) <= set(complete)
+    alarms = [event["alarm"] for event in trace if event["event"] == "space_alarm"]
+    assert "HIGH" in alarms
+    assert "FULL" not in alarms
+    # What was lost is replayed from such a checkpoint, not from the beginning.
+    (plan,) = [event for event in trace if event["event"] == "plan"]
+    (replayed,) = [rank for rank in plan["ranks"] if rank["strategy"] == "REPLAY"]
+    assert replayed["from_version"] in complete[1:]
+    (replay,) = [event for event in trace if event["event"] == "replay_end"]
+    assert 0 < replay["steps"] < KILLED_AT
