@@ -1,0 +1,21 @@
+"""A writer's call, decided without I/O."""
+
+import pytest
+
+from services.logserver.appends import Appends
+from services.logserver.state import Refused, Session
+from swift._pb import log_pb2
+from swift.log.assembly import Assembler
+from swift.log.wire import Reason
+from tests.unit.log.frames import frame_of
+
+
+class Nowhere:
+    def put(self, item: log_pb2.AppendReply | None, /) -> None: ...
+
+
+def test_no_frame_is_begun_before_a_stream_is_open() -> None:
+    session = Session(Nowhere(), Assembler(1 << 20))
+    with pytest.raises(Refused) as caught:
+        Appends.parse(session, memoryview(frame_of(0)[1])[:-1])
+    assert caught.value.refusal.reason is Reason.NOT_OPEN
