@@ -138,10 +138,10 @@ def test_a_stale_generation_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_recovery_that_forgets_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Appends.take_over
 
-    def take_over(self: Appends, recovered: RecoveredJob) -> None:
+    def take_over(self: Appends, recovered: RecoveredJob, now: float) -> None:
         for found in recovered.streams:
             found.holes.clear()
-        real(self, recovered)
+        real(self, recovered, now)
 
     only(monkeypatch, "a rank killed", "a byte rotten", "a log server killed")
     monkeypatch.setattr(Appends, "take_over", take_over)
