@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import resource
 import signal
 import socket
@@ -20,9 +21,13 @@ TIMEOUT_S = 20.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that the system gives to nobody else while the server is down: outside of those that it hands out."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, max(low, 20_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def command(directory: Path, *flags: str) -> list[str]:
