@@ -1,6 +1,9 @@
 """Command lines, the same for every program: help begins with what it does, errors are one line, exit code 2."""
 
 import argparse
+import ipaddress
+import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 from swift.errors import UsageError
@@ -18,3 +21,51 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+def host_and_port(text: str, flag: str) -> tuple[str, int]:
+    """Of HOST:PORT. UsageError names `flag`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{flag} {text!r} is not HOST:PORT, such as 127.0.0.1:0")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="show Prometheus metrics there over HTTP, port 0: any free one; default: no metrics",
+    )
+    parser.add_argument("--metrics-address-file", type=Path, help="gets host:port once metrics are shown")
+
+
+def metrics_address(text: str, *, insecure: bool, flag: str = "--metrics-listen") -> tuple[str, int] | None:
+    """Where metrics are to be shown; None: nowhere. UsageError: off loopback without having said so."""
+    if not text:
+        return None
+    host, port = host_and_port(text, flag)
+    if not insecure and not is_loopback(host):
+        raise UsageError(
+            f"{flag} {text}: not a loopback address, and metrics are neither encrypted nor authenticated; give "
+            "127.0.0.1:PORT" + (", or --insecure if the network is trusted" if flag.startswith("--") else "")
+        )
+    return host, port
+
+
+def write_address(path: Path, address: str, flag: str = "--address-file") -> None:
+    """Whoever sees the file sees all of it. UsageError: it cannot be written."""
+    try:
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside.write_text(f"{address}\n")
+        aside.rename(path)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None

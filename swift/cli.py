@@ -16,6 +16,7 @@ OTHERS = {
     "bench": "measure one part against the limit of the machine: undo, replica, log",
     "token": "make signing keys, and job tokens signed with them",
     "inspect": "show, verify and export what is in the log; drop a job's log",
+    "doctor": "check whether this machine is fit, and whether the services answer",
     "version": "print the version",
 }
 
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(importlib.import_module("swift.security.command").main(rest))
     if command == "inspect":
         return int(importlib.import_module("swift.inspect.command").main(rest))
+    if command == "doctor":
+        return int(importlib.import_module("swift.doctor.command").main(rest))
     if command in ("version", "--version"):
         print(f"swift-ft {metadata.version('swift-ft')}")
         return 0

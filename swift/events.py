@@ -3,21 +3,27 @@
 If the environment names a directory in ``SWIFT_EVENTS``, each process appends JSON lines to a file of its
 own there. The clock is CLOCK_MONOTONIC, which all processes of one Linux machine share, so a reader merges
 the files by time. The drill builds its timeline from them. Without the variable nothing is written.
+
+Logs and metrics learn of the same events: whoever calls `listen` is told of each one.
 """
 
 import json
 import os
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 ENV_EVENTS_DIR = "SWIFT_EVENTS"
 
+Listener = Callable[[str, Mapping[str, Any]], None]
+
 _lock = threading.Lock()
 _who = "process"
 _fd: int | None = None
 _fd_pid = 0
+_listeners: tuple[Listener, ...] = ()
 
 
 def now() -> float:
@@ -35,9 +41,28 @@ def configure(who: str) -> None:
         _who = who
 
 
+def listen(listener: Listener) -> Callable[[], None]:
+    """``listener(event, fields)`` is called, in the thread that emits, at every event; the result ends that.
+
+    It must be quick, and must not raise.
+    """
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+
+    def end() -> None:
+        global _listeners
+        with _lock:
+            _listeners = tuple(known for known in _listeners if known is not listener)
+
+    return end
+
+
 def emit(event: str, **fields: Any) -> None:
     """Appends one event. One write of one line, so a SIGKILL tears nothing but the last line."""
     global _fd, _fd_pid
+    for listener in _listeners:
+        listener(event, fields)
     directory = os.environ.get(ENV_EVENTS_DIR)
     if not directory:
         return

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,29 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.coordinator import messages as m
 from services.coordinator.driver import JOBS_MAX, Driver
 from services.coordinator.logs import LogServers
 from services.coordinator.row import JobRow, State
 from services.coordinator.servicer import Servicer
+from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import SqliteStore, StoreFailed
 from services.coordinator.timing import LEASE_HEARTBEATS, Timing
+from services.health import TellingAioHealth
 from services.security import listening
 from services.security.gate import Gate
 from services.security.interceptors import AsyncGate
 from services.security.listening import Protection
-from swift import events
+from swift import events, logs
 from swift._pb import coordinator_pb2_grpc as pb_grpc
-from swift.arguments import Parser
+from swift.arguments import Parser, add_metrics_arguments, metrics_address, write_address
 from swift.errors import ServiceError, SwiftError, UsageError
 
+SERVICES = ("", "swift.coordinator.v1.Coordinator")
+STOP_GRACE_S = 2.0
+SNAPSHOT_TIMEOUT_S = 5.0
 SERVER_OPTIONS = (
     # A second coordinator on the port must be refused, not given half of the calls.
     ("grpc.so_reuseport", 0),
@@ -52,9 +58,12 @@ SERVER_OPTIONS = (
 
 def main(argv: list[str] | None = None) -> int:
     events.configure("coordinator")
+    log = logs.Log("coordinator", logs.TEXT, logging.WARNING)
     try:
         arguments = parse(argv)
-        logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(name)s %(message)s")
+        log = logs.from_arguments("coordinator", arguments)
+        log.start()
+        metrics = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
         timing = checked_timing(arguments)
         log_servers = checked_log_servers(arguments.log_servers)
         protection = listening.protection_of(arguments)
@@ -62,13 +71,21 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             store = open_directory(arguments.directory, stack)
             die = killer(arguments.directory, arguments.die_at)
-            address_file = arguments.address_file
             if arguments.jobs_max < 1:
                 raise UsageError("--jobs-max must be at least 1")
-            driver = driver_maker(store, timing, log_servers, die, arguments.jobs_max)
-            asyncio.run(serve(driver, protection, gate, address_file))
+            watch = (
+                Watch(metrics, arguments.metrics_address_file, log.format == logs.TEXT) if metrics else None
+            )
+
+            def after_durable(row: JobRow, persist: m.Persist) -> None:
+                die(row, persist)
+                if watch is not None:
+                    watch.metrics.after_durable(row, persist)
+
+            driver = driver_maker(store, timing, log_servers, after_durable, arguments.jobs_max)
+            asyncio.run(serve(driver, protection, gate, arguments.address_file, watch))
     except SwiftError as error:
-        print(f"coordinator: {error}", file=sys.stderr)
+        log.fatal(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 0
@@ -106,7 +123,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--jobs-max", type=int, default=JOBS_MAX, metavar="N", help="jobs under way (default %(default)s)"
     )
     listening.add_flags(parser)
-    parser.add_argument("--log-level", default="WARNING", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    add_metrics_arguments(parser)
+    logs.add_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -176,44 +194,124 @@ def driver_maker(
     jobs_max: int,
 ) -> Callable[[], Driver]:
     """A driver belongs to the loop that it is made on."""
-    logs = LogServers(timing.log_call_s)
-    return lambda: Driver(store, logs, timing, log_servers, after_durable=after_durable, jobs_max=jobs_max)
+    control = LogServers(timing.log_call_s)
+    return lambda: Driver(store, control, timing, log_servers, after_durable=after_durable, jobs_max=jobs_max)
+
+
+class Watch:
+    """The metrics of a coordinator, if they were asked for."""
+
+    def __init__(self, listen: tuple[str, int], address_file: Path | None, as_text: bool) -> None:
+        # Imported here: without --metrics-listen nothing of it is there.
+        from services.coordinator.metrics import CoordinatorMetrics
+
+        self.metrics = CoordinatorMetrics()
+        self._listen = listen
+        self._address_file = address_file
+        self._as_text = as_text
+
+    def show(self, driver: Driver) -> Callable[[], None]:
+        """(on the driver's loop) Shows them; the result ends that."""
+        from services.coordinator.metrics import FAMILIES
+        from swift.metrics import Exposition, Samples
+
+        loop = asyncio.get_running_loop()
+
+        async def jobs() -> list[JobSnapshot]:
+            return driver.snapshot()
+
+        def samples() -> Samples:
+            taken = asyncio.run_coroutine_threadsafe(jobs(), loop).result(SNAPSHOT_TIMEOUT_S)
+            return self.metrics.samples(taken)
+
+        shown = Exposition(*self._listen, FAMILIES, samples)
+        shown.announce(self._address_file, as_text=self._as_text)
+        return shown.close
 
 
 async def serve(
-    make_driver: Callable[[], Driver], protection: Protection, gate: Gate, address_file: Path | None
+    make_driver: Callable[[], Driver],
+    protection: Protection,
+    gate: Gate,
+    address_file: Path | None,
+    watch: Watch | None,
 ) -> None:
     """Serves until SIGTERM. ServiceError: the store failed."""
     driver = make_driver()
+    servicer = Servicer(driver)
+    if watch is not None:
+        servicer = Servicer(driver, watch.metrics.refused)
+        gate.on_denied = watch.metrics.refused
     stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
+    take_signals(stop)
     server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
+    checks = TellingAioHealth()
+    hide = None
     try:
-        port = await started(server, driver, protection)
+        port = await started(server, driver, servicer, checks, protection)
+        if watch is not None:
+            hide = watch.show(driver)
         address = f"{protection.listen.rpartition(':')[0]}:{port}"
         if address_file is not None:
             write_address(address_file, address)
         events.emit("serving", address=address, **protection.fields())
         await until_stopped(driver, stopped)
     finally:
+        events.emit("draining")
+        await checks.shut_down(STOP_GRACE_S)
         driver.stop()
-        await server.stop(grace=0.2)
+        await server.stop(grace=STOP_GRACE_S)
+        if hide is not None:
+            await asyncio.to_thread(hide)  # a scrape under way waits for this loop
+        events.emit("stopped")
 
 
-async def started(server: grpc.aio.Server, driver: Driver, protection: Protection) -> int:
+def take_signals(stop: Callable[[], None]) -> None:
+    """From now on the first SIGTERM or SIGINT calls `stop` (in a thread), and the next one kills.
+
+    A thread of its own waits for them, because the main one may hang in the store with the loop; and the kill is the
+    kernel's. Whatever was answered is durable.
+    """
+    numbers = {signal.SIGTERM, signal.SIGINT}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # here, and in every thread that begins later
+
+    def wait() -> None:
+        number = signal.sigwait(numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        events.emit("signal", number=int(number))
+        stop()
+        threading.Event().wait()  # the one thread that a second signal can be given to
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+async def started(
+    server: grpc.aio.Server,
+    driver: Driver,
+    servicer: Servicer,
+    checks: TellingAioHealth,
+    protection: Protection,
+) -> int:
     """Brings up services and jobs; the port."""
-    pb_grpc.add_CoordinatorServicer_to_server(Servicer(driver), server)
-    checks = health.aio.HealthServicer()
+    pb_grpc.add_CoordinatorServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    serving = health_pb2.HealthCheckResponse
+    for service in SERVICES:
+        await checks.set(service, serving.NOT_SERVING)
     port = listening.bind(server, protection)
     try:
         driver.start()
     except StoreFailed as error:
         raise ServiceError(f"--directory: {error}") from None
     await server.start()
-    for service in ("", "swift.coordinator.v1.Coordinator"):
-        await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+    for service in SERVICES:
+        await checks.set(service, serving.SERVING)
     return port
 
 
@@ -229,15 +327,6 @@ async def until_stopped(driver: Driver, stopped: asyncio.Event) -> None:
         stop.cancel()
     if driver.failed.done():
         raise ServiceError(driver.failed.result())
-
-
-def write_address(path: Path, address: str) -> None:
-    try:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(f"{address}\n")
-        temporary.rename(path)
-    except OSError as error:
-        raise UsageError(f"--address-file {path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from services.coordinator.core import Job
 from services.coordinator.logs import GenerationRefused, LogControl, merged
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, State
+from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
 from services.coordinator.views import status_of, view_of
@@ -164,6 +165,11 @@ class Driver:
             raise NoSuchJob(name)
         return status_of(job, self._clock())
 
+    def snapshot(self) -> list[JobSnapshot]:
+        """What every job stands at."""
+        now = self._clock()
+        return [JobSnapshot.of(job, now) for job in self._jobs.values()]
+
     async def views(self, name: str) -> AsyncGenerator[pb.View, None]:
         """The published view at once, then newer ones; a slow reader skips to the newest."""
         changed = asyncio.Event()
@@ -208,7 +214,6 @@ class Driver:
                     self._publish(job.row)
                 case m.Emit():
                     events.emit(effect.event, **effect.fields)
-                    logger.info("%s %s", effect.event, effect.fields)
                 case m.FenceLogs():
                     self._ask(job, "fence", self._fence(job.row.job, effect.generation))
                 case m.FetchInventory():

@@ -33,8 +33,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Servicer(pb_grpc.CoordinatorServicer):
     """Thin: every decision is the core's."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, refused: Callable[[str], None] = lambda reason: None) -> None:
+        """``refused(reason)`` is told of every call that is refused."""
         self._driver = driver
+        self._refused = refused
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.View:
         member = request.member
@@ -163,13 +165,17 @@ class Servicer(pb_grpc.CoordinatorServicer):
         try:
             return call()
         except Refusal as refusal:
+            self._refused(refusal.kind.name.lower())
             await context.abort(CODES[refusal.kind], str(refusal))
         except NoSuchJob:
+            self._refused("no_such_job")
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no rank has joined a job {job} here")
         except TooMany as limit:
+            self._refused(Reason.LIMIT.value)
             trailers = ((REASON_KEY, Reason.LIMIT.value),)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(limit), trailers)
         except Unavailable as unavailable:
+            self._refused("unavailable")
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(unavailable))
 
 

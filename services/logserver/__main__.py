@@ -5,20 +5,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 # gRPC's own lines about a port in use would stand beside ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+import grpc
+
+from services.logserver.disk import RealDisk
 from services.logserver.engine import LogEngine
 from services.logserver.servicer import make_server
 from services.logserver.space import HIGH_WATER, LOW_WATER, SpaceConfig
 from services.logserver.state import EngineConfig, Fsync
-from services.logserver.storage import DirectoryStorage
+from services.logserver.storage import DirectoryStorage, Storage
 from services.security import listening
-from swift import events
-from swift.arguments import Parser
+from services.security.gate import Gate
+from swift import events, logs
+from swift.arguments import Parser, add_metrics_arguments, metrics_address, write_address
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.log.directory import age_s, free_bytes
 from swift.log.frame import BODY_BYTES_MAX
@@ -36,6 +41,9 @@ class ServerConfig:
     address_file: Path | None
     segment_bytes: int
     engine: EngineConfig
+    metrics: tuple[str, int] | None = None
+    metrics_address_file: Path | None = None
+    log: logs.Log
 
     def __post_init__(self) -> None:
         if self.segment_bytes < 4096:
@@ -118,12 +126,17 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         metavar="DAYS",
         help="drop jobs that nobody has touched for so long; default: keep them until `swift-ft inspect --drop-job`",
     )
+    add_metrics_arguments(parser)
+    logs.add_arguments(parser)
     options = parser.parse_args(argv)
     return ServerConfig(
         directory=options.directory,
         protection=listening.protection_of(options),
         address_file=options.address_file,
         segment_bytes=options.segment_bytes,
+        metrics=metrics_address(options.metrics_listen, insecure=options.insecure),
+        metrics_address_file=options.metrics_address_file,
+        log=logs.from_arguments("logserver", options),
         engine=EngineConfig(
             fsync=Fsync(options.fsync),
             fsync_interval_s=options.fsync_interval,
@@ -156,7 +169,7 @@ def _add_limits(parser: Parser) -> None:
 
 
 def _signals() -> Callable[[], None]:
-    """Takes SIGTERM and SIGINT from now on; the result waits for the first of them.
+    """Takes SIGTERM and SIGINT from now on; the result waits for the first of them. The next one kills.
 
     Through a wake-up descriptor: the kernel may give a signal to one of gRPC's threads, which wakes no main
     thread that waits, and a handler that sets an Event can wait for the lock of the `wait` it interrupts.
@@ -169,54 +182,88 @@ def _signals() -> Callable[[], None]:
 
     def wait() -> None:
         os.read(reading, 1)
+        # By the kernel, so that it ends whatever the threads wait for. What was acknowledged is on the disk.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
 
     return wait
 
 
+def _assembled(
+    config: ServerConfig, gate: Gate, stack: ExitStack
+) -> tuple[DirectoryStorage, LogEngine, grpc.Server, Callable[[], None]]:
+    """Storage, engine, server, and what shows their metrics once the engine has started."""
+    where, directory = config.metrics, config.directory
+
+    def engine_on(storage: Storage) -> LogEngine:
+        return LogEngine(
+            storage, config.engine, lambda: free_bytes(directory), lambda job: age_s(directory, job)
+        )
+
+    if where is None:
+        storage = DirectoryStorage(config.directory, config.segment_bytes)
+        engine = engine_on(storage)
+        return storage, engine, make_server(engine, gate)[0], lambda: None
+    # Imported here: without --metrics-listen nothing of it is there.
+    from services.logserver.metrics import FAMILIES, LogMetrics, ObservedDisk
+    from swift.metrics import Exposition
+
+    disk = ObservedDisk(RealDisk(config.directory))
+    storage = DirectoryStorage(config.directory, config.segment_bytes, disk.as_disk())
+    metrics = LogMetrics(config.directory, storage, disk)
+    stack.callback(metrics.close)
+    engine = engine_on(metrics.watched_storage)
+
+    def show() -> None:
+        shown = Exposition(*where, FAMILIES, lambda: metrics.samples(engine.snapshot()))
+        stack.callback(shown.close)
+        shown.announce(config.metrics_address_file, as_text=config.log.format == logs.TEXT)
+
+    return storage, engine, make_server(engine, gate, [metrics.refusals])[0], show
+
+
 def run(config: ServerConfig) -> int:
-    """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0."""
+    """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0. A second signal ends it at once."""
     keep_freed_memory()
     protection = config.protection
     gate = protection.gate()
-    storage = DirectoryStorage(config.directory, config.segment_bytes)
-    directory = config.directory
-    engine = LogEngine(
-        storage, config.engine, lambda: free_bytes(directory), lambda job: age_s(directory, job)
-    )
-    server, _ = make_server(engine, gate)
-    host = protection.listen.rpartition(":")[0]
-    port = listening.bind(server, protection)
-    engine.start(storage.recover())
-    wait_for_signal = _signals()
-    server.start()
-    engine.state.on_health(engine.state.serves)
-    address = f"{host}:{port}"
-    events.emit("serving", address=address, directory=str(config.directory), **protection.fields())
-    if config.address_file is not None:
-        aside = config.address_file.with_name(f"{config.address_file.name}.{os.getpid()}")
-        aside.write_text(f"{address}\n")
-        aside.rename(config.address_file)
-    print(f"log server on {address}, directory {config.directory}", flush=True)
-    wait_for_signal()
-    events.emit("draining")
-    engine.state.on_health(False)
-    engine.drain()
-    server.stop(_STOP_GRACE_S).wait()
-    engine.close()
-    events.emit("stopped")
+    with ExitStack() as stack:
+        storage, engine, server, show_metrics = _assembled(config, gate, stack)
+        host = protection.listen.rpartition(":")[0]
+        port = listening.bind(server, protection)
+        engine.start(storage.recover())
+        show_metrics()
+        wait_for_signal = _signals()
+        server.start()
+        engine.state.on_health(engine.state.serves)
+        address = f"{host}:{port}"
+        events.emit("serving", address=address, directory=str(config.directory), **protection.fields())
+        if config.address_file is not None:
+            write_address(config.address_file, address)
+        if config.log.format == logs.TEXT:
+            print(f"log server on {address}, directory {config.directory}", flush=True)
+        wait_for_signal()
+        events.emit("draining")
+        engine.drain()
+        server.stop(_STOP_GRACE_S).wait()
+        engine.close()
+        events.emit("stopped")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     events.configure("logserver")
+    log = logs.Log("logserver", logs.TEXT, logging.WARNING)
     try:
-        return run(parse(sys.argv[1:] if argv is None else argv))
+        config = parse(sys.argv[1:] if argv is None else argv)
+        log = config.log
+        log.start()
+        return run(config)
     except SwiftError as error:
-        print(f"logserver: {error}", file=sys.stderr)
+        log.fatal(str(error))
         return error.exit_code
     except OSError as error:
-        print(f"logserver: {error}", file=sys.stderr)
+        log.fatal(str(error))
         return ServiceError.exit_code
     except KeyboardInterrupt:  # before it served
         return 130

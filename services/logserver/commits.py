@@ -57,6 +57,10 @@ class Commits:
         settled, synced = target
         return bool(self._state.failed) or (self._settled >= settled and self._synced >= synced)
 
+    def progress(self) -> tuple[int, int, int]:
+        """Frames accepted so far; those that left the queue; those that a sync covers."""
+        return self._accepted, self._settled, self._synced
+
     @property
     def empty(self) -> bool:
         return not self._queue

@@ -22,6 +22,7 @@ from services.logserver.committer import Committer
 from services.logserver.core import Refusal
 from services.logserver.reading import Reading
 from services.logserver.retention import Retention
+from services.logserver.snapshot import EngineSnapshot, JobSnapshot
 from services.logserver.state import EngineConfig, ServerState, Session
 from services.logserver.storage import RecoveredJob, Storage
 from services.logserver.watch import DiskWatch
@@ -137,12 +138,30 @@ class LogEngine:
         """The writer has sent its last message. Raises Refused if that ended within a frame."""
         self._appends.parse(session, None)
 
+    # -- being watched ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> EngineSnapshot:
+        """What the server does at this moment."""
+        with self._changed:
+            accepted, settled, synced = self._committer.commits.progress()
+            return EngineSnapshot(
+                state=self.state.condition(),
+                accepted_records=accepted,
+                queued_records=accepted - settled,
+                unsynced_records=accepted - synced,
+                sessions=len(self.state.sessions),
+                underway_bytes=sum(session.underway_bytes for session in self.state.sessions),
+                credit_bytes=self.config.credit_bytes * len(self.state.sessions),
+                jobs=[JobSnapshot.of(job) for job in self.state.core.jobs.values()],
+            )
+
     # -- the end --------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Takes nothing more; everything accepted becomes durable and is acknowledged; calls end."""
         with self._changed:
             self.state.draining = True
+            self.state.on_health(False)
             self._committer.settle()
             self.state.end_sessions(Refusal(Reason.DRAINING, "the log server is shutting down"))
             self._changed.notify_all()

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.health import TellingHealth
 from services.logserver.core import Refusal
 from services.logserver.engine import LogEngine
 from services.logserver.state import Refused, Session
@@ -185,21 +186,24 @@ def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
     )
 
 
-def make_server(engine: LogEngine, gate: Gate | None = None) -> tuple[grpc.Server, health.HealthServicer]:
+def make_server(
+    engine: LogEngine, gate: Gate | None = None, watching: Sequence[grpc.ServerInterceptor] = ()
+) -> tuple[grpc.Server, health.HealthServicer]:
     """A server that is not bound and not started yet, and its health service, NOT_SERVING. Without a gate
-    everybody may do everything."""
+    everybody may do everything. ``watching`` sees what the gate refuses, too."""
     server = grpc.server(
         futures.ThreadPoolExecutor(max_workers=CALLS_MAX, thread_name_prefix="call"),
-        interceptors=[SyncGate(gate or Gate(None))],
+        interceptors=[*watching, SyncGate(gate or Gate(None))],
         options=server_options(engine.config.body_bytes_max),
         maximum_concurrent_rpcs=CALLS_MAX,
     )
-    checks = health.HealthServicer()
+    checks = TellingHealth()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     server.add_generic_rpc_handlers((_handlers(LogServicer(engine)),))
 
     def on_health(serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
+        serving = serving and engine.state.condition() == "serving"
         for name in ("", SERVICE):
             checks.set(name, status.SERVING if serving else status.NOT_SERVING)
 

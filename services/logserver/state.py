@@ -20,6 +20,8 @@ from swift.log.frame import HEADER_BYTES_MAX
 from swift.log.record import check_name
 from swift.log.wire import Reason
 
+CONDITIONS = ("serving", "full", "failed", "draining")
+
 
 class Fsync(StrEnum):
     """When an append is acknowledged."""
@@ -133,6 +135,14 @@ class ServerState:
         refusal = self.space.refuses(job, 0)
         if refusal is not None:
             raise Refused(refusal)
+
+    def condition(self) -> str:
+        """One of `CONDITIONS`: what keeps it from taking records, if anything."""
+        if self.failed:
+            return "failed"
+        if self.draining:
+            return "draining"
+        return "serving" if self.space.takes_appends else "full"
 
     def check_job(self, job: str) -> None:
         """Raises Refused if it would be one job too many."""

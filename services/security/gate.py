@@ -12,7 +12,7 @@ What is refused looks the same whether the job is there or not: nothing was look
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,8 @@ class Gate:
         self._calls: Counter[str] = Counter()
         self._said_at = -_EVENT_EVERY_S
         self._unsaid = 0
+        self.on_denied: Callable[[str], None] = lambda reason: None
+        """(whatever thread) Is told why, each time."""
 
     def admit(self, method: str, metadata: Metadata) -> "Visit":
         """Raises Denied: no token that counts here, or one whose roles may not call this."""
@@ -98,6 +100,7 @@ class Gate:
 
     def noted(self, method: str, denied: Denied) -> Denied:
         """Leaves an event, one a second at most: a flood of refusals is not to become a flood of lines."""
+        self.on_denied(denied.reason.value)
         with self._lock:
             now = time.monotonic()
             if now - self._said_at < _EVENT_EVERY_S:

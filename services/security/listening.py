@@ -15,8 +15,8 @@ import grpc
 
 from services.security.gate import CallLimits, Gate
 from swift import events
+from swift.arguments import is_loopback
 from swift.errors import UsageError
-from swift.security.channel import is_loopback
 from swift.security.files import Signature, read_file, read_secret, signature
 from swift.security.tokens import Authority
 

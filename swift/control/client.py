@@ -54,7 +54,12 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 
-_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Cancelled: by `close`, which is looked at then, or by a coordinator that stopped in the middle of the call.
+_RETRIED = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
@@ -306,6 +311,4 @@ class CoordinatorClient:
             return _RankTaken(details)
         if code == grpc.StatusCode.INVALID_ARGUMENT:
             return UsageError(details)
-        if code == grpc.StatusCode.CANCELLED:
-            return ServiceError(f"the line to the coordinator at {self.address} was closed")
         return ServiceError(f"the coordinator at {self.address}: {code.name}: {details}")

@@ -119,6 +119,7 @@ class SidecarWriter:
         self._waiting: dict[int, Message] = {}  # requests without an answer
         self._answers: dict[int, SwiftError | None] = {}
         self._number = 0
+        self._blocked_seconds = 0.0
         self._choices: dict[str, Choice] = {}
         self._expected: dict[str, dict[RecordKey, bytes]] = {}
         self._streams: dict[str, int] = {}
@@ -140,7 +141,15 @@ class SidecarWriter:
         """What the log has acknowledged, and what was found equal."""
         if self._stats is not None:
             return self._stats
-        return WriterStats(**self._memory.counts()._asdict(), resent=self._memory.load(Word.RESENT))
+        counts = self._memory.counts()._asdict()
+        return WriterStats(
+            **counts, resent=self._memory.load(Word.RESENT), blocked_seconds=self._blocked_seconds
+        )
+
+    @property
+    def queued_bytes(self) -> int:
+        """What the ring holds that the log has not acknowledged."""
+        return 0 if self._stats is not None else self._producer.reserved - self._memory.load(Word.TAIL)
 
     @property
     def codec_choices(self) -> dict[str, Choice]:
@@ -208,6 +217,13 @@ class SidecarWriter:
 
     def _push_later(self, header: bytes, address: int, size: int, now: bool) -> int:
         """Waits for room."""
+        began = time.monotonic()
+        try:
+            return self._wait_for_room(header, address, size, now)
+        finally:
+            self._blocked_seconds += time.monotonic() - began
+
+    def _wait_for_room(self, header: bytes, address: int, size: int, now: bool) -> int:
         tail, moved = self._memory.load(Word.TAIL), time.monotonic()
         with self._cond:
             while True:

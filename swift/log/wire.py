@@ -12,6 +12,10 @@ from swift.log.frame import Bytes
 
 SERVICE = "swift.log.v1.Log"
 REASON_KEY = "swift-reason"
+VERSION_KEY = "swift-version"
+"""With a health answer: the server's version of swift-ft."""
+TIME_KEY = "swift-time"
+"""With a health answer: the server's wall clock, in seconds since 1970."""
 
 _FRAMES_TAG = 15 << 3 | 2  # field 15, length-delimited: one byte
 _VARINT_BYTES_MAX = 10

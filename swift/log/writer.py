@@ -45,6 +45,8 @@ class WriterStats:
     """Not sent, because the log has them; found equal."""
     resent: int = 0
     """Sent again after a lost connection or a fence."""
+    blocked_seconds: float = 0.0
+    """How long `append` waited, in all, because the queue was full."""
 
 
 @dataclass(slots=True, eq=False)
@@ -146,12 +148,26 @@ class LogWriter:
         held = view.nbytes + _OVERHEAD_BYTES
         with self._cond:
             self._raise_pending()
-            while self._held_bytes and self._held_bytes + held > self._queue_bytes:
-                self._cond.wait(_POLL_S)
-                self._raise_pending()
+            if self._held_bytes and self._held_bytes + held > self._queue_bytes:
+                self._wait_for_room(held)
             self._held_bytes += held
             self._inbox.append(_Item(stream, key, dtype, shape, view, held))
             self._cond.notify_all()
+
+    def _wait_for_room(self, held: int) -> None:
+        """(holding the lock)"""
+        began = time.monotonic()
+        try:
+            while self._held_bytes and self._held_bytes + held > self._queue_bytes:
+                self._cond.wait(_POLL_S)
+                self._raise_pending()
+        finally:
+            self.stats.blocked_seconds += time.monotonic() - began
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits and what is not acknowledged yet."""
+        return self._held_bytes
 
     @staticmethod
     def _check(

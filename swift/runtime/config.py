@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from swift.arguments import metrics_address
 from swift.errors import UsageError
 from swift.log.codec import CHOICES as CODECS
 from swift.recovery.types import STRATEGIES
@@ -43,6 +44,9 @@ class SessionConfig:
     log_queue_bytes: int = 256 << 20
     """Room for records that the log has not acknowledged, in shared memory; a full one blocks the trainer, and a
     larger record is refused."""
+    metrics_listen: str = ""
+    """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
+    rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""
     suspicion_timeout_s: float = 30.0
     """After a communication error without a notice from the coordinator, the error is the trainer's own."""
 
@@ -71,6 +75,7 @@ class SessionConfig:
             raise UsageError(f"bucket_bytes={self.bucket_bytes}; give at least 1")
         if self.log_queue_bytes < 1 << 20:
             raise UsageError(f"log_queue_bytes={self.log_queue_bytes}; give at least {1 << 20}")
+        metrics_address(self.metrics_listen, insecure=False, flag="metrics_listen")
         if self.suspicion_timeout_s <= 0:
             raise UsageError(f"suspicion_timeout_s={self.suspicion_timeout_s}; give more than 0")
 

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from swift import events
@@ -183,6 +184,18 @@ class Engine:
                 name=f"rank{self._rank}",
             )
             self._channel.open(self._writer)
+
+    def progress(self) -> dict[str, float]:
+        """(any thread) What this rank has done so far, by the names of `metrics.Progress`."""
+        view, writer = self._view, self._writer
+        done: dict[str, float] = {
+            "generation": view.generation if view is not None else 0,
+            "version": self._state.version,
+            "vote_seconds": self.vote_seconds,
+        }
+        if writer is not None:
+            done |= {**asdict(writer.stats), "queued_bytes": writer.queued_bytes}
+        return done
 
     def interrupt(self, generation: int) -> None:
         """(notice thread) Frees the trainer's thread from whatever it waits in."""

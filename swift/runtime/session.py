@@ -5,7 +5,7 @@ schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``sw
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -37,6 +37,7 @@ from swift.runtime.state import TrainerState
 from swift.runtime.updates import Updates
 
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
+ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -92,6 +93,7 @@ class Session:
             group.reducing = self._updates.reducing
         self._updates.settle = self._channel.settle
         self._updates.replaying = lambda: self._channel.replaying
+        self._end_metrics = self._show_metrics(member.client.job)
         member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine.interrupt)
         self._engine.form()
 
@@ -138,6 +140,7 @@ class Session:
     def close(self) -> None:
         """Leaves the job. Records that are not acked yet are given up: after an error nobody will replay them,
         and after `run` there are none."""
+        self._end_metrics()
         self._engine.close()
 
     # --- where this rank stands ---
@@ -389,6 +392,16 @@ class Session:
         return norm
 
     # --- inside ---
+
+    def _show_metrics(self, job: str) -> Callable[[], None]:
+        listen = self._config.metrics_listen or os.environ.get(ENV_METRICS_LISTEN, "")
+        if not listen:
+            return lambda: None
+        from swift.runtime import metrics
+
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        progress = self._engine.progress
+        return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
 
     def _lasting_groups(self) -> dict[str, LastingGroup]:
         """``world``, ``pipeline``, ``data``, and with shards ``replicate`` and ``shard``."""

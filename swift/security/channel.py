@@ -4,7 +4,6 @@ Every connection to a log server or a coordinator is made here. Without credenti
 is only made to loopback, or if SWIFT_INSECURE=1 says that the network is trusted.
 """
 
-import ipaddress
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from swift.arguments import is_loopback
 from swift.errors import UsageError
 from swift.security.files import Signature, read_file, read_secret, signature
 
@@ -37,13 +37,6 @@ class _Details(NamedTuple):
     method: str
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -289,14 +289,6 @@ def test_bad_directories(tmp_path: Path) -> None:
     one_line(run(tmp_path / "log"), 3, "is damaged")
 
 
-def test_two_interrupts_and_a_terminate_end_it_once(tmp_path: Path) -> None:
-    server = LogServer(tmp_path / "log").start()
-    assert server.process is not None
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
-        server.process.send_signal(number)
-    assert server.stop() == 0
-
-
 def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:
     address_file = tmp_path / "address"
     process = subprocess.Popen(

@@ -58,6 +58,7 @@ def test_torch_comes_with_the_session_only() -> None:
         "swift.inspect.command",
         # The drill's own process: it starts everything else and must come up, and answer, at once.
         "swift.drill.command, swift.drill.report, swift.drill.cluster",
+        "swift.doctor.command",
     ],
 )
 def test_no_torch_here(modules: str) -> None:
@@ -73,6 +74,15 @@ def test_no_torch_here(modules: str) -> None:
 )
 def test_cryptography_comes_with_tokens_and_certificates_only(modules: str) -> None:
     assert imported_by(f"import {modules}").isdisjoint({"cryptography", "jwt"})
+
+
+@pytest.mark.parametrize(
+    "modules",
+    ["services.logserver.__main__", "services.coordinator.__main__", "swift.log.writer", "swift.Session"],
+)
+def test_metrics_cost_nothing_where_nobody_asked_for_them(modules: str) -> None:
+    statement = "import swift; swift.Session" if modules == "swift.Session" else f"import {modules}"
+    assert "prometheus_client" not in imported_by(statement)
 
 
 def test_import_contracts_hold() -> None:
@@ -243,7 +253,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill", "token", "inspect"])
+@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor"])
 def test_help_begins_with_what_it_does(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", command, "--help")
     assert done.returncode == 0, done.stderr

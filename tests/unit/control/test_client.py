@@ -142,7 +142,11 @@ def test_a_launcher_speaks_for_no_rank(served: Served) -> None:
             launcher.heartbeat(0)
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
+@pytest.mark.parametrize(
+    "code",
+    # The last one: it stopped in the middle of the call.
+    [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED],
+)
 def test_a_restarting_coordinator_is_waited_for(
     client: CoordinatorClient, served: Served, code: grpc.StatusCode
 ) -> None:

@@ -1,0 +1,41 @@
+"""What a job stands at in one moment, as plain numbers, for those who watch."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from services.coordinator.core import Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSnapshot:
+    job: str
+    state: str
+    generation: int
+    world_size: int
+    live_ranks: int
+    oldest_lease_s: float
+    suspicions: int
+    blocked_log_servers: int
+    newest_version: int
+    """Of all ranks, by their heartbeats."""
+    checkpoint: int | None
+    """The newest complete checkpoint's version."""
+
+    @classmethod
+    def of(cls, job: Job, now: float) -> Self:
+        row = job.row
+        leased = (
+            [] if row.state.is_over else [rank for rank, holder in row.holders.items() if not holder.gone]
+        )
+        return cls(
+            job=row.job,
+            state=str(row.state),
+            generation=row.generation,
+            world_size=row.world_size,
+            live_ranks=len(row.holders),
+            oldest_lease_s=max((job.lease_age_s(rank, now) for rank in leased), default=0.0),
+            suspicions=len(job.suspicions(now)),
+            blocked_log_servers=len(row.blocked),
+            newest_version=max((job.steps.version(rank) for rank in row.holders), default=0),
+            checkpoint=row.checkpoints[-1] if row.checkpoints else None,
+        )

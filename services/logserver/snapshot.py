@@ -1,0 +1,51 @@
+"""What the server does at one moment, as plain numbers: taken under the lock, shown outside of it."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from services.logserver.core import JobState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSnapshot:
+    job: str
+    generation: int
+    trimmed_below_step: int
+    streams: int
+    corrupt_streams: int
+    records: int
+    bytes: int
+    readers: int
+    trim_waits: bool
+    """A trim was asked for that readers hold up."""
+
+    @classmethod
+    def of(cls, job: JobState) -> Self:
+        streams = job.streams.values()
+        return cls(
+            job=job.name,
+            generation=job.generation,
+            trimmed_below_step=job.trimmed_below_step,
+            streams=len(streams),
+            corrupt_streams=sum(1 for stream in streams if stream.corrupt_reason),
+            records=sum(len(stream.by_sequence) for stream in streams),
+            bytes=sum(stream.bytes for stream in streams),
+            readers=len(job.readers),
+            trim_waits=job.trim_wanted > job.trimmed_below_step,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSnapshot:
+    state: str
+    accepted_records: int
+    queued_records: int
+    """Accepted, and not acknowledged yet."""
+    unsynced_records: int
+    """Accepted, and not covered by a sync yet; with fsync "never" these are almost all."""
+    sessions: int
+    underway_bytes: int
+    """Credit that writers have used up."""
+    credit_bytes: int
+    """Credit that writers have in all."""
+    jobs: list[JobSnapshot]

@@ -1,0 +1,403 @@
+"""From facts to findings. Pure: every threshold is here, with its reason."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from swift.doctor.facts import Certificate, Directory, Facts, Peer
+
+GIB = 1 << 30
+DAY_S = 86400.0
+
+PYTHONS = ((3, 11), (3, 12))
+LEAST = {"grpcio": (1, 85), "protobuf": (7, 35), "torch": (2, 11)}
+TORCH_BELOW = (2, 14)
+
+SYNC_PLAUSIBLE_S = 0.0005
+"""A disk that says in less that it has written something answers from a cache; a good one has power for it."""
+SYNC_SLOW_S = 0.05
+APPEND_SLOW_BYTES_PER_S = 200e6
+FREE_BYTES_MIN = 10 * GIB
+OPEN_FILES_MIN = 1024
+OPEN_FILES_WANTED = 8192
+SHARED_BYTES_WANTED = 1 * GIB
+ROUND_TRIP_SLOW_S = 0.01
+CLOCK_WARN_S = 1.0
+
+IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse", "fuseblk", "virtiofs"}
+LAYERED = {"overlay", "aufs"}
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table."""
+
+    check: str
+    status: Status
+    found: str
+    advice: str = ""
+    """What to do; empty if nothing is to be done."""
+
+
+def examine(facts: Facts) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    return 3 if any(finding.status is Status.FAIL for finding in findings) else 0
+
+
+# -- software -----------------------------------------------------------------------------------------
+
+
+def python(facts: Facts) -> Iterator[Finding]:
+    version = facts.software.python
+    said = ".".join(map(str, version))
+    if version[:2] in PYTHONS:
+        yield Finding("python", Status.OK, said)
+    else:
+        wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+        yield Finding("python", Status.FAIL, said, f"use Python {wanted}")
+
+
+def packages(facts: Facts) -> Iterator[Finding]:
+    for name, least in LEAST.items():
+        version = facts.software.packages.get(name)
+        wanted = ".".join(map(str, least))
+        if version is None:
+            if name == "torch":
+                yield Finding(
+                    name,
+                    Status.WARN,
+                    "not installed",
+                    "servers need none; trainers: pip install 'swift-ft[train]'",
+                )
+            else:
+                yield Finding(name, Status.FAIL, "not installed", f"pip install '{name}>={wanted}'")
+        elif _numbers(version) < least:
+            yield Finding(name, Status.FAIL, version, f"too old: pip install '{name}>={wanted}'")
+        elif name == "torch" and _numbers(version) >= TORCH_BELOW:
+            below = ".".join(map(str, TORCH_BELOW))
+            yield Finding(
+                name, Status.WARN, version, f"not tried with {below} and newer: pip install 'torch<{below}'"
+            )
+        else:
+            yield Finding(name, Status.OK, version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split(".")[:2]:
+        digits = "".join(char for char in part if char.isdigit())
+        numbers.append(int(digits) if digits else 0)
+    return tuple(numbers)
+
+
+def kernels(facts: Facts) -> Iterator[Finding]:
+    if "torch" not in facts.software.packages:
+        return
+    if facts.software.kernels:
+        yield Finding("compiled kernels", Status.OK, ", ".join(facts.software.kernels))
+    else:
+        yield Finding(
+            "compiled kernels",
+            Status.WARN,
+            "not built",
+            "undo is several times slower: install a C++ compiler, then swift-ft again",
+        )
+
+
+# -- the machine --------------------------------------------------------------------------------------
+
+
+def processors(facts: Facts) -> Iterator[Finding]:
+    cpus, ranks = facts.machine.cpus, facts.ranks
+    if not ranks:
+        yield Finding("processors", Status.OK, f"{cpus}")
+    elif cpus > ranks:
+        yield Finding("processors", Status.OK, f"{cpus} for {ranks} ranks")
+    else:
+        yield Finding(
+            "processors",
+            Status.WARN,
+            f"{cpus} for {ranks} ranks",
+            "logging takes time from training without a spare processor: run fewer ranks here",
+        )
+
+
+def open_files(facts: Facts) -> Iterator[Finding]:
+    limit = facts.machine.open_files
+    advice = f"raise it to {OPEN_FILES_WANTED}: ulimit -n, or LimitNOFILE= in the unit"
+    if limit < 0 or limit >= OPEN_FILES_WANTED:
+        yield Finding("open files", Status.OK, "no limit" if limit < 0 else f"limit {limit}")
+    else:
+        status = Status.FAIL if limit < OPEN_FILES_MIN else Status.WARN
+        yield Finding("open files", status, f"limit {limit}", advice)
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    machine = facts.machine
+    if machine.shared_bytes is None:
+        found, enough = "no /dev/shm", False
+    else:
+        found, enough = (
+            f"{_size(machine.shared_bytes)} free in /dev/shm",
+            machine.shared_bytes >= SHARED_BYTES_WANTED,
+        )
+    if enough:
+        yield Finding("shared memory", Status.OK, found)
+    elif machine.memfd:
+        yield Finding("shared memory", Status.OK, f"{found}, memfd works")
+    else:
+        yield Finding(
+            "shared memory", Status.WARN, found, "give it 1 GiB: mount -o remount,size=, or --shm-size"
+        )
+
+
+def locked_memory(facts: Facts) -> Iterator[Finding]:
+    limit = facts.machine.locked_bytes
+    if limit < 0 or limit >= SHARED_BYTES_WANTED:
+        yield Finding("locked memory", Status.OK, "no limit" if limit < 0 else f"limit {_size(limit)}")
+    else:
+        yield Finding(
+            "locked memory",
+            Status.WARN,
+            f"limit {_size(limit)}",
+            "pinned buffers may be refused on GPU machines: ulimit -l, or LimitMEMLOCK=",
+        )
+
+
+# -- the log's directory --------------------------------------------------------------------------------
+
+
+def directory(facts: Facts) -> Iterator[Finding]:
+    found = facts.directory
+    if found is None:
+        return
+    if not found.exists and not found.problem:
+        if found.parent_writable:
+            yield Finding("directory", Status.OK, f"{found.path} will be made")
+        else:
+            yield Finding(
+                "directory",
+                Status.FAIL,
+                f"{found.path} is missing",
+                "make it, writable for the server",
+            )
+    elif found.problem:
+        yield Finding(
+            "directory",
+            Status.FAIL,
+            f"{found.path}: {found.problem}",
+            "make it writable for the server's user",
+        )
+    else:
+        used = ", a log server holds it" if found.in_use else ""
+        yield Finding("directory", Status.OK, f"{found.path}{used}")
+    if found.filesystem:
+        yield _filesystem(found)
+        yield _space(found)
+    if found.syncs_s:
+        yield from _disk(found)
+
+
+def _filesystem(found: Directory) -> Finding:
+    kind = found.filesystem
+    if kind in IN_MEMORY:
+        return Finding("filesystem", Status.FAIL, kind, "it is memory: a restart loses the log; use a disk")
+    if kind in REMOTE or kind.startswith("fuse."):
+        return Finding(
+            "filesystem", Status.WARN, kind, "its syncs promise what its server promises; use a local disk"
+        )
+    if kind in LAYERED:
+        return Finding("filesystem", Status.WARN, kind, "it goes with the container: mount a volume")
+    return Finding("filesystem", Status.OK, kind)
+
+
+def _space(found: Directory) -> Finding:
+    said = f"{_size(found.free_bytes)} free of {_size(found.size_bytes)}"
+    if found.free_bytes < FREE_BYTES_MIN:
+        return Finding(
+            "disk space",
+            Status.WARN,
+            said,
+            "the log holds all since the last checkpoint: give it 10 GiB and more",
+        )
+    return Finding("disk space", Status.OK, said)
+
+
+def _disk(found: Directory) -> Iterator[Finding]:
+    if found.direct:
+        yield Finding("direct writes", Status.OK, "O_DIRECT works")
+    else:
+        yield Finding(
+            "direct writes",
+            Status.WARN,
+            "no O_DIRECT",
+            "appends cost more, through the page cache: use ext4 or xfs",
+        )
+    if found.preallocates:
+        yield Finding("preallocation", Status.OK, "fallocate works")
+    else:
+        yield Finding(
+            "preallocation",
+            Status.WARN,
+            "no fallocate",
+            "a full disk is noticed late, syncs cost more: use ext4 or xfs",
+        )
+    middle_s = median(found.syncs_s)
+    worst_s = max(found.syncs_s)
+    said = f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(found.syncs_s)}"
+    if middle_s < SYNC_PLAUSIBLE_S:
+        yield Finding(
+            "sync latency",
+            Status.WARN,
+            said,
+            "implausibly quick: be sure that the disk's cache survives a power cut, or turn it off",
+        )
+    elif middle_s > SYNC_SLOW_S:
+        yield Finding(
+            "sync latency", Status.WARN, said, "each acknowledgement waits so long: use another disk"
+        )
+    else:
+        yield Finding("sync latency", Status.OK, said)
+    speed = f"{found.append_bytes_per_s / 1e6:.0f} MB/s with a sync at the end"
+    if found.append_bytes_per_s < APPEND_SLOW_BYTES_PER_S:
+        yield Finding(
+            "append speed", Status.WARN, speed, "boundary traffic above it stops training: use another disk"
+        )
+    else:
+        yield Finding("append speed", Status.OK, speed)
+
+
+# -- the network ----------------------------------------------------------------------------------------
+
+
+def ports(facts: Facts) -> Iterator[Finding]:
+    for port in facts.ports:
+        if port.problem:
+            yield Finding(
+                "port", Status.FAIL, f"{port.address}: {port.problem}", "stop what uses it, or take another"
+            )
+        else:
+            yield Finding("port", Status.OK, f"{port.address} is free")
+
+
+def peers(facts: Facts) -> Iterator[Finding]:
+    for peer in facts.peers:
+        where = f"{peer.kind} {peer.address}"
+        if peer.problem:
+            yield Finding(
+                where,
+                Status.FAIL,
+                peer.problem,
+                "is it running, there, behind no firewall?",
+            )
+            continue
+        yield _answer(where, peer)
+        yield _security(where, peer)
+        yield _version(where, peer, facts.own_version)
+        yield _clock(where, peer)
+
+
+def _answer(where: str, peer: Peer) -> Finding:
+    trip_s = median(peer.round_trips_s)
+    said = f"round trip {trip_s * 1e3:.2f} ms"
+    if not peer.serving:
+        return Finding(
+            where, Status.FAIL, f"NOT_SERVING, {said}", "see its log: disk full, failed, or draining"
+        )
+    if trip_s > ROUND_TRIP_SLOW_S:
+        return Finding(where, Status.WARN, f"SERVING, {said}", "every step waits for it: put it nearer")
+    return Finding(where, Status.OK, f"SERVING, {said}")
+
+
+def _security(where: str, peer: Peer) -> Finding:
+    name, said = f"{where} security", ", ".join(sorted(peer.security)) or "plain, on loopback"
+    if "insecure" in peer.security:
+        return Finding(
+            name,
+            Status.WARN,
+            said,
+            "whoever reaches its port can use it: see docs/security.md, or trust the network",
+        )
+    return Finding(name, Status.OK, said)
+
+
+def _version(where: str, peer: Peer, own: str) -> Finding:
+    if peer.version == own:
+        return Finding(f"{where} version", Status.OK, own)
+    return Finding(
+        f"{where} version",
+        Status.WARN,
+        f"{peer.version or 'unknown'}, here {own}",
+        "install one version everywhere",
+    )
+
+
+def _clock(where: str, peer: Peer) -> Finding:
+    name = f"{where} clock"
+    if peer.clock_offset_s is None:
+        return Finding(name, Status.WARN, "not told", "install one version everywhere")
+    uncertain_s = min(peer.round_trips_s) / 2
+    said = f"{peer.clock_offset_s:+.3f} s against here, ± {uncertain_s:.3f} s"
+    if abs(peer.clock_offset_s) - uncertain_s > CLOCK_WARN_S:
+        # Leases use monotonic time: nothing breaks but the reading of logs and certificates' dates.
+        return Finding(
+            name, Status.WARN, said, "run NTP on both: logs of the two cannot be read side by side"
+        )
+    return Finding(name, Status.OK, said)
+
+
+def certificates(facts: Facts) -> Iterator[Finding]:
+    for found in facts.certificates:
+        yield _certificate(found, facts.certificate_days)
+
+
+def _certificate(found: Certificate, days: float) -> Finding:
+    where = f"{found.variable}"
+    if found.problem:
+        return Finding(where, Status.FAIL, f"{found.path}: {found.problem}", "name a readable PEM file")
+    if found.is_key:
+        if found.mode & 0o077:
+            return Finding(
+                where,
+                Status.FAIL,
+                f"{found.path}: mode {found.mode:04o}",
+                f"others may use it: chmod 600 {found.path}",
+            )
+        if found.matches is False:
+            return Finding(where, Status.FAIL, f"{found.path}: not the certificate's key", "name the pair")
+        return Finding(where, Status.OK, f"{found.path}: mode {found.mode:04o}")
+    if found.expires_in_s <= 0:
+        return Finding(where, Status.FAIL, f"{found.path}: expired", "renew it")
+    left = f"{found.path}: {found.expires_in_s / DAY_S:.0f} days left"
+    if found.valid_since_s < 0:
+        return Finding(
+            where, Status.FAIL, f"{found.path}: not valid yet", "wait, or set this machine's clock"
+        )
+    if found.expires_in_s < days * DAY_S:
+        return Finding(where, Status.WARN, left, "renew it")
+    return Finding(where, Status.OK, left)
+
+
+def _size(size: int) -> str:
+    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} B"
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    *(python, packages, kernels),
+    *(processors, open_files, shared_memory, locked_memory),
+    *(directory, ports, peers, certificates),
+)

@@ -1,0 +1,236 @@
+"""What a service says on stderr: lines for people, or one JSON object a line for programs.
+
+Both come from two sources: Python's `logging`, and the events of `swift.events`. As text, events are shown with
+``--log-level INFO`` or below only, but for errors. As JSON each line has ``time`` (UTC, ISO 8601),
+``monotonic`` (seconds, the clock of the event trace), ``level``, ``role``, ``pid``, ``event``, ``message`` where there
+is one, and the event's own ``fields``.
+
+No secret is written, in either format: values of fields that are named like one, what stands behind the words
+"Bearer", "token=" and the like, and the values of environment variables that are named like one.
+"""
+
+import argparse
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, TextIO
+
+from swift import events
+
+TEXT, JSON = "text", "json"
+REMOVED = "[removed]"
+
+_SECRET_NAME = re.compile(
+    r"token|authorization|secret|passw(or)?d|credential|private[_-]?key|api[_-]?key", re.IGNORECASE
+)
+_SECRET_WORDS = re.compile(
+    r"\b(bearer\s+)[A-Za-z0-9._~+/=-]{4,}|"
+    r"\b([\w-]*(?:token|authorization|secret|password|credential|api[_-]?key)[\w-]*['\"]?\s*[=:]\s*['\"]?"
+    r"(?:(?:basic|bearer)\s+)?)[^\s'\",;)]+",
+    re.IGNORECASE,
+)
+_SECRET_BYTES_MIN = 6
+"""A shorter value of an environment variable would be found in innocent words."""
+
+_ERRORS = {"storage_failed", "fatal"}
+_WARNINGS = {
+    *("disk_full", "quarantined", "stream_corrupt", "torn_tail", "not_removed", "trim_failed"),
+    *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
+    *("member_exited", "checkpoint_untold"),
+}
+
+
+def level_of(event: str) -> int:
+    if event in _ERRORS:
+        return logging.ERROR
+    return logging.WARNING if event in _WARNINGS else logging.INFO
+
+
+class Redactor:
+    """Takes secrets out of what is about to be written. Pure, but for the environment it is made from."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        values = {
+            value.strip()
+            for name, value in environment.items()
+            if _SECRET_NAME.search(name) and len(value.strip()) >= _SECRET_BYTES_MIN
+        }
+        longest_first = sorted(values, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, longest_first))) if values else None
+
+    def text(self, text: str) -> str:
+        if self._known is not None:
+            text = self._known.sub(REMOVED, text)
+        return _SECRET_WORDS.sub(_without, text)
+
+    def value(self, value: Any) -> Any:
+        """The same, through mappings and sequences."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                self.text(str(name)): REMOVED if _SECRET_NAME.search(str(name)) else self.value(inner)
+                for name, inner in value.items()
+            }
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self.value(inner) for inner in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        return self.text(str(value))
+
+
+def _without(found: "re.Match[str]") -> str:
+    return f"{found[1] or found[2]}{REMOVED}"
+
+
+def json_line(
+    redactor: Redactor,
+    *,
+    wall_s: float,
+    monotonic_s: float,
+    level: int,
+    role: str,
+    event: str,
+    message: str = "",
+    fields: Mapping[str, Any],
+) -> str:
+    line: dict[str, Any] = {
+        "time": datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds"),
+        "monotonic": round(monotonic_s, 6),
+        "level": logging.getLevelName(level).lower(),
+        "role": role,
+        "pid": os.getpid(),
+        "event": event,
+    }
+    if message:
+        line["message"] = redactor.text(message)
+    if fields:
+        line["fields"] = redactor.value(fields)
+    return json.dumps(line, ensure_ascii=True)
+
+
+def text_line(redactor: Redactor, *, level: int, event: str, fields: Mapping[str, Any]) -> str:
+    said = redactor.value(fields)
+    words = " ".join(f"{name}={value}" for name, value in said.items())
+    return f"{logging.getLevelName(level)} {event} {words}".rstrip().replace("\n", " ")
+
+
+class _Handler(logging.Handler):
+    def __init__(self, log: "Log") -> None:
+        super().__init__()
+        self._log = log
+        self._text = logging.Formatter("%(levelname)s %(message)s")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._log.format == TEXT:
+            self._log.write(self._log.redactor.text(self._text.format(record)))
+            return
+        fields: dict[str, Any] = {"logger": record.name}
+        if record.exc_info:
+            fields["exception"] = self._text.formatException(record.exc_info)
+        self._log.say("log", record.levelno, record.getMessage(), fields)
+
+
+class Log:
+    """This process's stderr."""
+
+    def __init__(self, role: str, log_format: str, level: int, stream: TextIO | None = None) -> None:
+        self.role = role
+        self.format = log_format
+        self.level = level
+        self.redactor = Redactor(os.environ)
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def write(self, line: str) -> None:
+        """One write, so that lines of different threads do not mix."""
+        stream = self._stream if self._stream is not None else sys.stderr
+        with self._lock:
+            stream.write(line + "\n")
+            stream.flush()
+
+    def say(self, event: str, level: int, message: str = "", fields: Mapping[str, Any] | None = None) -> None:
+        """One event or message, if its level is shown."""
+        if level < self.level:
+            return
+        if self.format == TEXT:
+            self.write(text_line(self.redactor, level=level, event=event, fields=fields or {}))
+            return
+        self.write(
+            json_line(
+                self.redactor,
+                wall_s=time.time(),
+                monotonic_s=events.now(),
+                level=level,
+                role=self.role,
+                event=event,
+                message=message,
+                fields=fields or {},
+            )
+        )
+
+    def fatal(self, message: str) -> None:
+        """(the last words) Why this process cannot do it: one line."""
+        if self.format == TEXT:
+            self.write(self.redactor.text(f"{self.role}: {message}"))
+        else:
+            self.say("fatal", logging.ERROR, message)
+
+    def start(self) -> Callable[[], None]:
+        """Takes over `logging`, events and, as JSON, uncaught exceptions. The result gives them back."""
+        handler = _Handler(self)
+        root = logging.getLogger()
+        before = root.level
+        root.addHandler(handler)
+        root.setLevel(self.level)
+        end = events.listen(self._heard)
+        if self.format == JSON:
+            sys.excepthook = self._uncaught
+            threading.excepthook = lambda caught: self._uncaught(
+                caught.exc_type, caught.exc_value, caught.exc_traceback
+            )
+
+        def stop() -> None:
+            end()
+            root.removeHandler(handler)
+            root.setLevel(before)
+
+        return stop
+
+    def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
+        level = level_of(event)
+        if self.format == JSON or self.level <= logging.INFO or level >= logging.ERROR:
+            self.say(event, level, fields=fields)
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        value = error if error is not None else kind()
+        caught = logging.Formatter().formatException((kind, value, trace))
+        self.say("fatal", logging.ERROR, f"{kind.__name__}: {error}", {"exception": caught})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-format",
+        default=TEXT,
+        choices=[TEXT, JSON],
+        help="stderr: lines for people, or one JSON object a line",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help="the least that is written; default: WARNING as text, INFO as json",
+    )
+
+
+def from_arguments(role: str, options: argparse.Namespace) -> Log:
+    level = options.log_level or ("INFO" if options.log_format == JSON else "WARNING")
+    return Log(role, options.log_format, logging.getLevelNamesMapping()[level])

@@ -1,0 +1,159 @@
+"""A rank's metrics: what its events tell, and what its writer and engine count anyway.
+
+(session) ``start`` if a place to show them was named → ``close``. Everything counts from the start of the process.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from swift import events
+from swift.arguments import metrics_address, write_address
+from swift.errors import UsageError
+from swift.metrics import (
+    COUNTER,
+    DURATION_S,
+    GAUGE,
+    HISTOGRAM,
+    INFO,
+    Distribution,
+    Exposition,
+    Family,
+    Samples,
+    plain,
+)
+
+ENV_METRICS_DIR = "SWIFT_METRICS_DIR"
+"""Where each rank writes JOB-rankN.json once it shows metrics, as Prometheus' file_sd_configs reads it."""
+
+FAMILIES = (
+    Family("swift_trainer_info", INFO, "Job and rank, as labels."),
+    Family("swift_trainer_generation", GAUGE, "The generation that this rank trains in."),
+    Family("swift_trainer_version", GAUGE, "Optimizer steps in its state."),
+    Family("swift_trainer_steps_total", COUNTER, "Steps done, without those replayed."),
+    Family("swift_trainer_step_seconds", HISTOGRAM, "One step, without those replayed."),
+    Family("swift_trainer_replayed_steps_total", COUNTER, "Steps done again out of the log."),
+    Family("swift_trainer_recoveries_total", COUNTER, "Recoveries that this rank took part in to their end."),
+    Family("swift_trainer_recovery_seconds", HISTOGRAM, "From the notice of a loss to training again."),
+    Family("swift_trainer_commit_vote_seconds_total", COUNTER, "Time in the barrier before updates."),
+    Family("swift_trainer_logged_records_total", COUNTER, "Tensors handed over to be sent."),
+    Family("swift_trainer_logged_bytes_total", COUNTER, "Bytes of these, before compression."),
+    Family("swift_trainer_verified_records_total", COUNTER, "Tensors computed again, equal to the log's."),
+    Family("swift_trainer_resent_records_total", COUNTER, "Records sent more than once."),
+    Family(
+        "swift_trainer_log_blocked_seconds_total", COUNTER, "Time that training waited for the log's queue."
+    ),
+    Family("swift_trainer_log_queued_bytes", GAUGE, "Bytes in that queue, not acknowledged yet."),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What the engine counts itself."""
+
+    generation: float = 0
+    version: float = 0
+    vote_seconds: float = 0.0
+    records: float = 0
+    bytes: float = 0
+    verified: float = 0
+    resent: float = 0
+    blocked_seconds: float = 0.0
+    queued_bytes: float = 0
+
+    @classmethod
+    def of(cls, counts: Mapping[str, float]) -> Self:
+        """What of these is shown."""
+        return cls(**{known.name: counts[known.name] for known in fields(cls) if known.name in counts})
+
+
+class TrainerMetrics:
+    """What `swift.metrics.Exposition` shows of one rank."""
+
+    def __init__(self, job: str, rank: int, progress: Callable[[], Progress]) -> None:
+        self._info = {"job": job, "rank": str(rank)}
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._steps = self._replayed = self._recoveries = 0
+        self._step_s = Distribution(DURATION_S)
+        self._recovery_s = Distribution(DURATION_S)
+        self._step_began: float | None = None
+        self._noticed: float | None = None
+        self.stop = events.listen(self.heard)
+
+    def heard(self, event: str, said: Mapping[str, Any]) -> None:
+        """(any thread of the rank) An event."""
+        now = events.now()
+        with self._lock:
+            match event:
+                case "step_begin":
+                    self._step_began = now
+                case "step_end" if said["replay"]:
+                    self._replayed += 1
+                case "step_end" if self._step_began is not None:
+                    self._steps += 1
+                    self._step_s.observe(now - self._step_began)
+                case "notice" if self._noticed is None:
+                    self._noticed = now
+                case "resumed" if said["generation"] > 1:  # the first one forms the job
+                    self._recoveries += 1
+                    if self._noticed is not None:  # a replacement has had no notice
+                        self._recovery_s.observe(now - self._noticed)
+                        self._noticed = None
+
+    def samples(self) -> Samples:
+        done = self._progress()
+        with self._lock:
+            return {
+                "swift_trainer_info": plain(self._info),
+                "swift_trainer_generation": plain(done.generation),
+                "swift_trainer_version": plain(done.version),
+                "swift_trainer_steps_total": plain(self._steps),
+                "swift_trainer_step_seconds": plain(self._step_s),
+                "swift_trainer_replayed_steps_total": plain(self._replayed),
+                "swift_trainer_recoveries_total": plain(self._recoveries),
+                "swift_trainer_recovery_seconds": plain(self._recovery_s),
+                "swift_trainer_commit_vote_seconds_total": plain(done.vote_seconds),
+                "swift_trainer_logged_records_total": plain(done.records),
+                "swift_trainer_logged_bytes_total": plain(done.bytes),
+                "swift_trainer_verified_records_total": plain(done.verified),
+                "swift_trainer_resent_records_total": plain(done.resent),
+                "swift_trainer_log_blocked_seconds_total": plain(done.blocked_seconds),
+                "swift_trainer_log_queued_bytes": plain(done.queued_bytes),
+            }
+
+
+def start(
+    listen: str, job: str, rank: int, local_rank: int, progress: Callable[[], Progress]
+) -> Callable[[], None]:
+    """Shows a rank's metrics; the result ends that.
+
+    With a port other than 0, each rank of a machine takes the port that is its local rank higher. A port that is
+    taken is no reason not to train: the event ``metrics_not_shown`` says so.
+    """
+    where = metrics_address(listen, insecure=False, flag="SWIFT_METRICS_LISTEN")
+    assert where is not None
+    host, port = where
+    port += local_rank if port else 0
+    metrics = TrainerMetrics(job, rank, progress)
+    try:
+        shown = Exposition(host, port, FAMILIES, metrics.samples)
+    except UsageError as error:
+        metrics.stop()
+        events.emit("metrics_not_shown", rank=rank, reason=str(error))
+        return lambda: None
+    shown.announce(None, as_text=False)
+    directory = os.environ.get(ENV_METRICS_DIR)
+    if directory:
+        targets = [{"targets": [shown.address], "labels": {"job": job, "rank": str(rank)}}]
+        write_address(Path(directory) / f"{job}-rank{rank}.json", json.dumps(targets), ENV_METRICS_DIR)
+
+    def close() -> None:
+        metrics.stop()
+        shown.close()
+
+    return close

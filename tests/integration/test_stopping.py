@@ -1,0 +1,283 @@
+"""SIGTERM and health of real processes: what was acknowledged stays, who watches is told, a second signal kills."""
+
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from swift import control, events
+from swift._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
+from swift.errors import SwiftError
+from swift.log import admin
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.rpc import method, open_channel
+from swift.log.wire import SERVICE
+from swift.log.writer import LogWriter
+from tests.integration.coordinator_world import Coordinator, FakeMember
+from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+COORDINATOR = "swift.coordinator.v1.Coordinator"
+STREAMS = ("s0.F", "s0.B", "s1.F")
+
+
+def body_of(step: int) -> bytes:
+    return random.Random(step).randbytes(20_000)
+
+
+@contextmanager
+def watched(address: str, service: str) -> Iterator["queue.SimpleQueue[int]"]:
+    """Every health status that a watcher is told."""
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with grpc.insecure_channel(address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=service), wait_for_ready=True
+        )
+
+        def listen() -> None:
+            try:
+                for reply in call:
+                    told.put(reply.status)
+            except grpc.RpcError:
+                return
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        yield told
+        call.cancel()
+        thread.join()
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+def test_whoever_watches_the_log_server_is_told_that_it_drains(tmp_path: Path, service: str) -> None:
+    with LogServer(tmp_path / "log") as server, watched(server.address, service) as told:
+        assert told.get(timeout=TIMEOUT_S) == SERVING
+        assert server.stop() == 0
+        assert told.get(timeout=TIMEOUT_S) == NOT_SERVING
+
+
+@pytest.mark.parametrize("service", ["", COORDINATOR])
+def test_whoever_watches_the_coordinator_is_told_that_it_drains(tmp_path: Path, service: str) -> None:
+    coordinator = Coordinator(tmp_path / "meta").start()
+    with watched(coordinator.address, service) as told:
+        assert told.get(timeout=TIMEOUT_S) == SERVING
+        assert coordinator.stop() == 0
+        assert told.get(timeout=TIMEOUT_S) == NOT_SERVING
+
+
+def test_a_health_answer_tells_version_and_clock(tmp_path: Path) -> None:
+    coordinator = Coordinator(tmp_path / "meta").start()
+    with LogServer(tmp_path / "log") as server:
+        for address, service in ((server.address, SERVICE), (coordinator.address, COORDINATOR)):
+            with grpc.insecure_channel(address) as channel:
+                before = time.time()
+                _, call = health_pb2_grpc.HealthStub(channel).Check.with_call(
+                    health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S, wait_for_ready=True
+                )
+                about = dict(call.trailing_metadata())
+            assert about["swift-version"] == "0.1.0"
+            assert before <= float(about["swift-time"]) <= time.time()
+    assert coordinator.stop() == 0
+
+
+def test_stopped_and_started_again_under_writers_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
+    """Four SIGTERMs while three writers write. What a flush has confirmed is there before each restart."""
+    count, confirmed = 300, dict.fromkeys(STREAMS, 0)
+    with LogServer(tmp_path / "log", "--segment-bytes", "500000") as server:
+        server.fence(1)
+        writers = {stream: LogWriter([server.address], JOB, 1, queue_bytes=400_000) for stream in STREAMS}
+        failures: list[SwiftError] = []
+        turn = threading.Semaphore(0)
+
+        def write(stream: str) -> None:
+            try:
+                for step in range(count):
+                    writers[stream].append(stream, RecordKey(step, 0, 0), "uint8", (20_000,), body_of(step))
+                    if step % 10 == 9:
+                        writers[stream].flush(TIMEOUT_S * 2)
+                        confirmed[stream] = step + 1
+                        turn.release()
+            except SwiftError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=write, args=(stream,)) for stream in STREAMS]
+        for thread in threads:
+            thread.start()
+        for _ in range(4):
+            for _ in range(12):
+                assert turn.acquire(timeout=TIMEOUT_S), failures
+            before = dict(confirmed)
+            assert server.stop() == 0
+            server.start()
+            held = {s.stream: s.durable_sequence for s in admin.inventory(server.address, JOB, TIMEOUT_S)}
+            assert all(held[stream] >= before[stream] for stream in STREAMS), (before, held)
+        for thread in threads:
+            thread.join(TIMEOUT_S * 3)
+        assert not failures, failures
+        assert confirmed == dict.fromkeys(STREAMS, count)
+        trace = events.read(server.events)
+        assert [e["event"] for e in trace if e["event"] in ("draining", "stopped")] == [
+            "draining",
+            "stopped",
+        ] * 4
+        reader = LogReader([server.address], JOB)
+        for stream in STREAMS:
+            cursor = reader.follow(stream, 0)
+            for step in range(count):
+                record = cursor.get(RecordKey(step, 0, 0), TIMEOUT_S, lambda: False)
+                assert (record.sequence, record.body) == (step, body_of(step))
+            cursor.close()
+        reader.close()
+        for writer in writers.values():
+            writer.close()
+
+
+def wait_for_event(directory: Path, name: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(event["event"] == name for event in events.read(directory)):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def until_it_hangs(call: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            call()
+        except grpc.RpcError:
+            return
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_kills_a_log_server_that_waits(tmp_path: Path, number: signal.Signals) -> None:
+    """A reader that takes nothing keeps its call, and so the server, for the grace of its stop."""
+    with LogServer(tmp_path / "log") as server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1)
+        for step in range(400):
+            writer.append("s0.F", RecordKey(step, 0, 0), "uint8", (100_000,), bytes(100_000))
+        writer.close()
+        channel = open_channel(server.address)
+        read = channel.unary_stream(
+            method("Read"),
+            request_serializer=log_pb2.ReadRequest.SerializeToString,
+            response_deserializer=None,
+        )
+        call = read(log_pb2.ReadRequest(job=JOB, stream="s0.F", follow=True))
+        assert next(call)
+        process = server.process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        wait_for_event(server.events, "draining")
+        process.send_signal(number)
+        assert process.wait(TIMEOUT_S) == -number
+        process.communicate()
+        assert not any(event["event"] == "stopped" for event in events.read(server.events))
+        call.cancel()
+        channel.close()
+        server.start()
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert (found.records, found.corrupt) == (400, False)
+
+
+def test_a_coordinator_stopped_under_members_loses_nothing_and_they_come_back(tmp_path: Path) -> None:
+    coordinator = Coordinator(tmp_path / "meta").start()
+    members = [FakeMember(coordinator.address, "a", rank, 2).start() for rank in range(2)]
+    try:
+        members[0].watcher.wait_for(lambda view: view.state == control.RUNNING, TIMEOUT_S)
+        for _ in range(3):
+            seen = members[0].watcher.latest
+            assert seen is not None
+            assert coordinator.stop() == 0
+            coordinator.start()
+            view = members[0].watcher.wait_for(lambda view: True, TIMEOUT_S)
+            assert (view.state, view.generation) == (control.RUNNING, 1)
+            assert view.revision >= seen.revision
+            assert list(view.checkpoints) == [0]
+        for member in members:
+            member.steps = max(m.version or 0 for m in members) + 20
+        members[0].watcher.wait_for(lambda view: view.state == control.FINISHED, TIMEOUT_S)
+    finally:
+        for member in members:
+            member.kill()
+        assert coordinator.stop() == 0
+    assert [member.error for member in members] == [None, None]
+
+
+def test_a_second_signal_kills_a_coordinator_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store hangs, and so does all of it: somebody else has locked the database."""
+    monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
+    coordinator = Coordinator(tmp_path / "meta").start()
+    process = coordinator.process
+    assert process is not None
+    with contextlib.closing(sqlite3.connect(tmp_path / "meta" / "coordinator.sqlite")) as lock:
+        lock.execute("BEGIN EXCLUSIVE")
+        with grpc.insecure_channel(coordinator.address) as channel:
+            member = control.make_member(0)
+            request = coordinator_pb2.JoinRequest(job="a", member=member, world_size=1)
+            hanging = coordinator_pb2_grpc.CoordinatorStub(channel).Join.future(request, wait_for_ready=True)
+            probe = health_pb2_grpc.HealthStub(channel)
+            until_it_hangs(lambda: probe.Check(health_pb2.HealthCheckRequest(), timeout=0.3))
+            process.send_signal(signal.SIGTERM)
+            wait_for_event(tmp_path, "signal")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT_S) == -signal.SIGTERM
+            assert not any(event["event"] == "draining" for event in events.read(tmp_path))
+            assert hanging.code() is grpc.StatusCode.UNAVAILABLE
+    process.communicate()
+
+
+@pytest.mark.parametrize("service", ["logserver", "coordinator"])
+def test_json_logs_of_a_life_and_of_a_start_that_fails(tmp_path: Path, service: str) -> None:
+    address = tmp_path / "address"
+    secret = "s3cr3t-v4lue-0123456789"
+    command = [sys.executable, "-m", f"services.{service}", "--directory", str(tmp_path / "data")]
+    command += ["--log-format", "json", "--address-file", str(address)]
+    environment = {**os.environ, "SWIFT_TEST_TOKEN": secret}
+    running = subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    while not address.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    second = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
+    )
+    bad = [*command, "--listen", f"{secret}:x"]
+    third = subprocess.run(bad, cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False)
+    running.terminate()
+    out, err = running.communicate(timeout=TIMEOUT_S)
+    assert (running.returncode, out) == (0, "")
+    signalled = ["signal"] if service == "coordinator" else []
+    life = [json.loads(line) for line in err.splitlines()]
+    assert [line["event"] for line in life] == ["serving", *signalled, "draining", "stopped"]
+    assert {(line["role"], line["level"], line["pid"]) for line in life} == {(service, "info", running.pid)}
+    times = [line["monotonic"] for line in life]
+    assert times == sorted(times)
+    assert life[0]["fields"]["address"] == address.read_text().strip()
+    (fatal,) = [json.loads(line) for line in second.stderr.splitlines()]
+    assert second.returncode in (2, 3)
+    assert (fatal["event"], fatal["level"], second.stdout) == ("fatal", "error", "")
+    assert third.returncode == 2
+    for text in (err, second.stderr, third.stderr):
+        assert secret not in text

@@ -1,0 +1,222 @@
+"""The examples for operators: every flag that they use exists, every metric is shown, every alert is explained."""
+
+import argparse
+import configparser
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.coordinator.metrics import FAMILIES as COORDINATOR
+from services.logserver.metrics import FAMILIES as LOG
+from swift import arguments
+from swift.runtime.metrics import FAMILIES as TRAINER
+
+ROOT = Path(__file__).parents[2]
+UNITS = sorted((ROOT / "examples" / "systemd").glob("*.service"))
+CONTAINERFILE = ROOT / "examples" / "container" / "Containerfile"
+COMPOSE = ROOT / "examples" / "container" / "compose.yaml"
+ALERTS = ROOT / "examples" / "prometheus" / "alerts.yaml"
+OPERATION = ROOT / "docs" / "operation.md"
+
+
+@functools.cache
+def help_of(command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "swift.cli", command, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def check_flags(words: list[str]) -> None:
+    """`words` begin with the command of swift-ft."""
+    known = set(re.findall(r"--[a-z][a-z-]*", help_of(words[0])))
+    used = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert used
+    assert used <= known, used - known
+
+
+class Unit(configparser.RawConfigParser):
+    """A unit file, as far as it has each key once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(strict=True, delimiters=("=",), comment_prefixes=("#", ";"), interpolation=None)
+        self.optionxform = str  # type: ignore[assignment, method-assign]
+        self.read_string(path.read_text())
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_a_unit_starts_a_command_that_there_is(path: Path) -> None:
+    unit = Unit(path)
+    service = unit["Service"]
+    program, *words = shlex.split(service["ExecStart"])
+    assert program == "/opt/swift/bin/swift-ft"
+    check_flags(words)
+    assert words[words.index("--listen") + 1] == "${SWIFT_LISTEN}"
+    # All that it names comes from systemd, or has a default that the environment file may replace.
+    defaults = dict(word.split("=", 1) for word in shlex.split(service["Environment"]))
+    named = set(re.findall(r"\$\{(\w+)\}", service["ExecStart"]))
+    assert named <= defaults.keys() | {"STATE_DIRECTORY", "RUNTIME_DIRECTORY"}
+    for name in ("SWIFT_LISTEN", "SWIFT_METRICS"):
+        host, port = arguments.host_and_port(defaults[name], name)
+        assert arguments.is_loopback(host)
+        assert port > 0
+    environment_file = path.with_suffix(".env")
+    assert service["EnvironmentFile"] == f"-/etc/swift/{environment_file.name}"
+    lines = [line for line in environment_file.read_text().splitlines() if not line.startswith("#")]
+    assert dict(line.split("=", 1) for line in lines) == defaults
+    assert (service["Restart"], service["ProtectSystem"], service["NoNewPrivileges"]) == (
+        *("on-failure", "strict", "yes"),
+    )
+    assert int(service["LimitNOFILE"]) >= 8192
+    assert unit["Install"]["WantedBy"] == "multi-user.target"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_systemd_finds_nothing_to_complain_about(path: Path, tmp_path: Path) -> None:
+    """With a program in the place of the one that is not installed here."""
+    text = path.read_text().replace("/opt/swift/bin/swift-ft", "/bin/true")
+    text = re.sub(r"^(User|Group)=.*$", r"\1=root", text, flags=re.MULTILINE)
+    copy = tmp_path / path.name
+    copy.write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(copy)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "SYSTEMD_COLORS": "0"},
+    )
+    about_it = [line for line in done.stderr.splitlines() if path.name in line]
+    assert about_it == []
+    assert done.returncode == 0, done.stderr
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = CONTAINERFILE.read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]
+
+
+def test_the_container_copies_what_there_is_and_runs_a_command_that_there_is() -> None:
+    steps = instructions()
+    assert {name for name, _ in steps} <= {
+        *("FROM", "WORKDIR", "COPY", "RUN", "USER", "VOLUME", "STOPSIGNAL", "ENTRYPOINT", "CMD"),
+    }
+    for name, rest in steps:
+        if name == "COPY" and not rest.startswith("--from"):
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists(), source
+    last = dict(steps)
+    assert last["USER"] == "swift"
+    assert json.loads(last["ENTRYPOINT"]) == ["/opt/swift/bin/swift-ft"]
+    check_flags(json.loads(last["CMD"]))
+    assert last["STOPSIGNAL"] == "SIGTERM"
+
+
+def compose() -> dict[str, Any]:
+    return dict(yaml.safe_load(COMPOSE.read_text()))
+
+
+@pytest.mark.parametrize("name", ["logserver", "coordinator"])
+def test_compose_starts_a_command_that_there_is(name: str) -> None:
+    content = compose()
+    service = content["services"][name]
+    assert service["command"][0] == name
+    check_flags(service["command"])
+    health = service["healthcheck"]["test"]
+    assert health[:2] == ["CMD", "/opt/swift/bin/swift-ft"]
+    check_flags(health[2:])
+    flags = dict(word.split("=", 1) for word in service["command"][1:])
+    host, _ = arguments.host_and_port(flags["--listen"], "--listen")
+    assert arguments.is_loopback(host)
+    assert flags["--listen"] in health
+    (volume,) = service["volumes"]
+    source, target = volume.split(":")
+    assert source in content["volumes"]
+    assert flags["--directory"].startswith(f"{target}/")
+    build = service.get("build")
+    if build is not None:
+        context = (COMPOSE.parent / build["context"]).resolve()
+        assert context == ROOT
+        assert (context / build["dockerfile"]) == CONTAINERFILE
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def test_alerts_look_at_metrics_that_are_shown() -> None:
+    shown = {family.name: family for family in (*LOG, *COORDINATOR, *TRAINER)}
+    for rule in rules():
+        names = set(re.findall(r"\bswift_\w+", rule["expr"]))
+        for name in names:
+            plain = name.removesuffix("_bucket")
+            assert plain in shown, rule
+            assert (plain != name) == (shown[plain].kind == "histogram"), rule
+            if shown[plain].kind == "states":
+                wanted = re.findall(rf'{name}=~?"([^"]+)"', rule["expr"])
+                assert set("|".join(wanted).split("|")) <= set(shown[plain].states), rule
+            if shown[plain].kind == "counter":
+                assert re.search(rf"(rate|increase)\({name}\[", rule["expr"]), rule
+        assert names or rule["expr"].startswith("up{"), rule
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"].endswith((".", "}}."))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_takes_the_alerts() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_explained_and_no_other() -> None:
+    explained = re.findall(r"^\| `(Swift\w+)` \| [^|]+ \| [^|]+ \|$", OPERATION.read_text(), re.MULTILINE)
+    assert sorted(explained) == sorted(rule["alert"] for rule in rules())
+
+
+def test_commands_in_the_document_exist() -> None:
+    commands = [line for line in OPERATION.read_text().splitlines() if line.startswith("swift-ft ")]
+    assert len(commands) >= 5
+    for line in commands:
+        check_flags(shlex.split(line, comments=True)[1:])
+
+
+def test_only_known_labels_and_base_units() -> None:
+    """Job, reason and strategy: few values each. No step, no microbatch, no stream."""
+    bounded = {"job", "reason", "strategy"}
+    units = ("_seconds", "_bytes", "_total", "_info")
+    countable = re.compile(
+        r"_(records|sessions|streams|readers|segments|ranks|servers|suspicions|generation|version|size|state|step|waits)$"
+    )
+    for family in (*LOG, *COORDINATOR, *TRAINER):
+        assert set(family.labels) <= bounded, family
+        assert family.name.endswith(units) or countable.search(family.name), family
+        assert (family.kind == "counter") == family.name.endswith("_total"), family
+        assert family.help.endswith("."), family
+
+
+def test_help_groups_nothing_away() -> None:
+    """`check_flags` reads the flags out of the help: argparse must show each."""
+    parser = argparse.ArgumentParser()
+    arguments.add_metrics_arguments(parser)
+    assert {"--metrics-listen", "--metrics-address-file"} <= set(
+        re.findall(r"--[a-z-]+", parser.format_help())
+    )

@@ -1,0 +1,159 @@
+"""What services say on stderr: JSON that a program can read, and never a secret."""
+
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift import events, logs
+from swift.logs import JSON, REMOVED, TEXT, Log, Redactor, level_of
+
+SECRET = "s3cr3t-v4lue-0123456789"
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SWIFT_TOKEN", SECRET)
+    before = sys.excepthook, logs.threading.excepthook
+    yield
+    sys.excepthook, logs.threading.excepthook = before
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_an_event_is_one_json_object_on_one_line(environment: None) -> None:
+    stream = io.StringIO()
+    stop = Log("coordinator", JSON, logging.INFO, stream).start()
+    before = events.now()
+    events.emit("state", job="a", generation=2, reason="two\nlines", ranks=[{"rank": 1}])
+    stop()
+    events.emit("unheard")
+    (line,) = lines(stream)
+    at = datetime.fromisoformat(str(line["time"]))
+    assert at.utcoffset() == timedelta(0)
+    assert abs(datetime.now(UTC) - at) < timedelta(minutes=1)
+    assert before - 0.001 <= float(str(line["monotonic"])) <= events.now()
+    assert (line["level"], line["role"], line["event"]) == ("info", "coordinator", "state")
+    assert line["fields"] == {"job": "a", "generation": 2, "reason": "two\nlines", "ranks": [{"rank": 1}]}
+
+
+def test_logging_and_exceptions_are_json_too(environment: None) -> None:
+    stream = io.StringIO()
+    log = Log("logserver", JSON, logging.INFO, stream)
+    stop = log.start()
+    try:
+        raise ValueError("it broke")
+    except ValueError:
+        logging.getLogger("services.x").exception("append %s", "failed")
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    log.fatal("no space")
+    stop()
+    said, caught, fatal = lines(stream)
+    assert (said["event"], said["level"], said["message"]) == ("log", "error", "append failed")
+    for line in (said, caught):
+        fields = line["fields"]
+        assert isinstance(fields, dict)
+        assert "ValueError: it broke" in fields["exception"]
+    assert (fatal["event"], fatal["message"]) == ("fatal", "no space")
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [(logging.WARNING, ["storage_failed"]), (logging.INFO, ["serving", "disk_full", "storage_failed"])],
+)
+def test_text_is_for_people_and_quiet(environment: None, level: int, shown: list[str]) -> None:
+    stream = io.StringIO()
+    stop = Log("logserver", TEXT, level, stream).start()
+    events.emit("serving", address="127.0.0.1:1")
+    events.emit("disk_full", reason="no space\nleft")
+    events.emit("storage_failed", reason="EIO")
+    stop()
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == shown
+    assert stream.getvalue().splitlines()[-1] == "ERROR storage_failed reason=EIO"
+
+
+def test_levels() -> None:
+    assert [level_of(event) for event in ("serving", "disk_full", "storage_failed")] == [20, 30, 40]
+
+
+LEAKS = [
+    {"token": SECRET},
+    {"headers": {"Authorization": f"Bearer {SECRET}"}},
+    {"metadata": [("x", 1), {"api-key": SECRET}]},
+    {"reason": f"call failed: authorization: Bearer {SECRET} was sent"},
+    {"reason": f"authorization: Basic {SECRET}"},
+    {"reason": f"token={SECRET}, job=a"},
+    {"reason": f"my_token: '{SECRET}'"},
+    {"reason": f'{{"password": "{SECRET}"}}'},
+    {f"the secret {SECRET}": 1},
+    {"error": RuntimeError(f"client_secret={SECRET}")},
+]
+
+
+@pytest.mark.parametrize("log_format", [TEXT, JSON])
+@pytest.mark.parametrize("fields", LEAKS, ids=[str(n) for n in range(len(LEAKS))])
+def test_a_secret_is_never_written_by_its_name_or_its_words(
+    log_format: str, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the environment's help: the value is known from what stands before it."""
+    stream = io.StringIO()
+    log = Log("logserver", log_format, logging.DEBUG, stream)
+    if "the secret" in next(iter(fields)):
+        monkeypatch.setenv("SWIFT_TOKEN", SECRET)
+        log = Log("logserver", log_format, logging.DEBUG, stream)
+    log.say("event", logging.INFO, fields=fields)
+    assert REMOVED in stream.getvalue()
+    assert SECRET not in stream.getvalue()
+
+
+@pytest.mark.parametrize("log_format", [TEXT, JSON])
+def test_a_secret_of_the_environment_is_never_written_wherever_it_stands(
+    log_format: str, environment: None
+) -> None:
+    stream = io.StringIO()
+    log = Log("logserver", log_format, logging.DEBUG, stream)
+    stop = log.start()
+    events.emit("event", path=f"/x/{SECRET}/y", many=[SECRET], level_value=1)
+    logging.getLogger("x").error("sent %s", SECRET)
+    log.fatal(f"refused {SECRET}")
+    try:
+        raise RuntimeError(SECRET)
+    except RuntimeError:
+        logging.getLogger("x").exception("failed")
+        if log_format == JSON:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    stop()
+    assert SECRET not in stream.getvalue()
+    assert stream.getvalue().count(REMOVED) >= 5
+
+
+def test_innocent_words_stay() -> None:
+    redactor = Redactor({"TOKEN": "abc", "PATH": "/usr/bin"})
+    for text in ("a stream_tag 12 of abc", "/usr/bin", "basic research", "tokens of the model: 12 per line"):
+        assert redactor.text(text) == text
+    assert redactor.value({"key": "step 3", "stream": "s0.F"}) == {"key": "step 3", "stream": "s0.F"}
+
+
+@given(
+    st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=8), st.sampled_from(["", "'", '"'])
+)
+def test_whatever_the_token_is(token: str, quote: str) -> None:
+    redactor = Redactor({})
+    said = redactor.text(
+        f"authorization={quote}{token}{quote}; x-token: {quote}{token}{quote} Bearer {token} end"
+    )
+    assert not re.search(rf"(?<![a-z\[]){re.escape(token)}(?!\])", said) or token in (
+        REMOVED,
+        "authorization",
+    )
+    assert said.count(REMOVED) == 3
+    assert said.endswith(" end")
