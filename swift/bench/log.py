@@ -23,7 +23,7 @@ from typing import Any
 
 from swift.arguments import Parser
 from swift.bench import output, wire
-from swift.bench.log_ranks import GENERATION, JOB, TIMEOUT_S
+from swift.bench.log_ranks import GENERATION, TIMEOUT_S
 from swift.bench.workers import Worker
 from swift.errors import ServiceError, UsageError
 from swift.log import admin
@@ -122,7 +122,17 @@ class Server:
                 raise ServiceError("the log server of the benchmark did not start")
             time.sleep(0.02)
         self.address = address_file.read_text().strip()
-        admin.fence(self.address, JOB, GENERATION, 10.0)
+        self.job = ""
+        self._jobs = 0
+        self.next_job()
+
+    def next_job(self) -> None:
+        """Gives up what was logged so far, and begins a job without records."""
+        if self.job:
+            admin.drop(self.address, self.job, force=True, timeout_s=TIMEOUT_S)
+        self._jobs += 1
+        self.job = f"bench-{self._jobs}"
+        admin.fence(self.address, self.job, GENERATION, 10.0)
 
     def cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -155,7 +165,7 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
     count = max(1, total // len(streams) // size)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker.of_log(role, server.address, stream, size, count))
+            stack.enter_context(Worker.of_log(role, server.address, f"{server.job}/{stream}", size, count))
             for stream in streams
         ]
         before = server.cpu_seconds()
@@ -192,12 +202,11 @@ def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str
             cases[f"append {name}"] = move(server, "append", ["s0.F"], size, total)
             server.cool()
             cases[f"read {name}"] = move(server, "read", ["s0.F"], size, total)
-            admin.reset(server.address, JOB, GENERATION, TIMEOUT_S)
+            server.next_job()
         streams = [f"s{n}.F" for n in range(WRITERS)]
         cases[f"append {SHARED_SIZE}, {WRITERS} writers"] = move(
             server, "append", streams, SIZES[SHARED_SIZE], total
         )
-        admin.reset(server.address, JOB, GENERATION, TIMEOUT_S)
     return {"limits": limits, "cases": cases}
 
 

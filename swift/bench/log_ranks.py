@@ -21,7 +21,7 @@ from swift.log.record import RecordKey
 from swift.log.wire import SERVICE, server_options, split_frames
 from swift.log.writer import LogWriter
 
-JOB, GENERATION, TIMEOUT_S = "bench", 1, 600.0
+GENERATION, TIMEOUT_S = 1, 600.0
 _DTYPE = "uint8"
 
 
@@ -35,10 +35,11 @@ def _measured(work: Callable[[], None]) -> None:
     )
 
 
-def append(address: str, stream: str, size: int, count: int) -> None:
+def append(address: str, name: str, size: int, count: int) -> None:
     """`count` records of `size` bytes; over when the last is durable."""
     keep_freed_memory()
-    writer = LogWriter([address], JOB, GENERATION, name=stream)
+    job, stream = name.split("/")
+    writer = LogWriter([address], job, GENERATION, name=stream)
     body = memoryview(bytes(i * 37 & 255 for i in range(min(size, 1 << 16))) * -(-size // (1 << 16)))[:size]
 
     def work() -> None:
@@ -50,9 +51,10 @@ def append(address: str, stream: str, size: int, count: int) -> None:
     writer.close()
 
 
-def read(address: str, stream: str, size: int, count: int) -> None:
+def read(address: str, name: str, size: int, count: int) -> None:
     """The same records, in order, checksums verified."""
-    reader = LogReader([address], JOB)
+    job, stream = name.split("/")
+    reader = LogReader([address], job)
 
     def work() -> None:
         cursor = reader.follow(stream, 0)

@@ -17,7 +17,7 @@ def over_log(total: int) -> float:
     count = total // SIZE
     with Worker.of_log("sink", "-", "-", SIZE, count) as sink:
         address = f"127.0.0.1:{sink.line()}"
-        with Worker.of_log("append", address, "s0.F", SIZE, count) as writer:
+        with Worker.of_log("append", address, "bench/s0.F", SIZE, count) as writer:
             writer.begin()
             found = writer.result()
     return found["ended"] - found["began"]

@@ -40,7 +40,7 @@ FAMILIES = (
     Family("swift_trainer_recoveries_total", COUNTER, "Recoveries that this rank took part in to their end."),
     Family("swift_trainer_recovery_seconds", HISTOGRAM, "From the notice of a loss to training again."),
     Family("swift_trainer_commit_vote_seconds_total", COUNTER, "Time in the barrier before updates."),
-    Family("swift_trainer_logged_records_total", COUNTER, "Tensors handed over to be sent."),
+    Family("swift_trainer_logged_records_total", COUNTER, "Tensors that the log has acknowledged."),
     Family("swift_trainer_logged_bytes_total", COUNTER, "Bytes of these, before compression."),
     Family("swift_trainer_verified_records_total", COUNTER, "Tensors computed again, equal to the log's."),
     Family("swift_trainer_resent_records_total", COUNTER, "Records sent more than once."),

@@ -253,7 +253,9 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor"]
+)
 def test_help_begins_with_what_it_does(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", command, "--help")
     assert done.returncode == 0, done.stderr
