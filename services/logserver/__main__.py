@@ -101,31 +101,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     parser.add_argument("--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="largest tensor accepted")
     _add_limits(parser)
     listening.add_flags(parser)
-    parser.add_argument(
-        "--quota-bytes", type=int, default=0, help="most that is kept of all jobs; default: what the disk has"
-    )
-    parser.add_argument("--job-quota-bytes", type=int, default=0, help="most that is kept of one job")
-    parser.add_argument(
-        "--high-water",
-        type=float,
-        default=HIGH_WATER,
-        metavar="PART",
-        help="of a quota, or of the disk: an early checkpoint is asked for; default %(default)s",
-    )
-    parser.add_argument(
-        "--low-water",
-        type=float,
-        default=LOW_WATER,
-        metavar="PART",
-        help="below it that alarm ends; default %(default)s",
-    )
-    parser.add_argument(
-        "--keep-days",
-        type=float,
-        default=0.0,
-        metavar="DAYS",
-        help="drop jobs that nobody has touched for so long; default: keep them until `swift-ft inspect --drop-job`",
-    )
+    _add_space(parser)
     add_metrics_arguments(parser)
     logs.add_arguments(parser)
     options = parser.parse_args(argv)
@@ -153,6 +129,35 @@ def parse(argv: Sequence[str]) -> ServerConfig:
             ),
             keep_s=options.keep_days * 86400,
         ),
+    )
+
+
+def _add_space(parser: Parser) -> None:
+    """How much is kept, and for how long."""
+    parser.add_argument(
+        "--quota-bytes", type=int, default=0, help="most that is kept of all jobs; default: what the disk has"
+    )
+    parser.add_argument("--job-quota-bytes", type=int, default=0, help="most that is kept of one job")
+    parser.add_argument(
+        "--high-water",
+        type=float,
+        default=HIGH_WATER,
+        metavar="PART",
+        help="of a quota, or of the disk: an early checkpoint is asked for; default %(default)s",
+    )
+    parser.add_argument(
+        "--low-water",
+        type=float,
+        default=LOW_WATER,
+        metavar="PART",
+        help="below it that alarm ends; default %(default)s",
+    )
+    parser.add_argument(
+        "--keep-days",
+        type=float,
+        default=0.0,
+        metavar="DAYS",
+        help="drop jobs that nobody has touched for so long; default: keep them until `swift-ft inspect --drop-job`",
     )
 
 

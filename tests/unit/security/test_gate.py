@@ -36,6 +36,8 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     "Fence": lambda job: log_pb2.FenceRequest(job=job, generation=1),
     "Trim": lambda job: log_pb2.TrimRequest(job=job, below_step=0),
     "Reset": lambda job: log_pb2.ResetRequest(job=job, generation=1),
+    "Status": lambda job: log_pb2.StatusRequest(job=job),
+    "Drop": lambda job: log_pb2.DropRequest(job=job, force=True),
 }
 
 
