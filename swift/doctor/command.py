@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "findings": [asdict(finding) for finding in findings],
                 "facts": asdict(facts),
             }
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
+            json_path.write_text(json.dumps(report, indent=1, default=sorted) + "\n")
         print(table(findings))
         return exit_code(findings)
     except SwiftError as error:
