@@ -18,7 +18,7 @@ from services.logserver.disk import RealDisk
 from services.logserver.engine import LogEngine
 from services.logserver.servicer import make_server
 from services.logserver.space import HIGH_WATER, LOW_WATER, SpaceConfig
-from services.logserver.state import EngineConfig, Fsync
+from services.logserver.state import EngineConfig
 from services.logserver.storage import DirectoryStorage, Storage
 from services.security import listening
 from services.security.gate import Gate
@@ -28,6 +28,7 @@ from swift.errors import ServiceError, SwiftError, UsageError
 from swift.log.directory import age_s, free_bytes
 from swift.log.frame import BODY_BYTES_MAX
 from swift.log.memory import keep_freed_memory
+from swift.log.wire import Fsync
 
 _STOP_GRACE_S = 2.0
 

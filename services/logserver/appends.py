@@ -7,7 +7,7 @@ from services.logserver.storage import RecoveredJob, Write
 from swift._pb import log_pb2
 from swift.errors import LogError, RecordCorrupt
 from swift.log.frame import FrameHeader, FrameOversize
-from swift.log.wire import Reason
+from swift.log.wire import Fsync, Reason
 
 _SEQUENCE_MAX = 1 << 62
 
@@ -69,6 +69,11 @@ class Appends:
 
     def open(self, session: Session, request: log_pb2.Open, now: float) -> None:
         check_names(request.job, request.stream)
+        try:
+            fsync = Fsync(request.fsync or self._state.config.fsync)
+        except ValueError:
+            message = f"fsync {request.fsync!r} is not known; there are {', '.join(Fsync)}"
+            raise Refused(Refusal(Reason.INVALID, message)) from None
         self._state.check_open()
         self._state.check_space(request.job)
         _check_session(session)
@@ -82,6 +87,7 @@ class Appends:
         if isinstance(stream, Refusal):
             raise Refused(stream)
         session.streams[stream.tag] = (stream, request.generation)
+        session.fsync[stream.tag] = fsync
         self._state.holders[stream.tag] = session
         # No acknowledgement yet: what the writer is not sure of it sends again, and it is compared.
         opened = log_pb2.Opened(stream=stream.name, next_sequence=stream.appended)
@@ -140,7 +146,8 @@ class Appends:
         session.underway_bytes += header.frame_bytes
         if session.underway_bytes > self._state.config.writer_bytes_max:
             raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
-        self._commits.put(session, stream, Write(stream.job, stream.name, header.sequence, frame))
+        write = Write(stream.job, stream.name, header.sequence, frame)
+        self._commits.put(session, stream, write, session.fsync[stream.tag])
         return 0
 
 

@@ -8,7 +8,7 @@
 Call sequence (`services.logserver.committer` is the shell, and holds the server's lock around each)::
 
     put(session, stream, write)               what the core accepted
-    batch, sync = take(), sync_due(now)       while work_to_do; then the storage writes and syncs it
+    batch = take(); sync = sync_due(batch, now)   while work_to_do; then the storage writes and syncs it
     committed(batch, sync, now)               or gave_up(error, batch, now)
 """
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from services.logserver.core import Refusal, StreamState
 from services.logserver.space import Notice
-from services.logserver.state import Fsync, ServerState, Session
+from services.logserver.state import ServerState, Session
 from services.logserver.storage import StorageFailed, StorageFull, Write
 from swift._pb import log_pb2
-from swift.log.wire import Reason
+from swift.log.wire import Fsync, Reason
 
 _BATCH_BYTES = 16 << 20
 
@@ -29,6 +29,7 @@ class Queued:
     session: Session
     stream: StreamState
     write: Write
+    fsync: Fsync
 
 
 class Commits:
@@ -40,17 +41,19 @@ class Commits:
         self._accepted = 0
         self._settled = 0
         self._synced = 0
+        self._promised = 0  # up to here there are some that a sync is promised to, now or soon
         self._sync_target = 0  # how many a sync is asked for
         self._unsynced_since: float | None = None
 
-    def put(self, session: Session, stream: StreamState, write: Write) -> None:
-        self._queue.append(Queued(session, stream, write))
+    def put(self, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
+        self._queue.append(Queued(session, stream, write, fsync))
         self._accepted += 1
+        if fsync is not Fsync.NEVER:
+            self._promised = self._accepted
 
     def ask_to_settle(self) -> tuple[int, int]:
         """What `is_settled` is to be asked with: everything accepted so far is durable, or was given up."""
-        if self._state.config.fsync is not Fsync.NEVER:
-            self._sync_target = self._accepted
+        self._sync_target = max(self._sync_target, self._promised)
         return self._accepted, self._sync_target
 
     def is_settled(self, target: tuple[int, int]) -> bool:
@@ -80,13 +83,17 @@ class Commits:
         batch, self._queue = self._queue[:count], self._queue[count:]
         return batch
 
-    def sync_due(self, now: float) -> bool:
-        config = self._state.config
-        if config.fsync is Fsync.ALWAYS or self._sync_target > self._synced:
+    def sync_due(self, batch: list[Queued], now: float) -> bool:
+        """Whether this commit ends with a sync."""
+        if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_target > self._synced:
             return True
-        if config.fsync is Fsync.NEVER or self._unsynced_since is None:
-            return False
-        return now - self._unsynced_since >= config.fsync_interval_s
+        return self.next_sync_s(now) == 0
+
+    def next_sync_s(self, now: float) -> float | None:
+        """How long what was written may wait for a sync yet; None: nothing does."""
+        if self._unsynced_since is None:
+            return None
+        return max(0.0, self._unsynced_since + self._state.config.fsync_interval_s - now)
 
     def committed(self, batch: list[Queued], sync: bool, now: float) -> list[Notice]:
         """The storage has it. What is to be told: there is space again."""
@@ -94,7 +101,7 @@ class Commits:
         if sync:
             self._unsynced_since = None
             self._synced = self._settled
-        elif batch and self._unsynced_since is None:
+        elif self._unsynced_since is None and any(queued.fsync is Fsync.INTERVAL for queued in batch):
             self._unsynced_since = now
         self._acknowledge(batch)
         return self._state.space.disk_took() if batch else []

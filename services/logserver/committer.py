@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from services.logserver.commits import Commits, Queued
-from services.logserver.state import Fsync, ServerState
+from services.logserver.state import ServerState
 from services.logserver.storage import StorageFailed, StorageFull
 from swift import events
 
@@ -40,15 +40,14 @@ class Committer:
     # -- the thread -----------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        config = self._state.config
-        timeout_s = config.fsync_interval_s if config.fsync is Fsync.INTERVAL else None
         while True:
             with self._changed:
+                timeout_s = self.commits.next_sync_s(self._clock())
                 self._changed.wait_for(lambda: self._stop or self.commits.work_to_do, timeout_s)
                 if self._stop and self.commits.empty:
                     return
                 batch = self.commits.take()
-                sync = self.commits.sync_due(self._clock())
+                sync = self.commits.sync_due(batch, self._clock())
             if batch or sync:
                 self._commit(batch, sync)
 

@@ -7,7 +7,6 @@ knows of threads: the server gives a condition variable, a simulation nothing of
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
 from services.logserver.core import JobState, LogCore, Refusal, StreamState
@@ -18,25 +17,15 @@ from swift.errors import UsageError
 from swift.log.assembly import Assembler
 from swift.log.frame import HEADER_BYTES_MAX
 from swift.log.record import check_name
-from swift.log.wire import Reason
+from swift.log.wire import Fsync, Reason
 
 CONDITIONS = ("serving", "full", "failed", "draining")
-
-
-class Fsync(StrEnum):
-    """When an append is acknowledged."""
-
-    ALWAYS = "always"
-    """After fdatasync; appends that wait together share one."""
-    INTERVAL = "interval"
-    """After the write; synced every so often. A power cut loses at most that long; a killed process nothing."""
-    NEVER = "never"
-    """After the write; the kernel syncs when it likes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     fsync: Fsync = Fsync.ALWAYS
+    """Of streams whose writers do not say."""
     fsync_interval_s: float = 0.1
     credit_bytes: int = 64 << 20
     """Bytes that one writer may have under way."""
@@ -88,6 +77,8 @@ class Session:
     assembler: Assembler
     streams: dict[int, tuple[StreamState, int]] = field(default_factory=dict)
     """Stream tag -> the stream and the generation it was opened under."""
+    fsync: dict[int, Fsync] = field(default_factory=dict)
+    """Stream tag -> when its records are acknowledged."""
     underway_bytes: int = 0
     refusal: Refusal | None = None
     ended: bool = False

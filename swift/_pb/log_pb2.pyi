@@ -55,11 +55,14 @@ class Open(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     ACKED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    FSYNC_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     stream: _builtins.str
     generation: _builtins.int
     acked_sequence: _builtins.int
     """the writer saw acknowledgements below this; 0 if it starts"""
+    fsync: _builtins.str
+    """when its records are acknowledged: always, interval, never; empty: as the server says"""
     def __init__(
         self,
         *,
@@ -67,10 +70,11 @@ class Open(_message.Message):
         stream: _builtins.str = ...,
         generation: _builtins.int = ...,
         acked_sequence: _builtins.int = ...,
+        fsync: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_sequence", b"acked_sequence", "generation", b"generation", "job", b"job", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_sequence", b"acked_sequence", "fsync", b"fsync", "generation", b"generation", "job", b"job", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

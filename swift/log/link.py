@@ -21,11 +21,17 @@ class Link:
     """All streams that one writer has on one server."""
 
     def __init__(
-        self, address: str, job: str, generation: int, name: str, on_change: Callable[[int], None]
+        self,
+        address: str,
+        job: str,
+        generation: int,
+        name: str,
+        on_change: Callable[[int], None],
+        fsync: Callable[[str], str] = lambda _: "",
     ) -> None:
         """``on_change(freed_bytes)`` is called, without a lock, after acknowledgements and after errors."""
         self.address = address
-        self._core = LinkCore(address, job, generation, time.monotonic())
+        self._core = LinkCore(address, job, generation, time.monotonic(), fsync)
         self._on_change = on_change
         self._cond = threading.Condition()
         self._call: grpc.Call | None = None

@@ -16,6 +16,7 @@ Call sequence (`swift.log.link` is the shell, and holds a lock around each)::
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swift._pb import log_pb2
@@ -87,7 +88,10 @@ class _Stream:
 class LinkCore:
     """All streams that one writer has on one server. ``now`` is monotonic seconds."""
 
-    def __init__(self, address: str, job: str, generation: int, now: float) -> None:
+    def __init__(
+        self, address: str, job: str, generation: int, now: float, fsync: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        """``fsync``: of a stream, one of `swift.log.wire.Fsync`; empty: as the server says."""
         self.address = address
         self.resent = 0
         self.pending = 0
@@ -97,6 +101,7 @@ class LinkCore:
         self.call_number = 0
         self._job = job
         self._generation = generation
+        self._fsync = fsync
         self._streams: dict[str, _Stream] = {}
         self._rest: deque[Bytes] = deque()  # of the record that was begun last: it follows before all else
         self._rest_of = ("", 0)  # that record's stream and sequence
@@ -214,6 +219,7 @@ class LinkCore:
                         stream=stream.name,
                         generation=self._generation,
                         acked_sequence=stream.acked,
+                        fsync=self._fsync(stream.name),
                     )
                 )
         if opens:

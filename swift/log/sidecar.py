@@ -389,6 +389,7 @@ class Sidecar:
                 job=request["job"],
                 generation=request["generation"],
                 codec=request["codec"],
+                fsync=request["fsync"],
                 patience_s=request["patience_s"],
                 name=request["name"],
             )

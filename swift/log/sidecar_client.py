@@ -89,11 +89,12 @@ class SidecarWriter:
         generation: int,
         *,
         codec: str | Mapping[str, str] = "none",
+        fsync: str | Mapping[str, str] = "",
         queue_bytes: int = 256 << 20,
         patience_s: float = 60.0,
         name: str = "",
     ) -> None:
-        check_options(servers, job, codec, queue_bytes, patience_s)
+        check_options(servers, job, codec, fsync, queue_bytes, patience_s)
         self.job = job
         self.generation = generation
         self.restarts = 0
@@ -101,6 +102,7 @@ class SidecarWriter:
             "servers": list(servers),
             "job": job,
             "codec": codec if isinstance(codec, str) else dict(codec),
+            "fsync": fsync if isinstance(fsync, str) else dict(fsync),
             "patience_s": patience_s,
             "name": name,
         }

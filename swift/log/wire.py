@@ -44,6 +44,17 @@ class Reason(StrEnum):
     DENIED = "denied"
 
 
+class Fsync(StrEnum):
+    """When an append is acknowledged."""
+
+    ALWAYS = "always"
+    """After fdatasync; appends that wait together share one."""
+    INTERVAL = "interval"
+    """After the write; synced every so often. A power cut loses at most that long; a killed process nothing."""
+    NEVER = "never"
+    """After the write; the kernel syncs when it likes."""
+
+
 def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
     """Quick reconnection; a peer that is gone without a word is noticed within 20 s."""
     return [

@@ -14,13 +14,19 @@ from swift.log.link_core import Outgoing
 from swift.log.packing import Packer, check_codec
 from swift.log.placement import server_of
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
+from swift.log.wire import Fsync
 
 _POLL_S = 0.25
 _OVERHEAD_BYTES = 512  # of a queued record besides its body, so that empty tensors count too
 
 
 def check_options(
-    servers: Sequence[str], job: str, codec: str | Mapping[str, str], queue_bytes: int, patience_s: float
+    servers: Sequence[str],
+    job: str,
+    codec: str | Mapping[str, str],
+    fsync: str | Mapping[str, str],
+    queue_bytes: int,
+    patience_s: float,
 ) -> None:
     """Of a writer. Raises UsageError, and ServiceError if a codec is not installed."""
     if not servers:
@@ -29,6 +35,9 @@ def check_options(
         raise UsageError("queue_bytes and patience_s must be positive")
     check_name("job", job)
     check_codec(codec)
+    for policy in [fsync] if isinstance(fsync, str) else fsync.values():
+        if policy not in ("", *Fsync):
+            raise UsageError(f"fsync {policy!r} is not known; give one of {', '.join(Fsync)}")
 
 
 @dataclass(slots=True)
@@ -93,13 +102,16 @@ class LogWriter:
         generation: int,
         *,
         codec: str | Mapping[str, str] = "none",
+        fsync: str | Mapping[str, str] = "",
         queue_bytes: int = 256 << 20,
         patience_s: float = 60.0,
         name: str = "",
     ) -> None:
         """``codec``: "none", "lz4", "bitshuffle" or "auto" for all streams, or by stream name ("none" where it is
-        not named). "auto" takes what pays against the bandwidth that is measured: see `swift.log.choice`."""
-        check_options(servers, job, codec, queue_bytes, patience_s)
+        not named). "auto" takes what pays against the bandwidth that is measured: see `swift.log.choice`.
+        ``fsync``: when a record counts as durable ("always", "interval", "never"), likewise; empty: as the server
+        says."""
+        check_options(servers, job, codec, fsync, queue_bytes, patience_s)
         self.job = job
         self.generation = generation
         self.stats = WriterStats()
@@ -115,8 +127,9 @@ class LogWriter:
         self._error: SwiftError | None = None
         self._interrupted = False
         self._closed = False
+        policy_of = (lambda stream: fsync.get(stream, "")) if isinstance(fsync, Mapping) else lambda _: fsync
         self._links = {
-            address: Link(address, job, generation, name or job, self._on_change)
+            address: Link(address, job, generation, name or job, self._on_change, policy_of)
             for address in dict.fromkeys(servers)
         }
         self._worker = threading.Thread(target=self._work, name=f"log-writer-{name or job}", daemon=True)

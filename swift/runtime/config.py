@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from swift.arguments import metrics_address
 from swift.errors import UsageError
 from swift.log.codec import CHOICES as CODECS
+from swift.log.wire import Fsync
 from swift.recovery.types import STRATEGIES
 
 UPDATES = ("after_backward", "wait_free")
@@ -41,6 +42,9 @@ class SessionConfig:
     codec: str = "none"
     """Codec of this rank's log streams: "none", "lz4" (zeros after ReLU), "bitshuffle" (floats), or "auto": by stream,
     and only while it makes the way to the log faster."""
+    log_fsync: str = ""
+    """When a record of this rank counts as durable: "always" (after fdatasync), "interval" or "never" (after the
+    write). Empty: as the log server was started."""
     log_queue_bytes: int = 256 << 20
     """Room for records that the log has not acknowledged, in shared memory; a full one blocks the trainer, and a
     larger record is refused."""
@@ -57,6 +61,8 @@ class SessionConfig:
             raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
         if self.codec not in CODECS:
             raise UsageError(f"codec={self.codec!r}; give one of {', '.join(CODECS)}")
+        if self.log_fsync not in ("", *Fsync):
+            raise UsageError(f"log_fsync={self.log_fsync!r}; give one of {', '.join(Fsync)}")
         for name, count in (("replicas", self.replicas), ("shards", self.shards)):
             if count < 1:
                 raise UsageError(f"{name}={count}; give at least 1")

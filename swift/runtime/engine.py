@@ -180,6 +180,7 @@ class Engine:
                 view.job,
                 view.generation,
                 codec=self._config.codec,
+                fsync=self._config.log_fsync,
                 queue_bytes=self._config.log_queue_bytes,
                 name=f"rank{self._rank}",
             )

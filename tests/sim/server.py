@@ -12,12 +12,12 @@ from services.logserver.commits import Commits, Queued
 from services.logserver.core import JobState, Refusal, StreamState
 from services.logserver.procedures import Clean, Forget, Save, Settle
 from services.logserver.reading import Reading
-from services.logserver.state import EngineConfig, Fsync, Refused, ServerState, Session
+from services.logserver.state import EngineConfig, Refused, ServerState, Session
 from services.logserver.storage import DirectoryStorage, StorageFailed, StorageFull, Write
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.record import stream_tag
-from swift.log.wire import Reason, split_frames
+from swift.log.wire import Fsync, Reason, split_frames
 from tests.sim.checkers import Checkers, Violation
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel, Network, Process
@@ -109,12 +109,12 @@ class Observed(Commits):
         super().__init__(state)
         self._server = server
 
-    def put(self, session: Session, stream: StreamState, write: Write) -> None:
+    def put(self, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
         outbox = session.outbox
         assert isinstance(outbox, Outbox)
         for part in write.frame:
             self._server.checkers.accepted(self._server.name, outbox.call.writer, bytes(part))
-        super().put(session, stream, write)
+        super().put(session, stream, write, fsync)
 
 
 class ServerProcess(Process):
@@ -247,12 +247,13 @@ class ServerProcess(Process):
 
     def _interval(self) -> None:
         self.later(0.1, self._interval)
-        if not self._committing and self._commits.sync_due(self.kernel.now) and not self.state.failed:
+        if not self._committing and self._commits.sync_due([], self.kernel.now) and not self.state.failed:
             self._committing = True
             self._begin_commit()
 
     def _begin_commit(self) -> None:
-        batch, sync = self._commits.take(), self._commits.sync_due(self.kernel.now)
+        batch = self._commits.take()
+        sync = self._commits.sync_due(batch, self.kernel.now)
         self.guarded(self._commit, batch, sync)
 
     def _commit(self, batch: list[Queued], sync: bool) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from services.coordinator import messages as m
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, State
-from services.logserver.state import Fsync
 from swift.errors import SwiftError
+from swift.log.wire import Fsync
 from tests.sim.checkers import Checkers, Truth, Violation
 from tests.sim.control import Coordinator, Shown
 from tests.sim.disk import PowerCut, SimDisk

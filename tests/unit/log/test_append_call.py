@@ -7,14 +7,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.logserver.state import EngineConfig, Fsync
+from services.logserver.state import EngineConfig
 from swift._pb import log_pb2
+from swift.errors import UsageError
+from swift.log.record import RecordKey
 from swift.log.rpc import code_of
-from swift.log.wire import SERVICE
+from swift.log.wire import SERVICE, Fsync
+from swift.log.writer import LogWriter
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
+
+TIMEOUT_S = 10.0
 
 
 @pytest.fixture
@@ -316,6 +321,46 @@ def test_a_fence_waits_for_what_was_accepted(policy: Fsync) -> None:
         assert len(digests) == count
         assert storage.metas[JOB].generation == 2
         assert storage.metas[JOB].streams[STREAM].next_at_least == count
+
+
+@pytest.mark.parametrize("default", list(Fsync))
+@pytest.mark.parametrize("said", [*Fsync, ""])
+def test_a_stream_says_when_its_records_are_acknowledged(default: Fsync, said: str) -> None:
+    storage = MemoryStorage()
+    with InProcess(storage, EngineConfig(fsync=default, fsync_interval_s=0.05)) as server:
+        call = Call(server)
+        opens = [log_pb2.Open(job=JOB, stream=STREAM, generation=1, fsync=said)]
+        call.raw(log_pb2.AppendRequest(opens=opens).SerializeToString())
+        call.send(frame_of(0)[1])
+        call.until_acked(1)
+        policy = Fsync(said or default)
+        assert storage.commits[0] == (1, policy is Fsync.ALWAYS)
+        if policy is Fsync.INTERVAL:
+            eventually(lambda: not storage.unsynced)
+        server.engine.administration.fence(JOB, 2)
+        assert storage.unsynced == (1 if policy is Fsync.NEVER else 0), "a fence syncs what was promised"
+
+
+def test_streams_of_one_writer_have_policies_of_their_own() -> None:
+    storage = MemoryStorage()
+    with InProcess(storage, EngineConfig(fsync=Fsync.NEVER)) as server:
+        writer = LogWriter([server.address], JOB, 1, fsync={"s1.F": "always"})
+        for stream in ("s0.F", "s1.F"):
+            writer.append(stream, RecordKey(0, 0, 0), "uint8", (3,), b"abc")
+            writer.flush(TIMEOUT_S)
+        writer.close()
+        assert storage.commits == [(1, False), (1, True)]
+
+
+def test_a_policy_that_is_not_known(server: InProcess) -> None:
+    call = Call(server)
+    opens = [log_pb2.Open(job=JOB, stream=STREAM, generation=1, fsync="sometimes")]
+    call.raw(log_pb2.AppendRequest(opens=opens).SerializeToString())
+    code, _, message = call.refused()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "always, interval, never" in message
+    with pytest.raises(UsageError, match="always, interval, never"):
+        LogWriter([server.address], JOB, 1, fsync="sometimes")
 
 
 def test_interval_policy_syncs_in_the_end() -> None:
