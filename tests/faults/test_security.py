@@ -12,6 +12,7 @@ from swift._pb import log_pb2
 from swift.errors import RecordCorrupt
 from swift.log.rpc import code_of, reason_of
 from tests.faults.world import (
+    FAILED,
     TIMEOUT_S,
     Server,
     body_of,
@@ -108,6 +109,7 @@ def test_f40_names_outside_the_grammar_are_refused_by_the_coordinator(tmp_path: 
 
 def test_f40_symbolic_links_are_not_followed(server: Server, tmp_path: Path) -> None:
     """Somebody who can write into the directory has put one where a job or a stream is going to be."""
+    server.may_say = FAILED
     outside = tmp_path / "outside"
     outside.mkdir()
     (server.directory / "linked").symlink_to(outside)

@@ -39,6 +39,8 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     LOG + "Fence": lambda job: log_pb2.FenceRequest(job=job, generation=1),
     LOG + "Trim": lambda job: log_pb2.TrimRequest(job=job),
     LOG + "Reset": lambda job: log_pb2.ResetRequest(job=job, generation=1),
+    LOG + "Status": lambda job: log_pb2.StatusRequest(job=job),
+    LOG + "Drop": lambda job: log_pb2.DropRequest(job=job, force=True),
     COORDINATOR + "Join": lambda job: pb.JoinRequest(
         job=job, member=pb.Member(rank=0, incarnation="other"), world_size=1
     ),
@@ -48,6 +50,9 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     COORDINATOR + "Ready": lambda job: pb.ReadyRequest(job=job, incarnation="i", generation=1),
     COORDINATOR + "Refuse": lambda job: pb.RefuseRequest(job=job, incarnation="i", generation=1),
     COORDINATOR + "CheckpointDurable": lambda job: pb.CheckpointRequest(job=job, incarnation="i"),
+    COORDINATOR + "AskCheckpoint": lambda job: pb.AskCheckpointRequest(
+        job=job, incarnation="i", generation=1
+    ),
     COORDINATOR + "MemberExited": lambda job: pb.ExitRequest(job=job, incarnation="i", exit_code=1),
     COORDINATOR + "Suspect": lambda job: pb.SuspectRequest(job=job, incarnation="i", generation=1),
     COORDINATOR + "Finish": lambda job: pb.FinishRequest(job=job, incarnation="i"),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,10 @@ def put(writer: LogWriter, step: int, stream: str = STREAM, size: int = SIZE) ->
     writer.append(stream, key(step), "uint8", (size,), body_of(step, size))
 
 
+FAILED = re.compile("ERROR storage_failed reason=")
+"""What a log server says on stderr when its disk has failed."""
+
+
 class Server(LogServer):
     """`LogServer`, with a channel to it, and a shim in it if `faults` are given."""
 
@@ -52,6 +57,7 @@ class Server(LogServer):
         self.stub: log_pb2_grpc.LogStub = log_pb2_grpc.LogStub(self.channel)
         if faults is not None:
             self.env = faults.env
+            self.may_say = FAILED
 
     @property
     def pid(self) -> int:
