@@ -13,10 +13,10 @@ PROGRAMS = {
 }
 OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
-    "bench": "measure one part against the limit of the machine: undo, replica, log",
     "token": "make signing keys, and job tokens signed with them",
     "inspect": "show, verify and export what is in the log; drop a job's log",
     "doctor": "check whether this machine is fit, and whether the services answer",
+    "bench": "measure one part against the limit of the machine: undo, replica, log; soak the log under kills",
     "version": "print the version",
 }
 

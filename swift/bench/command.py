@@ -10,6 +10,7 @@ BENCHMARKS = {
     "log": "append to and read from the log: bytes per second over the wire's and the disk's, CPU seconds per GB",
     "codec": "the codecs of the log on boundary tensors of models in training: ratio, bytes per second",
     "overhead": "training steps with logging on and off, and beside an unrelated process with the same load",
+    "soak": "the log at full rate under kills: every acknowledged record compared, memory over time",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
     "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }

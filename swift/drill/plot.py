@@ -21,8 +21,8 @@ def loss_curves(loss: Mapping[str, Any] | None, kills: Iterable[int | None]) -> 
     known = [value for name in ("recovered", "failure_free") for value in loss[name] if value is not None]
     if not known:
         return "<h2>Loss</h2><p>No loss is a finite number.</p>"
-    x = _Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
-    y = _Scale(min(known), max(known), HEIGHT - BOTTOM, TOP)
+    x = Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
+    y = Scale(min(known), max(known), HEIGHT - BOTTOM, TOP)
     shapes = [*_grid(x, y, steps, known)]
     for step in sorted({step for step in kills if step is not None and min(steps) <= step <= max(steps)}):
         shapes.append(
@@ -62,7 +62,7 @@ def _runs(steps: Sequence[int], values: Sequence[float | None]) -> list[list[Poi
     return [run for run in runs if run]
 
 
-class _Scale:
+class Scale:
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high = low, high if high > low else low + 1.0
         self._start, self._end = start, end
@@ -71,7 +71,7 @@ class _Scale:
         return self._start + (value - self.low) / (self.high - self.low) * (self._end - self._start)
 
 
-def _grid(x: _Scale, y: _Scale, steps: Sequence[int], known: Sequence[float]) -> list[str]:
+def _grid(x: Scale, y: Scale, steps: Sequence[int], known: Sequence[float]) -> list[str]:
     shapes = []
     for value in ticks(min(known), max(known)):
         at = y(value)
