@@ -34,12 +34,21 @@ class Coordinator:
         self.flags = flags
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
+        self.prefix: Sequence[str] = ()
+        """Words that come before the program: where it runs."""
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *flags: str) -> "Coordinator":
         address_file = self.directory.with_suffix(".address")
         address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "services.coordinator", "--directory", str(self.directory)]
+        command = [
+            *self.prefix,
+            sys.executable,
+            "-m",
+            "services.coordinator",
+            "--directory",
+            str(self.directory),
+        ]
         command += ["--listen", self.address, "--address-file", str(address_file)]
         self.process = subprocess.Popen(
             [*command, *self.flags, *flags], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True

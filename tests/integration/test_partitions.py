@@ -1,0 +1,436 @@
+"""Cables are pulled between machines: ranks, coordinator and log server in network namespaces of their own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift import control
+from swift.drill.cluster import EventTail
+from tests.faults.world import Helper
+from tests.integration.coordinator_world import Coordinator
+from tests.integration.logserver_world import REPOSITORY, LogServer
+from tests.integration.namespaces import Network, skip_where_impossible
+
+LEASE_S = 2.0
+SLACK_S = 5.0
+"""Of processes that take turns on a busy machine."""
+NOTICED_S = 20.0
+"""docs/protocol.md: a peer that is gone without a word."""
+TIMEOUT_S = 40.0
+MACHINES = ("meta", "log", "a", "b", "c", "d")
+ZOMBIES_PATIENCE_S = 1.0
+"""After which a writer says what it was refused for: until then it hopes for a newer generation."""
+PORT = 7000
+STREAM = "s1.F"
+
+
+class Machine:
+    """An agent on one machine."""
+
+    def __init__(self, helper: Helper) -> None:
+        self._helper = helper
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        self._helper.say(json.dumps([name, arguments]))
+
+    def end(self) -> Any:
+        """The answer; an error of swift as a string."""
+        found, error = self._helper.hear()
+        return error or found
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self.end()
+
+
+class World:
+    """What the tests start on the machines, and end."""
+
+    def __init__(self, network: Network, directory: Path, stack: contextlib.ExitStack) -> None:
+        self.network = network
+        self._directory = directory
+        self._stack = stack
+        self.log = f"{network.host('log')}:{PORT}"
+        self.meta = f"{network.host('meta')}:{PORT}"
+
+    def log_server(self) -> LogServer:
+        server = LogServer(self._directory / "log", "--insecure")
+        server.address = self.log
+        server.prefix = self.network.inside("log")
+        return self._stack.enter_context(server)
+
+    def coordinator(self, lease_s: float = LEASE_S) -> Coordinator:
+        leases = ("--heartbeat-s", "0.2", "--lease-s", f"{lease_s:g}")
+        coordinator = Coordinator(self._directory / "meta", "--insecure", *leases, "--log-servers", self.log)
+        coordinator.address = self.meta
+        coordinator.prefix = self.network.inside("meta")
+        self._stack.callback(coordinator.stop)
+        return coordinator.start()
+
+    def agent(self, machine: str) -> Machine:
+        source = "from tests.integration.partition_agent import main; main()"
+        return Machine(self._stack.enter_context(Helper(source, prefix=self.network.inside(machine))))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    skip_where_impossible()
+    monkeypatch.setenv("SWIFT_INSECURE", "1")  # connections in clear text off loopback
+    with contextlib.ExitStack() as stack:
+        network = Network(*MACHINES)
+        stack.callback(network.close)
+        yield World(network, tmp_path, stack)
+
+
+def until(machine: Machine, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+    """The View that a member sees, and how it is itself, once it is as wanted."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        view: dict[str, Any] = machine("view")
+        if wanted(view):
+            return view
+        assert time.monotonic() < deadline, f"waited for {what}: {view}"
+        time.sleep(0.02)
+
+
+def in_generation(generation: int, state: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda view: view["generation"] == generation and view["state"] == state
+
+
+def form(world: World, machines: str = "abc") -> list[Machine]:
+    ranks = [world.agent(name) for name in machines]
+    for number, rank in enumerate(ranks):
+        assert rank("join", world.meta, number, len(ranks)) is None
+    for rank in ranks:
+        until(rank, in_generation(1, control.RUNNING), "the job")
+    return ranks
+
+
+def grows(machine: Machine, generation: int, by: int = 20) -> None:
+    begin = machine("view")["version"]
+    found = until(machine, lambda view: bool(view["version"] >= begin + by), "steps")
+    assert (found["generation"], found["state"]) == (generation, control.RUNNING)
+
+
+def wrote(machine: Machine, more_than: int) -> int:
+    deadline = time.monotonic() + TIMEOUT_S
+    while (found := machine("written"))[0] <= more_than:
+        assert found[1] == "", found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return int(found[0])
+
+
+def refused(machine: Machine) -> int:
+    """How many steps were durable when it was told that its generation is over."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (found := machine("written"))[1]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    assert found[1] == "StaleGeneration"
+    return int(found[0])
+
+
+def check_heirs_log(world: World, reader: Machine, acked: int, heirs: range) -> None:
+    """Generation 1 up to the fence, then the heir's; nothing between, behind, or missing."""
+    found = reader("read", world.log, STREAM, 0, heirs.stop)
+    of_old = [record for record in found if record[2] == 1]
+    assert len(of_old) == heirs.start >= acked
+    assert found == [[step, step, 1 if step < heirs.start else 2] for step in range(heirs.stop)]
+    assert reader("inventory", world.log, STREAM) == {
+        "records": heirs.stop,
+        "next": heirs.stop,
+        "corrupt": False,
+    }
+
+
+def write_as_heir(world: World, heir: Machine) -> range:
+    """Under generation 2, from where the log ends."""
+    begin = heir("inventory", world.log, STREAM)["next"]
+    assert heir("open_writer", world.log, 2, TIMEOUT_S) is None
+    assert heir("write", STREAM, begin, begin + 5) is None
+    return range(begin, begin + 5)
+
+
+def test_partitioned_rank_is_fenced_when_its_lease_ends_and_refused_everywhere_after_healing(
+    world: World,
+) -> None:
+    world.log_server()
+    world.coordinator()
+    a, b, _ = form(world)
+    assert b("open_writer", world.log, 1, ZOMBIES_PATIENCE_S) is None
+    assert b("write_on", STREAM, 0) is None
+    wrote(b, 20)
+    began = time.monotonic()
+    world.network.isolate("b")
+    view = until(a, lambda view: bool(view["generation"] == 2), "the fence")
+    assert "rank 1 was silent for" in view["reason"]
+    assert LEASE_S / 2 < time.monotonic() - began < LEASE_S + SLACK_S
+    d = world.agent("d")
+    assert d("join", world.meta, 1, 3) is None
+    for rank in (a, d):
+        until(rank, in_generation(2, control.RUNNING), "the recovery")
+    heirs = write_as_heir(world, d)
+    alone = b("view")
+    assert (alone["generation"], alone["fenced"]) == (1, False)  # it knows of nothing
+    world.network.rejoin("b")
+    acked = refused(b)
+    until(b, lambda view: bool(view["fenced"]), "its fence")
+    assert "StaleGeneration" in b("write", STREAM, heirs.stop, heirs.stop + 1)
+    check_heirs_log(world, d, acked, heirs)
+    grows(a, 2)
+
+
+def test_zombie_that_reaches_the_log_but_not_the_coordinator_writes_nothing_behind_the_fence(
+    world: World,
+) -> None:
+    """First the coordinator cannot reach the log either: nobody goes on before the fence is there."""
+    world.log_server()
+    world.coordinator()
+    a, b, _ = form(world)
+    assert b("open_writer", world.log, 1, ZOMBIES_PATIENCE_S) is None
+    assert b("write_on", STREAM, 0) is None
+    wrote(b, 20)
+    world.network.separate("b", "meta")
+    world.network.separate("meta", "log")
+    view = until(a, lambda view: world.log in view["waiting_for"], "the coordinator to miss the log")
+    assert (view["generation"], view["state"]) == (2, control.FENCING)
+    d = world.agent("d")
+    assert d("join", world.meta, 1, 3) is None
+    # Fenced, but not at the log: it is before the fence, and a replay may have it.
+    wrote(b, b("written")[0] + 20)
+    assert a("view")["state"] == control.FENCING
+    world.network.reunite("meta", "log")
+    acked = refused(b)
+    for rank in (a, d):
+        until(rank, in_generation(2, control.RUNNING), "the recovery")
+    heirs = write_as_heir(world, d)
+    assert "StaleGeneration" in b("write", STREAM, heirs.stop, heirs.stop + 1)  # the coordinator is still far
+    assert b("view")["generation"] == 1
+    check_heirs_log(world, d, acked, heirs)
+    world.network.reunite("b", "meta")
+    until(b, lambda view: bool(view["fenced"]), "its fence")
+
+
+def test_partitioned_log_server_makes_writers_wait_and_loses_nothing(world: World) -> None:
+    world.log_server()
+    writers = {f"s{number}.F": world.agent(name) for number, name in enumerate("ab")}
+    impatient, reader = world.agent("c"), world.agent("d")
+    assert reader("fence", world.log, 1) is None
+    for stream, writer in writers.items():
+        assert writer("open_writer", world.log, 1, TIMEOUT_S) is None
+        assert writer("write_on", stream, 0) is None
+        wrote(writer, 20)
+    assert impatient("open_writer", world.log, 1, 1.0) is None
+    assert impatient("write", "s2.F", 0, 5) is None
+    world.network.isolate("log")
+    assert "LogUnavailable" in impatient("write", "s2.F", 5, 10)
+    stuck = {stream: writer("written") for stream, writer in writers.items()}
+    time.sleep(1.0)  # nothing can come any more: what it looks at is that nothing does
+    assert {stream: writer("written") for stream, writer in writers.items()} == stuck
+    assert all(failure == "" for _, failure in stuck.values())
+    world.network.rejoin("log")
+    for stream, writer in writers.items():
+        wrote(writer, stuck[stream][0] + 20)
+        count = writer("stop_writing")
+        assert reader("read", world.log, stream, 0, count) == [[step, step, 1] for step in range(count)]
+        assert reader("inventory", world.log, stream) == {"records": count, "next": count, "corrupt": False}
+    # What it was told is lost to patience was kept all the same, and comes once.
+    assert impatient("write", "s2.F", 10, 15) is None
+    assert reader("read", world.log, "s2.F", 0, 15) == [[step, step, 1] for step in range(15)]
+
+
+def test_training_goes_on_without_the_coordinator_and_a_death_is_handled_after_healing(world: World) -> None:
+    world.log_server()
+    world.coordinator(lease_s=15.0)
+    a, b, c = form(world)
+    world.network.isolate("meta")
+    for rank in (a, b, c):
+        grows(rank, 1)
+    world.network.rejoin("meta")
+    for rank in (a, b, c):
+        grows(rank, 1)
+    world.network.isolate("meta")
+    b("die")
+    for rank in (a, c):
+        grows(rank, 1)
+    world.network.rejoin("meta")
+    view = until(a, lambda view: bool(view["generation"] == 2), "the death")
+    assert "rank 1" in view["reason"]
+    assert all(f"rank {rank}" not in view["reason"] for rank in (0, 2))
+    d = world.agent("d")
+    assert d("join", world.meta, 1, 3) is None
+    for rank in (a, c, d):
+        until(rank, in_generation(2, control.RUNNING), "the recovery")
+        grows(rank, 2)
+        assert rank("view")["error"] == ""
+
+
+def test_coordinator_that_was_away_for_longer_than_a_lease_has_fenced_everybody(world: World) -> None:
+    """It cannot tell that from the loss of all machines. Nobody goes on as before; new processes do."""
+    world.log_server()
+    world.coordinator()
+    ranks = form(world)
+    beside = world.agent("meta")
+    world.network.isolate("meta")
+    deadline = time.monotonic() + TIMEOUT_S
+    while beside("status", world.meta, "job")["generation"] < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for rank in ranks:
+        grows(rank, 1)
+    world.network.rejoin("meta")
+    for rank in ranks:
+        until(rank, lambda view: bool(view["fenced"]), "its fence")
+    heirs = [world.agent("d") for _ in ranks]
+    for number, heir in enumerate(heirs):
+        assert heir("join", world.meta, number, len(heirs)) is None
+    for heir in heirs:
+        until(heir, lambda view: bool(view["state"] == control.RUNNING), "the recovery")
+
+
+def test_half_open_connections_are_noticed_in_time_whichever_way_is_lost(world: World) -> None:
+    """Data goes out and no answer comes; or answers are all that gets through. Client and server notice."""
+    world.log_server()
+    silenced, unheard, operator = world.agent("a"), world.agent("b"), world.agent("c")
+    assert operator("fence", world.log, 1) is None
+    for client, stream in ((silenced, "s0.F"), (unheard, "s1.F")):
+        assert client("open_writer", world.log, 1, 2 * TIMEOUT_S) is None
+        assert client("write", stream, 0, 3) is None
+        assert client("follow", world.log, stream) is None
+    assert operator("trim", world.log, 1) == 0  # both read
+    world.network.lose("a", "log")
+    world.network.lose("log", "b")
+    began = time.monotonic()
+    for client in (silenced, unheard):
+        client.begin("seconds_to_notice", NOTICED_S + 2 * SLACK_S)
+    while operator("trim", world.log, 1) < 1:
+        assert time.monotonic() - began < NOTICED_S + SLACK_S, "the dead readers hold up a trim"
+        time.sleep(0.1)
+    for client in (silenced, unheard):
+        for noticed in client.end():
+            assert noticed is not None
+            after_s, words = noticed
+            assert after_s < NOTICED_S + SLACK_S, words
+            assert "ping timeout" in words or "timed out" in words or "reset" in words, words
+
+
+def test_everything_that_was_made_is_gone(world: World) -> None:
+    """Of the tests' own world: machines are separate, and vanish with their keepers."""
+    pids = [keeper.pid for keeper in world.network._keepers.values()]
+    inside = {name: Path(f"/proc/{pid}/ns/net").readlink() for name, pid in zip(("switch", *MACHINES), pids)}
+    assert len({*inside.values(), Path("/proc/self/ns/net").readlink()}) == len(MACHINES) + 2
+    world.network.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+# -- trainers -------------------------------------------------------------------------------------------------
+
+STEPS = 120
+TRAINING_TIMEOUT_S = 150.0
+"""Of what takes seconds on a quiet machine: every rank and spare imports torch."""
+
+
+class Training:
+    """`swift-ft run` of the drill's trainer: two stages on one machine, services on others."""
+
+    def __init__(self, world: World, directory: Path, job: str) -> None:
+        self.job = job
+        for name in ("events", "digests", "checkpoints"):
+            (directory / name).mkdir(parents=True)
+        self.directory = directory
+        self._trace: list[dict[str, Any]] = []
+        self._tail = EventTail(directory / "events")
+        command = [*world.network.inside("a"), sys.executable, "-m", "swift.launch", "--nproc-per-node", "2"]
+        command += ["--spares", "2", "--coordinator", world.meta, "--job", job]
+        command += ["--checkpoint-dir", str(directory / "checkpoints"), "-m", "swift.drill.trainer"]
+        command += ["--stages", "2", "--steps", str(STEPS), "--model", "tiny", "--microbatches", "4"]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "SWIFT_EVENTS": str(directory / "events"),
+            "SWIFT_DIGESTS": str(directory / "digests"),
+        }
+        with (directory / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def said(self, name: str) -> list[dict[str, Any]]:
+        self._trace += self._tail.read()
+        return [event for event in self._trace if event["event"] == name]
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(event["step"] >= step for event in self.said("loss")), f"step {step}")
+
+    def until(self, look: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + TRAINING_TIMEOUT_S
+        while not look():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, f"waited for {what}\n{self.output()}"
+            time.sleep(0.02)
+
+    def kill(self, rank: int) -> None:
+        """The process that holds it now."""
+        holders = [event["pid"] for event in self.said("script_start") if event["who"] == f"rank{rank}"]
+        os.kill(holders[-1], signal.SIGKILL)
+
+    def digests(self) -> dict[str, Any]:
+        """Of the state in the end, by rank."""
+        assert self.process.wait(TRAINING_TIMEOUT_S) == 0, self.output()
+        found = list((self.directory / "digests").glob(f"*-v{STEPS}*.json"))
+        assert len(found) == 2, found
+        return {path.name: json.loads(path.read_text()) for path in found}
+
+    def output(self) -> str:
+        return (self.directory / "output").read_text(errors="replace")[-3000:]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10.0)
+
+
+@pytest.mark.timeout(450)
+def test_trainers_are_cut_off_from_the_log_and_from_the_coordinator_and_end_with_the_same_bits(
+    world: World, tmp_path: Path
+) -> None:
+    world.log_server()
+    world.coordinator(lease_s=15.0)
+    beside = world.agent("meta")
+    with contextlib.ExitStack() as stack:
+        twin = Training(world, tmp_path / "twin", "twin")
+        stack.callback(twin.close)
+        wanted = twin.digests()
+        run = Training(world, tmp_path / "run", "run")
+        stack.callback(run.close)
+        run.until_step(10)
+        world.network.isolate("log")
+        run.kill(1)
+        run.until(
+            lambda: world.log in beside("status", world.meta, "run")["waiting_for"],
+            "a fence that cannot be set",
+        )
+        world.network.rejoin("log")
+        run.until(lambda: beside("status", world.meta, "run")["state"] == control.RUNNING, "the recovery")
+        run.until_step(60)
+        world.network.isolate("meta")
+        run.kill(0)
+        time.sleep(1.0)  # the launcher is not heard meanwhile
+        assert beside("status", world.meta, "run")["generation"] == 2
+        world.network.rejoin("meta")
+        assert run.digests() == wanted
+        assert beside("status", world.meta, "run")["generation"] == 3
