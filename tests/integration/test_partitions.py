@@ -343,7 +343,7 @@ TRAINING_TIMEOUT_S = 150.0
 class Training:
     """`swift-ft run` of the drill's trainer: two stages on one machine, services on others."""
 
-    def __init__(self, world: World, directory: Path, job: str) -> None:
+    def __init__(self, world: World, directory: Path, job: str, spares: int) -> None:
         self.job = job
         for name in ("events", "digests", "checkpoints"):
             (directory / name).mkdir(parents=True)
@@ -351,7 +351,7 @@ class Training:
         self._trace: list[dict[str, Any]] = []
         self._tail = EventTail(directory / "events")
         command = [*world.network.inside("a"), sys.executable, "-m", "swift.launch", "--nproc-per-node", "2"]
-        command += ["--spares", "2", "--coordinator", world.meta, "--job", job]
+        command += ["--spares", str(spares), "--coordinator", world.meta, "--job", job]
         command += ["--checkpoint-dir", str(directory / "checkpoints"), "-m", "swift.drill.trainer"]
         command += ["--stages", "2", "--steps", str(STEPS), "--model", "tiny", "--microbatches", "4"]
         environment = {
@@ -412,10 +412,10 @@ def test_trainers_are_cut_off_from_the_log_and_from_the_coordinator_and_end_with
     world.coordinator(lease_s=15.0)
     beside = world.agent("meta")
     with contextlib.ExitStack() as stack:
-        twin = Training(world, tmp_path / "twin", "twin")
+        twin = Training(world, tmp_path / "twin", "twin", spares=0)
         stack.callback(twin.close)
         wanted = twin.digests()
-        run = Training(world, tmp_path / "run", "run")
+        run = Training(world, tmp_path / "run", "run", spares=2)
         stack.callback(run.close)
         run.until_step(10)
         world.network.isolate("log")
