@@ -12,6 +12,7 @@ FAIL: a record that a writer was told is durable cannot be read, or differs; or 
 """
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -178,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise UsageError(f"{flag} {path}: give a file in a directory that exists")
     on, began = machine(), time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
         with tempfile.TemporaryDirectory(prefix="swift-soak-", dir=arguments.directory) as directory:
             found = soak(config, Path(directory))

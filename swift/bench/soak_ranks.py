@@ -6,6 +6,7 @@ have been written. Bodies are windows into bytes made from the seed, so that not
 """
 
 import json
+import os
 import random
 import sys
 import threading
@@ -69,11 +70,12 @@ def _say(**message: Any) -> None:
 
 
 def _listen(take: Callable[[dict[str, Any]], None]) -> None:
-    """Hands every line over, in a thread; the end of the lines is the end of this process's work."""
+    """Hands every line over, in a thread. With the lines ends this process: who gave the orders is gone."""
 
     def work() -> None:
         for line in sys.stdin:
             take(json.loads(line))
+        os._exit(1)
 
     threading.Thread(target=work, name="orders", daemon=True).start()
 

@@ -141,9 +141,11 @@ class Soak:
         self._new_generation()
         for stream in self._streams:
             stream.reader = self._start(f"reader {stream.name}", "read", stream.name, self._config.seed)
-        while self._now_s < self._config.seconds:
-            self._tick(kills=True)
-        self._account.seconds = self._now_s
+        try:
+            while self._now_s < self._config.seconds:
+                self._tick(kills=True)
+        finally:
+            self._account.seconds = self._now_s
         self._finish()
 
     def _start(self, name: str, role: str, *words: object) -> Rank:
@@ -238,6 +240,8 @@ class Soak:
         self._account.compared_records += message["records"]
         self._account.compared_bytes += message["records"] // len(RECORD_BYTES) * STEP_BYTES
         if "read" in message:
+            if message["records"] != (end - begin) * len(RECORD_BYTES):
+                raise Broken(f"{stream.name}: {message['records']} records in the steps {begin} to {end - 1}")
             if begin <= stream.compared and server_kills == self._server_kills:
                 stream.compared = max(stream.compared, min(end, stream.acked))
         elif self._trim_asked > begin:  # its lease ended with the server

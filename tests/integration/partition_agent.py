@@ -110,6 +110,16 @@ class Agent:
     def written(self) -> list[Any]:
         return [self.durable, self.failure]
 
+    def resent(self) -> int:
+        assert self.writer is not None
+        return self.writer.stats.resent
+
+    def trouble(self) -> str:
+        """Why the writer's last call ended."""
+        assert self.writer is not None
+        (link,) = self.writer._links.values()
+        return link.trouble
+
     def stop_writing(self) -> int:
         assert self._thread is not None
         self._stop.set()

@@ -1,6 +1,8 @@
 """Short soaks: of the log server, and of servers that are broken on purpose, which must be found."""
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 
 from swift.bench import soak
 from swift.bench.soak_memory import Rule
+from tests.integration.launch_world import assert_all_gone
 
 pytestmark = pytest.mark.timeout(240)
 
+TIMEOUT_S = 60.0
 SECONDS, KILL_EVERY_S = 24.0, 4.0
 LEAK_MIB_S = 120
 WITHOUT_KILLS = 1000.0
@@ -131,3 +135,19 @@ def test_a_server_that_trims_too_far_is_found(tmp_path: Path) -> None:
     result = run(tmp_path, FORGETFUL)
     assert result["verdict"] == "FAIL"
     assert "it dropped those below" in result["reason"]
+
+
+def test_a_soak_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "swift.cli", "bench", "soak", "--directory", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    below: list[psutil.Process] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(below) < len(("server", "writer", "writer", "reader", "reader")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        below = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    assert "nothing is judged" in process.communicate(timeout=TIMEOUT_S)[1]
+    assert process.returncode == 3
+    assert_all_gone(below)
+    assert not list(tmp_path.iterdir())
