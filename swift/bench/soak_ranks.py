@@ -5,6 +5,7 @@ says which steps are durable then; a reader is told which steps to read, and com
 have been written. Bodies are windows into bytes made from the seed, so that nothing has to be kept to compare.
 """
 
+import gc
 import json
 import os
 import random
@@ -187,6 +188,10 @@ def read(address: str, stream: str, seed: int) -> None:
             _say(overtaken=order["from"], reason=str(trimmed), records=count)
         finally:
             cursor.close()
+            # A closed cursor is a cycle that holds its last messages. A trainer has a few of them in its life; here
+            # there is one after the other, and the collector would come by once in hundreds.
+            del cursor
+            gc.collect()
 
 
 class _Wrong(SwiftError):
