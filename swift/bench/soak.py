@@ -11,7 +11,6 @@
 FAIL: a record that a writer was told is durable cannot be read, or differs; or memory is not flat.
 """
 
-import json
 import signal
 import sys
 import tempfile
@@ -22,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.arguments import Parser
-from swift.bench import soak_memory
-from swift.bench.log import machine
+from swift.bench import output, soak_memory
 from swift.bench.soak_memory import Rule
 from swift.bench.soak_plot import draw
 from swift.bench.soak_processes import SERVER
@@ -161,7 +159,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="on the disk to soak (default: temporary)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    output.add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw memory, rate and kills there, as SVG")
     return parser
 
@@ -178,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise UsageError(f"{flag} {path}: give a file in a directory that exists")
-    on, began = machine(), time.monotonic()
+    on, began = output.machine(), time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
         with tempfile.TemporaryDirectory(prefix="swift-soak-", dir=arguments.directory) as directory:
@@ -188,8 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CODES["INCONCLUSIVE"]
     result = {"machine": on, **found}
     print(table(result))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result) + "\n")
+    output.write_json(arguments.json, result)
     if arguments.plot is not None:
         arguments.plot.write_text(draw(result))
     return EXIT_CODES[result["verdict"]]

@@ -21,6 +21,8 @@ from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.integration.namespaces import Network, skip_where_impossible
 
+pytestmark = pytest.mark.matrix
+
 LEASE_S = 2.0
 SLACK_S = 5.0
 """Of processes that take turns on a busy machine."""

@@ -13,7 +13,7 @@ from swift.bench import soak
 from swift.bench.soak_memory import Rule
 from tests.integration.launch_world import assert_all_gone
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.matrix]
 
 TIMEOUT_S = 60.0
 SECONDS, KILL_EVERY_S = 24.0, 4.0
