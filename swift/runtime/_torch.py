@@ -274,6 +274,12 @@ def _set_backend(group: Any, backend: Any) -> None:
     group._set_default_backend(_c10d.ProcessGroup.BackendType.GLOO)
 
 
+def forget_half_built_group() -> None:
+    """(before a default group is made) torch numbers groups, and forgets the number with the default group only. One
+    whose making failed never was one: without this, its rank would look for the others under the next number."""
+    _c10d._world.group_count = 0
+
+
 def register_group(group: Any, name: str, ranks: tuple[int, ...]) -> None:
     """Tells torch of a group that it did not make; ending the default group makes torch forget it."""
     world = _c10d._world

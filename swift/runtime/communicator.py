@@ -90,6 +90,7 @@ class Communicator:
         self._check()
         try:
             store = PrefixStore(f"swift-g{generation}", self._connect())
+            _torch.forget_half_built_group()
             dist.init_process_group(
                 self._backend,
                 store=store,
@@ -103,6 +104,10 @@ class Communicator:
                     if len(group.ranks) == self._world_size
                     else self._build_inner(group, store)
                 )
+            # Nobody begins before all are connected: who dies in what comes next would leave those who are not waiting
+            # in gloo for its connection, where no notice reaches them.
+            store.set(f"built-{self._rank}", "")
+            store.wait([f"built-{rank}" for rank in range(self._world_size)], self._build_timeout)
         except (RuntimeError, ValueError):
             self._check()
             raise
