@@ -18,6 +18,7 @@ from services.logserver.procedures import Save, Step
 from services.logserver.state import ServerState, Session
 from services.logserver.storage import DirectoryStorage, RecoveredJob, Write
 from swift.log.frame import FrameHeader
+from swift.log.wire import Fsync
 from tests.sim import faults
 from tests.sim.run import run_seed
 
@@ -61,11 +62,11 @@ def test_an_acknowledgement_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_acknowledgement_before_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Commits.put
 
-    def put(self: Commits, session: Session, stream: StreamState, write: Write) -> None:
-        real(self, session, stream, write)
+    def put(self: Commits, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
+        real(self, session, stream, write, fsync)
         durable = stream.durable
         stream.durable = write.sequence + 1
-        self._acknowledge([Queued(session, stream, write)])
+        self._acknowledge([Queued(session, stream, write, fsync)])
         stream.durable = durable
 
     monkeypatch.setattr(Commits, "put", put)
