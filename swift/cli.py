@@ -16,7 +16,7 @@ OTHERS = {
     "token": "make signing keys, and job tokens signed with them",
     "inspect": "show, verify and export what is in the log; drop a job's log",
     "doctor": "check whether this machine is fit, and whether the services answer",
-    "bench": "measure one part against the limit of the machine: undo, replica, log; soak the log under kills",
+    "bench": "measure one part against the limit of the machine: undo, replica, log, codec, overhead; soak the log",
     "version": "print the version",
 }
 

@@ -163,7 +163,7 @@ def open_directory(directory: Path, stack: contextlib.ExitStack) -> SqliteStore:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError(f"--directory {directory}: another coordinator uses it") from None
+        raise ServiceError(f"--directory {directory}: another coordinator uses it") from None
     try:
         return stack.enter_context(contextlib.closing(SqliteStore(directory / "coordinator.sqlite")))
     except StoreFailed as error:

@@ -90,7 +90,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         "--fsync",
         choices=[policy.value for policy in Fsync],
         default=Fsync.ALWAYS.value,
-        help="acknowledge after a shared fdatasync (always), or after the write",
+        help="acknowledge after a shared fdatasync (always), or after the write; a stream may ask for its own",
     )
     parser.add_argument(
         "--fsync-interval", type=float, default=0.1, metavar="SECONDS", help="for --fsync interval"

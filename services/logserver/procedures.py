@@ -57,7 +57,8 @@ Procedure = Generator[Step, None, T]
 
 
 def fence(state: ServerState, job_name: str, generation: int, now: float) -> Procedure[None]:
-    """Grants a generation; over when the grant, and all that older generations appended, is durable."""
+    """Grants a generation; over when the grant is durable, and all that older generations appended (synced, but for
+    streams that nobody syncs)."""
     check_names(job_name)
     if generation == 0:
         raise Refused(Refusal(Reason.INVALID, "generation 0 cannot be granted; they start at 1"))

@@ -107,15 +107,15 @@ class LogServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Inventory(self, request, context):
-        """(anyone) What a job has in the log.
+        """(coordinator, replayer, operator) What a job has in the log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fence(self, request, context):
-        """(coordinator) From now on only this generation may append. Durable before it is answered; all that
-        older generations appended is durable too by then.
+        """(coordinator) From now on only this generation may append. Durable before it is answered; by then all
+        that older generations appended is written, and synced but for streams whose policy is never.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,10 +47,10 @@ class LogStub:
     Digests: _grpc.UnaryStreamMultiCallable[_log_pb2.DigestsRequest, _log_pb2.DigestsReply]
     """(a rank that replays) What a stream holds, from the server's index; no body is read."""
     Inventory: _grpc.UnaryUnaryMultiCallable[_log_pb2.InventoryRequest, _log_pb2.InventoryReply]
-    """(anyone) What a job has in the log."""
+    """(coordinator, replayer, operator) What a job has in the log."""
     Fence: _grpc.UnaryUnaryMultiCallable[_log_pb2.FenceRequest, _log_pb2.FenceReply]
-    """(coordinator) From now on only this generation may append. Durable before it is answered; all that
-    older generations appended is durable too by then.
+    """(coordinator) From now on only this generation may append. Durable before it is answered; by then all
+    that older generations appended is written, and synced but for streams whose policy is never.
     """
     Trim: _grpc.UnaryUnaryMultiCallable[_log_pb2.TrimRequest, _log_pb2.TrimReply]
     """(coordinator) A complete checkpoint covers all steps below."""
@@ -73,10 +73,10 @@ class LogAsyncStub(LogStub):
     Digests: _aio.UnaryStreamMultiCallable[_log_pb2.DigestsRequest, _log_pb2.DigestsReply]  # type: ignore[assignment]
     """(a rank that replays) What a stream holds, from the server's index; no body is read."""
     Inventory: _aio.UnaryUnaryMultiCallable[_log_pb2.InventoryRequest, _log_pb2.InventoryReply]  # type: ignore[assignment]
-    """(anyone) What a job has in the log."""
+    """(coordinator, replayer, operator) What a job has in the log."""
     Fence: _aio.UnaryUnaryMultiCallable[_log_pb2.FenceRequest, _log_pb2.FenceReply]  # type: ignore[assignment]
-    """(coordinator) From now on only this generation may append. Durable before it is answered; all that
-    older generations appended is durable too by then.
+    """(coordinator) From now on only this generation may append. Durable before it is answered; by then all
+    that older generations appended is written, and synced but for streams whose policy is never.
     """
     Trim: _aio.UnaryUnaryMultiCallable[_log_pb2.TrimRequest, _log_pb2.TrimReply]  # type: ignore[assignment]
     """(coordinator) A complete checkpoint covers all steps below."""
@@ -120,7 +120,7 @@ class LogServicer(metaclass=_abc_1.ABCMeta):
         request: _log_pb2.InventoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_log_pb2.InventoryReply, _abc.Awaitable[_log_pb2.InventoryReply]]:
-        """(anyone) What a job has in the log."""
+        """(coordinator, replayer, operator) What a job has in the log."""
 
     @_abc_1.abstractmethod
     def Fence(
@@ -128,8 +128,8 @@ class LogServicer(metaclass=_abc_1.ABCMeta):
         request: _log_pb2.FenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_log_pb2.FenceReply, _abc.Awaitable[_log_pb2.FenceReply]]:
-        """(coordinator) From now on only this generation may append. Durable before it is answered; all that
-        older generations appended is durable too by then.
+        """(coordinator) From now on only this generation may append. Durable before it is answered; by then all
+        that older generations appended is written, and synced but for streams whose policy is never.
         """
 
     @_abc_1.abstractmethod

@@ -99,7 +99,7 @@ def test_f35_second_coordinator_on_one_directory_is_refused(job: Job) -> None:
     coordinator = job.coordinator()
     members = job.form()
     second = run("--directory", str(coordinator.directory))
-    assert second.returncode == 2
+    assert second.returncode == 3
     assert "another coordinator uses it" in second.stderr
     assert len(second.stderr.splitlines()) == 1, second.stderr
     finish(job, members)
