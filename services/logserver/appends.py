@@ -15,6 +15,13 @@ Frame = tuple[FrameHeader, list[memoryview]]
 """A header, and the bytes of the frame in pieces."""
 
 
+def join(reply: log_pb2.AppendReply, more: log_pb2.AppendReply) -> None:
+    """Makes one message of two that go out together: ``reply``, with what ``more`` says."""
+    credit_bytes = reply.credit_bytes + more.credit_bytes  # protobuf would replace the one by the other
+    reply.MergeFrom(more)
+    reply.credit_bytes = credit_bytes
+
+
 class Quarantined(Refused):
     """The stream takes nothing any more; its manifest is to say so."""
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
-from services.logserver.appends import Appends, Quarantined
+from services.logserver.appends import Appends, Quarantined, join
 from services.logserver.committer import Committer
 from services.logserver.core import Refusal
 from services.logserver.reading import Reading
@@ -47,7 +47,7 @@ class Outgoing(queue.SimpleQueue["log_pb2.AppendReply | None"]):
                 if more is None:
                     last = True
                     break
-                reply.MergeFrom(more)
+                join(reply, more)
             yield reply
             if last:
                 return

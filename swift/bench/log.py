@@ -119,6 +119,8 @@ class Server:
         deadline = time.monotonic() + 30
         while not address_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                self.process.wait()
                 raise ServiceError("the log server of the benchmark did not start")
             time.sleep(0.02)
         self.address = address_file.read_text().strip()

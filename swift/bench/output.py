@@ -39,11 +39,15 @@ def check_json(path: Path | None) -> None:
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
     """Whole or not at all."""
-    if path is None:
-        return
+    if path is not None:
+        write_text(path, json.dumps(result, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all. ServiceError if that cannot be."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
+        temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror}") from error

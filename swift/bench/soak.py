@@ -188,5 +188,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(result))
     output.write_json(arguments.json, result)
     if arguments.plot is not None:
-        arguments.plot.write_text(draw(result))
+        output.write_text(arguments.plot, draw(result))
     return EXIT_CODES[result["verdict"]]

@@ -38,7 +38,7 @@ from swift.log.ring import STREAMS_MAX, Consumer, Counts, Entry, Memory, Word
 from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
 
 DRAIN_S = 10.0
-"""How long a sidecar outlives its trainer at most."""
+"""How long a sidecar outlives its trainer at most, but for a call that has begun."""
 _SLEEP_S = 0.1
 _ASK_S = 1.0
 _RETRY_S = 0.1
@@ -85,11 +85,13 @@ class RingWriter(LogWriter):
         wake: int,
         tell: Callable[[Message], None],
         dropped: int | None = None,
+        over: Callable[[], bool] = lambda: False,
         **options: Any,
     ) -> None:
         """``tell`` sends a message to the trainer; it may be gone. ``dropped``: see `discard`; a predecessor has not
-        done it, and what it left must not be claimed under the new generation."""
+        done it, and what it left must not be claimed under the new generation. ``over``: nothing more is tried."""
         self._memory = memory
+        self._over = over
         self._consumer = Consumer(memory, wake)
         self._tell = tell
         self._pumping = threading.Lock()
@@ -171,7 +173,7 @@ class RingWriter(LogWriter):
         began = time.monotonic()
         from_step = self._floor_at_start
         try:
-            while not self._calling.is_set():
+            while not (self._calling.is_set() or self._over()):
                 try:
                     self.expect(stream, reader.digests(stream, from_step, timeout_s=_ASK_S))
                 except SwiftError as error:
@@ -315,6 +317,8 @@ class Sidecar:
         self._told: SwiftError | None = None
         self._begun = threading.Event()
         self._gone = threading.Event()
+        self._drain_s = DRAIN_S
+        self._until = float("inf")
         self._writer: RingWriter | None = None
 
     def run(self) -> None:
@@ -326,36 +330,48 @@ class Sidecar:
         if writer is None:
             return  # the trainer was gone before it said what to do
         threading.Thread(target=self._watch, args=(writer,), name="watch", daemon=True).start()
-        while not self._gone.is_set():
+        while not self._gone.is_set() or not (writer.drained() or self._over()):
             writer.pump()
-        deadline = time.monotonic() + min(writer._patience_s, DRAIN_S)
-        while not writer.drained() and time.monotonic() < deadline:
-            writer.pump()
+
+    def _over(self) -> bool:
+        return time.monotonic() > self._until
+
+    def _leave(self) -> None:
+        """The trainer is gone."""
+        if not self._gone.is_set():
+            self._until = time.monotonic() + self._drain_s
+            self._gone.set()
 
     def tell(self, message: Message) -> None:
         with self._sending:
             try:
                 self._line.sendall(json.dumps(message).encode() + b"\n")
             except OSError:
-                self._gone.set()
+                self._leave()
 
     # -- control --------------------------------------------------------------------------------------
 
     def _control(self) -> None:
-        for line in self._lines():
-            request = json.loads(line)
-            if request["do"] == "flush":
-                threading.Thread(target=self._flush, args=(request,), daemon=True).start()
-                continue
-            with self._judging:
-                error: SwiftError | None = None
-                try:
-                    self._do(request)
-                except SwiftError as raised:
-                    error = raised
-                self._answer(request, error)
-        self._gone.set()
+        try:
+            for line in self._lines():
+                self._hear(json.loads(line))
+        except Exception as error:  # noqa: BLE001  (one that does not listen is worse than none: it is replaced)
+            self.tell({"failed": f"{type(error).__name__}: {error}"})
+            os._exit(1)
+        self._leave()
         self._begun.set()
+
+    def _hear(self, request: Message) -> None:
+        if request["do"] == "flush":
+            threading.Thread(target=self._flush, args=(request,), daemon=True).start()
+            return
+        with self._judging:
+            error: SwiftError | None = None
+            try:
+                self._do(request)
+            except SwiftError as raised:
+                error = raised
+            self._answer(request, error)
 
     def _lines(self) -> Iterator[bytes]:
         """Until the trainer is gone, or closes the line."""
@@ -379,12 +395,14 @@ class Sidecar:
     def _do(self, request: Message) -> None:
         do = request["do"]
         if do == "begin":
+            self._drain_s = min(request["patience_s"], DRAIN_S)
             events.configure(f"sidecar-{request['name'] or request['job']}")
             self._writer = RingWriter(
                 self._memory,
                 self._wake,
                 self.tell,
                 request["dropped"],
+                self._over,
                 servers=request["servers"],
                 job=request["job"],
                 generation=request["generation"],
@@ -460,11 +478,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     try:
         sidecar.run()
-    except Exception as error:  # nobody else would hear of it: the output goes nowhere
+    except Exception as error:  # noqa: BLE001  (said to the trainer: our output goes nowhere)
         sidecar.tell({"failed": f"{type(error).__name__}: {error}"})
-        raise
-    finally:
-        os._exit(0)  # gRPC's threads may be in the middle of something
+        os._exit(1)
+    os._exit(0)  # gRPC's threads may be in the middle of something
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The writing end of the log for a trainer: a ring in shared memory, and the sidecar that empties it."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,7 +19,7 @@ from swift import events
 from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
 from swift.log import ring
 from swift.log.choice import Choice
-from swift.log.record import RecordKey, check_name
+from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, check_name
 from swift.log.ring import HEADER_BYTES, Memory, Word, header_of, producer
 from swift.log.sidecar import Message, error_from_json
 from swift.log.writer import LogWriter, WriterStats, check_options
@@ -110,6 +111,9 @@ class SidecarWriter:
         self._patience_s = patience_s
         self._cond = threading.Condition()
         self._pushing = threading.Lock()
+        self._mapped = (
+            threading.Lock()
+        )  # held by who reads the ring's words, until `_stats` says that it is gone
         self._sending = threading.Lock()
         self._replacing = threading.Lock()
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
@@ -141,8 +145,10 @@ class SidecarWriter:
     @property
     def stats(self) -> WriterStats:
         """What the log has acknowledged, and what was found equal."""
-        if self._stats is not None:
-            return self._stats
+        with self._mapped:
+            return self._stats or self._counted()
+
+    def _counted(self) -> WriterStats:
         counts = self._memory.counts()._asdict()
         return WriterStats(
             **counts, resent=self._memory.load(Word.RESENT), blocked_seconds=self._blocked_seconds
@@ -151,7 +157,8 @@ class SidecarWriter:
     @property
     def queued_bytes(self) -> int:
         """What the ring holds that the log has not acknowledged."""
-        return 0 if self._stats is not None else self._producer.reserved - self._memory.load(Word.TAIL)
+        with self._mapped:
+            return 0 if self._stats is not None else self._producer.reserved - self._memory.load(Word.TAIL)
 
     @property
     def codec_choices(self) -> dict[str, Choice]:
@@ -167,7 +174,8 @@ class SidecarWriter:
     @property
     def copied(self) -> int:
         """What was appended below this position belongs to the caller again."""
-        return self._memory.load(Word.HEAD)
+        with self._mapped:
+            return self._producer.reserved if self._stats is not None else self._memory.load(Word.HEAD)
 
     def append(
         self,
@@ -213,6 +221,10 @@ class SidecarWriter:
                     f"{stream} {key}: {size} bytes are more than the log's queue holds ({self._largest}); "
                     "give a larger log_queue_bytes"
                 )
+            if dtype not in DTYPE_BY_NAME:
+                raise UsageError(f"{stream} {key}: element type {dtype!r} cannot be logged")
+            if len(shape) > DIMS_MAX:
+                raise UsageError(f"{stream} {key}: {len(shape)} dimensions; at most {DIMS_MAX} can be logged")
             header = header_of(index, key, dtype, shape, size)
             end = self._producer.push(header, address, size, now)
             return end if end >= 0 else self._push_later(header, address, size, now)
@@ -244,7 +256,8 @@ class SidecarWriter:
     def settle(self) -> None:
         """Returns when everything that was appended belongs to the caller again; takes no longer than the copies."""
         with self._pushing:
-            self._producer.wait(self._producer.reserved)
+            if self._stats is None:
+                self._producer.wait(self._producer.reserved)
             self._lent.clear()
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes]) -> None:
@@ -280,6 +293,8 @@ class SidecarWriter:
         """As `LogWriter.restart`."""
         self.settle()
         with self._cond:
+            if self._closed:
+                self._raise_pending()
             self._expected.clear()
         self._enter(generation, {"do": "restart", "generation": generation, "upto": self.copied})
 
@@ -297,8 +312,11 @@ class SidecarWriter:
 
     def forget_below(self, step: int) -> None:
         """As `LogWriter.forget_below`."""
-        self._memory.store(Word.FLOOR_AT, self._producer.reserved)
-        self._memory.store(Word.FLOOR, step)
+        with self._mapped:
+            if self._stats is not None:
+                return
+            self._memory.store(Word.FLOOR_AT, self._producer.reserved)
+            self._memory.store(Word.FLOOR, step)
         with self._cond:
             for stream, known in list(self._expected.items()):
                 # What waits in the ring may still be compared, by a successor: it asks the server.
@@ -325,10 +343,10 @@ class SidecarWriter:
                 self._process.wait()
             self._listener.join(5.0)
             self._line.close()
-            with self._pushing:
+            with self._pushing, self._mapped:
                 self._producer.close()
                 os.close(self._wake)
-                self._stats = self.stats
+                self._stats = self._counted()
                 self._memory.close()
 
     def _raise_pending(self) -> None:
@@ -343,12 +361,31 @@ class SidecarWriter:
     # -- the sidecar ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        trainer = os.pidfd_open(os.getpid())
-        fds = {"socket": theirs.fileno(), "ring": self._memory.fd, "wake": self._wake, "trainer": trainer}
-        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         try:
-            self._process = subprocess.Popen(
+            self._process, line = self._spawn()
+        except OSError as error:
+            raise ServiceError(f"the log's sidecar cannot be started: {error}") from None
+        with self._cond:
+            self._line = line  # within the lock: nobody's request may come before the beginning
+            again = self._waiting.values()
+            dropped = max((one["upto"] for one in again if one["do"] == "restart"), default=None)
+            first = {"do": "begin", "generation": self.generation, "dropped": dropped, **self._begin}
+            for message in (first, *_expectations(self._expected), *again, {"do": "go"}):
+                self._send({"id": 0, **message})
+        events.emit("sidecar_started", name=self._name, sidecar_pid=self._process.pid, restarts=self.restarts)
+
+    def _spawn(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+        """The process, and our end of the line to it."""
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        with contextlib.ExitStack() as stack:
+            ours, theirs = socket.socketpair()
+            stack.callback(theirs.close)
+            failed = stack.enter_context(contextlib.ExitStack())
+            failed.callback(ours.close)
+            trainer = os.pidfd_open(os.getpid())
+            stack.callback(os.close, trainer)
+            fds = {"socket": theirs.fileno(), "ring": self._memory.fd, "wake": self._wake, "trainer": trainer}
+            process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", self.module),
                     *(word for name, fd in fds.items() for word in (f"--{name}", str(fd))),
@@ -361,20 +398,8 @@ class SidecarWriter:
                 start_new_session=True,  # a signal to our group is not for it
                 env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths))},
             )
-        except OSError as error:
-            ours.close()
-            raise ServiceError(f"the log's sidecar cannot be started: {error}") from None
-        finally:
-            theirs.close()
-            os.close(trainer)
-        self._line = ours
-        events.emit("sidecar_started", name=self._name, sidecar_pid=self._process.pid, restarts=self.restarts)
-        with self._cond:
-            again = self._waiting.values()
-            dropped = max((one["upto"] for one in again if one["do"] == "restart"), default=None)
-            first = {"do": "begin", "generation": self.generation, "dropped": dropped, **self._begin}
-            for message in (first, *_expectations(self._expected), *again, {"do": "go"}):
-                self._send({"id": 0, **message})
+            failed.pop_all()
+            return process, ours
 
     def _send(self, message: Message) -> None:
         with self._sending:

@@ -325,6 +325,9 @@ class LogWriter:
                 freed = self._take(item)
             except SwiftError as raised:
                 error, freed = raised, item.held_bytes
+            except Exception as raised:  # noqa: BLE001  (whoever appends must not wait for a thread that is gone)
+                error = ServiceError(f"{item.stream} {item.key} cannot be logged: {raised!r}")
+                freed = item.held_bytes
             if error is not None:
                 self._on_error(error)
                 item.outcome = "refused"

@@ -149,7 +149,11 @@ class Engine:
     def _report(self, view: pb.View) -> None:
         if self._writer is not None:
             self._writer.set_generation(view.generation)
-            self._writer.flush(FLUSH_TIMEOUT_S)
+            try:
+                self._writer.flush(FLUSH_TIMEOUT_S)
+            except LogUnavailable as error:
+                # The coordinator asks the log itself what it has, and plans without the rest.
+                events.emit("log_incomplete", rank=self._rank, generation=view.generation, reason=str(error))
         standing = self._standing()
         self._member.client.report(
             view.generation,

@@ -36,6 +36,7 @@ class Member:
         self._wanted: tuple[int, str] | None = (
             None  # an early checkpoint, until the coordinator has heard of it
         )
+        self._wanting = threading.Lock()
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
@@ -93,15 +94,17 @@ class Member:
         self.client.ask_checkpoint(latest.generation, *wanted)
         # Said in a generation that is over, it was not heard: it is said again.
         now = self.watcher.latest
-        if self._wanted is wanted and now is not None and now.generation == latest.generation:
-            self._wanted = None
+        with self._wanting:
+            if self._wanted is wanted and now is not None and now.generation == latest.generation:
+                self._wanted = None
 
     # --- main thread ---
 
     def ask_checkpoint(self, after_version: int, reason: str) -> None:
         """All ranks are to save a version above `after_version` soon. Returns at once: it is said with the next
         heartbeat, and again until it is heard."""
-        self._wanted = (after_version, reason)
+        with self._wanting:
+            self._wanted = (after_version, reason)
 
     @property
     def noticed(self) -> bool:

@@ -138,13 +138,14 @@ class Authority:
         now = time.monotonic()
         if now >= self._look_at:
             self._refresh(now)
-        grant = self._grants.get(token)
+        grants = self._grants  # before the keys are looked at: `_refresh` changes them first
+        grant = grants.get(token)
         if grant is None:
             grant = self._verify(token, now)
             with self._lock:
-                if len(self._grants) >= _GRANTS_MAX:
-                    self._grants.clear()
-                self._grants[token] = grant
+                if len(grants) >= _GRANTS_MAX:
+                    grants.clear()
+                grants[token] = grant  # of keys that are gone by now: nobody looks there any more
         if now >= grant.expires_at:
             raise NotAuthenticated("the token has expired: put a newer one into its file")
         return grant

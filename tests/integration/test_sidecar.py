@@ -318,6 +318,38 @@ def test_nobody_waits_for_the_end_of_a_sidecar(server: LogServer) -> None:
     check(server, 60)
 
 
+IMPATIENT = """
+import os, signal, sys, time
+from swift.log.sidecar_client import SidecarWriter
+from tests.integration.test_sidecar import put
+writer = SidecarWriter([sys.argv[1]], "job", 1, patience_s=2.0)
+put(writer, 0)
+writer.flush(20.0)
+os.kill(int(sys.argv[2]), signal.SIGSTOP)
+put(writer, 3)
+os.kill(writer.pid, signal.SIGKILL)
+while not writer.restarts:
+    time.sleep(0.01)
+writer.await_sidecar()
+print(writer.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_successor_that_cannot_ask_the_log_outlives_its_trainer_no_longer(server: LogServer) -> None:
+    assert server.process is not None
+    with subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, server.address, str(server.process.pid)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+    eventually(lambda: gone(pid), 10.0)
+    server.process.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize("how", ["alone", "fork"])
 def test_a_killed_trainers_ring_is_drained(server: LogServer, how: str) -> None:
     pid = killed_trainer(server, 60, how)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from google.protobuf.message import DecodeError
 
 from services.logserver import procedures
-from services.logserver.appends import Appends, Quarantined
+from services.logserver.appends import Appends, Quarantined, join
 from services.logserver.commits import Commits, Queued
 from services.logserver.core import JobState, Refusal, StreamState
 from services.logserver.procedures import Clean, Forget, Save, Settle
@@ -67,6 +67,9 @@ class Outbox:
     def __init__(self, server: "ServerProcess", call: Call) -> None:
         self.server = server
         self.call = call
+        self._last: log_pb2.AppendReply | None = None
+        """Not gone out yet."""
+        self._underway = self._given = self._got = 0
 
     def put(self, item: log_pb2.AppendReply | None, /) -> None:
         server, call = self.server, self.call
@@ -76,14 +79,27 @@ class Outbox:
             )
         if call.broken or call.client is None:
             return
+        self._given += item.credit_bytes if item is not None else 0
+        if item is not None and self._last is not None and server.kernel.chance(0.5):
+            server.kernel.count("replies joined")
+            join(self._last, item)
+            return
+        self._last = item
         now = server.kernel.now
         call.down_at = max(call.down_at, now + server.network.delay_s())
         if item is None:
             server.later(0.0, self._end)
         else:
+            self._underway += 1
             call.client.later(call.down_at - now, self._deliver, item)
 
     def _deliver(self, reply: log_pb2.AppendReply) -> None:
+        if reply is self._last:
+            self._last = None
+        self._underway -= 1
+        self._got += reply.credit_bytes
+        if not self._underway and self._got != self._given:
+            raise Violation("credit", f"{self.call.writer} was given {self._given} bytes and got {self._got}")
         if not self.call.broken:
             self.call.on_reply(self.call, reply)
 

@@ -19,7 +19,7 @@ from services.logserver.state import ServerState, Session
 from services.logserver.storage import DirectoryStorage, RecoveredJob, Write
 from swift.log.frame import FrameHeader
 from swift.log.wire import Fsync
-from tests.sim import faults
+from tests.sim import faults, server
 from tests.sim.run import run_seed
 
 SEEDS_MAX = 1200
@@ -71,6 +71,11 @@ def test_an_acknowledgement_before_the_write(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Commits, "put", put)
     assert caught_by() == "acked"
+
+
+def test_credit_that_is_lost_when_replies_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "join", lambda reply, more: reply.MergeFrom(more))
+    assert caught_by() == "credit"
 
 
 def test_a_call_that_is_over_and_still_counts_as_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:

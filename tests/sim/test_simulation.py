@@ -26,6 +26,7 @@ REACHED = (
     "message doubled",
     "message lost",
     "record verified",
+    "replies joined",
     "recovery: CATCH_UP",
     "recovery: CHECKPOINT",
     "recovery: KEEP",

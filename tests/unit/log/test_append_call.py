@@ -7,6 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.logserver.engine import Outgoing
 from services.logserver.state import EngineConfig
 from swift._pb import log_pb2
 from swift.errors import UsageError
@@ -245,6 +246,38 @@ def test_credit_that_is_overdrawn_is_refused() -> None:
         # Frames of one message are taken together: more than the credit and one frame under way.
         call.send(*[frame_of(sequence)[1] for sequence in range(20, 40)])
         assert call.refused()[1] == "invalid"
+
+
+def test_replies_that_go_out_together_give_all_their_credit() -> None:
+    outgoing = Outgoing()
+    outgoing.put(
+        log_pb2.AppendReply(credit_bytes=100, acked=[log_pb2.Acked(stream="s0.F", durable_sequence=1)])
+    )
+    outgoing.put(
+        log_pb2.AppendReply(credit_bytes=7, acked=[log_pb2.Acked(stream="s0.B", durable_sequence=2)])
+    )
+    outgoing.put(log_pb2.AppendReply(acked=[log_pb2.Acked(stream="s0.F", durable_sequence=3)]))
+    outgoing.put(None)
+    (reply,) = outgoing.replies()
+    assert reply.credit_bytes == 107
+    assert [(acked.stream, acked.durable_sequence) for acked in reply.acked] == [
+        ("s0.F", 1),
+        ("s0.B", 2),
+        ("s0.F", 3),
+    ]
+
+
+def test_no_credit_is_lost_however_replies_come() -> None:
+    with InProcess(config=EngineConfig(credit_bytes=1 << 16)) as running:
+        writer = LogWriter([running.address], JOB, 1)
+        try:
+            for step in range(2000):  # 16 times the credit, in records that are acknowledged by the handful
+                writer.append(STREAM, RecordKey(step, 0, 0), "uint8", (500,), bytes(500))
+            writer.flush(30.0)
+            (link,) = writer._links.values()
+            eventually(lambda: link._core._credit == 1 << 16)
+        finally:
+            writer.close(0.0)
 
 
 def test_fault_23_a_full_disk_refuses_appends_and_goes_on_after_a_trim() -> None:

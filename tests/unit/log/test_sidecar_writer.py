@@ -5,6 +5,7 @@ import os
 import signal
 import struct
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -114,6 +115,64 @@ def test_a_record_larger_than_the_ring_is_refused() -> None:
             writer.append("s0.F", key(2), "uint8", (largest + 1,), bytes(largest + 1))
         writer.flush(TIMEOUT_S)
         assert writer.stats.records == 2
+
+
+def test_bad_appends_by_address() -> None:
+    body = bytes(16)
+    with InProcess() as running, writing(running) as writer:
+        for dtype, shape, words in (("float7", (4,), "element type"), ("uint8", (1,) * 9, "9 dimensions")):
+            with pytest.raises(UsageError, match=words):
+                writer.append_at("s0.F", key(0), dtype, shape, ctypes.addressof(ctypes.c_char()), 1)
+        writer.append("s0.F", key(0), "uint8", (16,), body)
+        writer.flush(TIMEOUT_S)
+
+
+def test_a_writer_that_is_closed_says_so_and_harms_nobody() -> None:
+    with InProcess() as running, writing(running) as writer:
+        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
+        writer.flush(TIMEOUT_S)
+        writer.close()
+        writer.settle()
+        writer.forget_below(1)
+        assert (writer.stats.records, writer.queued_bytes) == (1, 0)
+        assert writer.copied > 0
+        for call in (
+            lambda: writer.flush(1.0),
+            lambda: writer.restart(2),
+            lambda: writer.set_generation(2),
+            lambda: writer.append("s0.F", key(1), "uint8", (5,), bytes(5)),
+        ):
+            with pytest.raises(ServiceError, match="closed"):
+                call()
+        writer.close()
+
+
+class Overtaken(SidecarWriter):
+    """Somebody asks for something at the moment in which there is a line to a new sidecar."""
+
+    asked: threading.Thread | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_line" and self.restarts and self.asked is None:
+            self.asked = threading.Thread(target=self.set_generation, args=(2,))
+            self.asked.start()
+            self.asked.join(0.3)  # it gets as far as it can
+
+
+def test_a_request_never_comes_before_the_beginning() -> None:
+    with InProcess() as running, closing(Overtaken([running.address], JOB, 1)) as writer:
+        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
+        writer.flush(TIMEOUT_S)
+        running.engine.administration.fence(JOB, 2)
+        os.kill(writer.pid, signal.SIGKILL)
+        eventually(lambda: writer.asked is not None)
+        assert writer.asked is not None
+        writer.asked.join(TIMEOUT_S)
+        assert not writer.asked.is_alive()
+        writer.append("s0.F", key(1), "uint8", (5,), bytes(5))
+        writer.flush(TIMEOUT_S)
+        assert writer.restarts == 1
 
 
 def test_what_is_lent_may_change_once_it_is_settled() -> None:

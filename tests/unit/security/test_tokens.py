@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swift.errors import UsageError
 from swift.security import tokens
 from swift.security.roles import Role
-from swift.security.tokens import Authority, NotAuthenticated, SigningKey, new_key
+from swift.security.tokens import Authority, Grant, NotAuthenticated, SigningKey, new_key
 from tests.unit.security.world import JOB, RANK, Keys
 
 
@@ -69,6 +69,27 @@ def test_a_jump_of_the_clock_does_not_end_what_was_granted(
     later = time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: later)
     authority.grant(token)
+
+
+def test_a_key_that_is_removed_while_its_token_is_verified(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "REFRESH_S", 0.0)
+    authority = Authority(keys.verifying)
+    new_key(keys.directory)
+    verify = authority._verify
+
+    def slowly(token: str, now: float) -> Grant:
+        grant = verify(token, now)
+        (keys.verifying / keys.signing.name).unlink(missing_ok=True)
+        authority._refresh(now)  # as another call does
+        return grant
+
+    monkeypatch.setattr(authority, "_verify", slowly)
+    token = keys.mint(RANK)
+    authority.grant(token)
+    with pytest.raises(NotAuthenticated, match="not signed by a key that counts"):
+        authority.grant(token)
 
 
 def test_a_key_that_is_removed_revokes_its_tokens(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
