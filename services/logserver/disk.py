@@ -9,7 +9,6 @@ written the next one is filled.
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import sys
@@ -23,6 +22,7 @@ from typing import Protocol
 from swift.errors import ServiceError, UsageError
 from swift.log.directory import LOCK
 from swift.log.frame import Bytes
+from swift.log.memory import page_aligned
 from swift.log.segment import BLOCK_BYTES
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -254,7 +254,7 @@ class _Gatherer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._memory = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(_BUFFERS)]
+        self._memory = [page_aligned(_BUFFER_BYTES) for _ in range(_BUFFERS)]
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="disk")
 
     def close(self) -> None:

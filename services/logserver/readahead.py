@@ -10,7 +10,6 @@ Records that follow each other in a file are read at once, up to a message; a la
 several messages.
 """
 
-import mmap
 from collections import deque
 from concurrent import futures
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from services.logserver.storage import Storage
 from swift.errors import LogError, RecordCorrupt
 from swift.log.assembly import MESSAGE_BYTES
 from swift.log.frame import HEADER_BYTES_MAX, FrameHeader, check_body, decode_header
+from swift.log.memory import page_aligned
 from swift.log.segment import BLOCK_BYTES
 from swift.log.wire import frames_message
 
@@ -120,7 +120,7 @@ class ReadAhead:
     def _go_on(self) -> None:
         if self._thread is None and self._waiting:
             self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-            self._buffers.extend(memoryview(mmap.mmap(-1, _BUFFER_BYTES)) for _ in range(_AHEAD + 1))
+            self._buffers.extend(memoryview(page_aligned(_BUFFER_BYTES)) for _ in range(_AHEAD + 1))
         while self._waiting and len(self._reading) < _AHEAD:
             part = self._waiting.popleft()
             assert self._thread is not None

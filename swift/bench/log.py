@@ -8,7 +8,6 @@
 Every round measures all cases once, in turn; a case's ratio is the median of its ratios in its own round.
 """
 
-import mmap
 import os
 import socket
 import statistics
@@ -27,6 +26,7 @@ from swift.bench.log_ranks import GENERATION, TIMEOUT_S
 from swift.bench.workers import Worker
 from swift.errors import ServiceError, UsageError
 from swift.log import admin
+from swift.log.memory import page_aligned
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 WRITERS = 4
@@ -76,7 +76,7 @@ def over_tcp(total: int) -> float:
 
 def to_disk(path: Path, total: int) -> float:
     """Aligned O_DIRECT writes into a file that grows, fdatasync for every 64 MiB."""
-    with mmap.mmap(-1, _BLOCK) as block:
+    with page_aligned(_BLOCK) as block:
         block.write(os.urandom(1 << 20) * (_BLOCK >> 20))
         descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_DIRECT, 0o600)
         try:
@@ -92,7 +92,7 @@ def to_disk(path: Path, total: int) -> float:
 
 
 def from_disk(path: Path, total: int) -> float:
-    with mmap.mmap(-1, _BLOCK) as block:
+    with page_aligned(_BLOCK) as block:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
             began = time.monotonic()
