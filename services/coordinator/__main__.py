@@ -238,6 +238,7 @@ async def serve(
 ) -> None:
     """Serves until SIGTERM. ServiceError: the store failed."""
     driver = make_driver()
+    gate.generation_of = driver.generation_of
     servicer = Servicer(driver)
     if watch is not None:
         servicer = Servicer(driver, watch.metrics.refused)

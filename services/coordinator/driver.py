@@ -165,6 +165,11 @@ class Driver:
             raise NoSuchJob(name)
         return status_of(job, self._clock())
 
+    def generation_of(self, name: str) -> int:
+        """0: nobody knows the job."""
+        job = self._jobs.get(name)
+        return 0 if job is None else job.row.generation
+
     def snapshot(self) -> list[JobSnapshot]:
         """What every job stands at."""
         now = self._clock()

@@ -147,6 +147,11 @@ class LogCore:
             state = self.jobs[name] = JobState(name)
         return state
 
+    def generation_of(self, name: str) -> int:
+        """0: the job is not known, or has none yet."""
+        state = self.jobs.get(name)
+        return 0 if state is None else state.generation
+
     # -- appending ------------------------------------------------------------------------------------
 
     def check_generation(self, job: JobState, generation: int) -> Refusal | None:

@@ -191,9 +191,11 @@ def make_server(
 ) -> tuple[grpc.Server, health.HealthServicer]:
     """A server that is not bound and not started yet, and its health service, NOT_SERVING. Without a gate
     everybody may do everything. ``watching`` sees what the gate refuses, too."""
+    gate = gate or Gate(None)
+    gate.generation_of = engine.state.core.generation_of
     server = grpc.server(
         futures.ThreadPoolExecutor(max_workers=CALLS_MAX, thread_name_prefix="call"),
-        interceptors=[*watching, SyncGate(gate or Gate(None))],
+        interceptors=[*watching, SyncGate(gate)],
         options=server_options(engine.config.body_bytes_max),
         maximum_concurrent_rpcs=CALLS_MAX,
     )

@@ -2,9 +2,10 @@
 
 (interceptor)  `Gate.admit`: token and role, from the call's metadata, before a message is read
 (handler)      `Visit.enter`: the number of calls of this peer; then the request is parsed here, so that bytes that
-               are none get INVALID_ARGUMENT, and its job and generation are compared with the token's
-(streams)      `Visit.check` for every Open; `Visit.still_good` for every message: a token that has expired or
-               was revoked ends the call
+               are none get INVALID_ARGUMENT, and its job and generation are compared with the token's. A token that
+               is bound to a generation is good while the job is there: `Gate.generation_of`
+(streams)      `Visit.check` for every Open; `Visit.still_good` for every message: a token that has expired, was
+               revoked or is bound to a generation that is over ends the call
 
 What is refused looks the same whether the job is there or not: nothing was looked up yet.
 """
@@ -57,7 +58,15 @@ def _unauthenticated(why: str) -> Denied:
     return Denied(grpc.StatusCode.UNAUTHENTICATED, Reason.UNAUTHENTICATED, why)
 
 
-_NOT_ALLOWED = "the token does not allow this: it is of another job, role or generation"
+_NOT_ALLOWED = "the token does not allow this: it is of another job or role"
+
+
+def _left_behind(bound: int) -> str:
+    """What the bearer's own token says, and nothing of what the server has."""
+    return (
+        f"the token is bound to generation {bound}, which this is not: put one that is not bound into its file "
+        "(swift-ft token without --generation)"
+    )
 
 
 class Gate:
@@ -75,6 +84,8 @@ class Gate:
         self._unsaid = 0
         self.on_denied: Callable[[str], None] = lambda reason: None
         """(whatever thread) Is told why, each time."""
+        self.generation_of: Callable[[str], int] = lambda job: 0
+        """(whatever thread) The generation that the job is in; 0: nobody knows the job."""
 
     def admit(self, method: str, metadata: Metadata) -> "Visit":
         """Raises Denied: no token that counts here, or one whose roles may not call this."""
@@ -133,6 +144,7 @@ class Visit:
         self._method = method
         self._token = token
         self._peer = ""
+        self._jobs: set[str] = set()  # that this call is about
 
     def grant(self) -> Grant:
         return self._gate.grant(self._method, self._token)
@@ -163,19 +175,37 @@ class Visit:
             raise Denied(
                 grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call"
             ) from None
-        self.check(getattr(request, "job", ""), getattr(request, "generation", 0))
+        job = getattr(request, "job", "")
+        self.check(job, max(getattr(request, "generation", 0), self._now(job)))
         return request
 
     def check(self, job: str, generation: int = 0) -> None:
         """Raises Denied unless the token is of this job and reaches this generation."""
-        if not self._gate.is_open and not self.grant().covers(job, generation):
-            denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED)
-            raise self._gate.noted(self._method, denied)
+        if self._gate.is_open:
+            return
+        grant = self.grant()
+        if not grant.covers(job):
+            raise self._denied(_NOT_ALLOWED)
+        if not grant.covers(job, generation):
+            raise self._denied(_left_behind(grant.generation_max or 0))
+        if grant.generation_max is not None:
+            self._jobs.add(job)
 
     def still_good(self) -> None:
-        """Raises Denied once the token has expired or was revoked."""
-        if not self._gate.is_open:
-            self.grant()
+        """Raises Denied once the token has expired, was revoked, or has been left behind by the job."""
+        if self._gate.is_open:
+            return
+        grant = self.grant()
+        for job in self._jobs:
+            if not grant.covers(job, self._now(job)):
+                raise self._denied(_left_behind(grant.generation_max or 0))
+
+    def _now(self, job: str) -> int:
+        return self._gate.generation_of(job)
+
+    def _denied(self, why: str) -> Denied:
+        denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, why)
+        return self._gate.noted(self._method, denied)
 
 
 def _bearer(metadata: Metadata) -> str:

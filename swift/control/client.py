@@ -269,6 +269,10 @@ class CoordinatorClient:
 
     # --- ---
 
+    @property
+    def _let_in(self) -> bool:
+        return self.member is not None or any(watcher.latest is not None for watcher in self._watchers)
+
     def _me(self) -> "_Me":
         if self.member is None:
             raise UsageError("join the job before you speak as one of its ranks")
@@ -287,8 +291,8 @@ class CoordinatorClient:
                 return method(request, timeout=max(0.05, min(ATTEMPT_TIMEOUT_S, remaining_s)))
             except grpc.RpcError as error:
                 code, details = outcome(error)
-                # The token of a rank that has joined was good: a newer one may be on its way into the file.
-                if code not in _RETRIED and not (code in _NOT_ALLOWED and self.member is not None):
+                # Whoever was let in once had a good token: a newer one may be on its way into the file.
+                if code not in _RETRIED and not (code in _NOT_ALLOWED and self._let_in):
                     raise self._translated(code, details, refused) from None
                 if time.monotonic() + RETRY_PAUSE_S >= deadline:
                     if code in _NOT_ALLOWED:

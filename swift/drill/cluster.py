@@ -234,7 +234,7 @@ class Cluster:
         deadline = time.monotonic() + SERVE_TIMEOUT_S
         path = self.directory / f"{name}.address"
         while not path.exists():
-            self._check_stop()
+            self._look_around()
             code = self._processes[name].poll()
             if code is not None:
                 raise ServiceError(
@@ -253,7 +253,7 @@ class Cluster:
 
     def poll(self) -> int | None:
         """Starts killed services again. The launcher's exit code once it has ended."""
-        self._check_stop()
+        self._look_around()
         for name in (LOG_SERVER, COORDINATOR):
             code = self._processes[name].poll()
             if code is None:
@@ -267,6 +267,11 @@ class Cluster:
                 self.trace("service_killed", service=name, state=state, id=fault)
             self._start_service(name)
         return self._processes[LAUNCHER].poll()
+
+    def _look_around(self) -> None:
+        self._check_stop()
+        for name in self._security.renew() if self._security is not None else ():
+            self.trace("token_renewed", service=name)
 
     def kill_log_server(self, fault: str) -> None:
         """SIGKILL; the next `poll` starts it again."""

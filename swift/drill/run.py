@@ -31,7 +31,7 @@ TOGETHER_S = 2.0
 """Victims of one step wait for each other so long: one of them may not get there while another stands still."""
 TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
 # A run that hangs may go on saying these.
-_NO_PROGRESS = ("heartbeat_unanswered", "suspect", "trim_failed")
+_NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "trim_failed")
 
 
 class Progress(Protocol):

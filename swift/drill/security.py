@@ -1,17 +1,21 @@
-"""What `swift-ft drill --secure` makes for one run: a CA, certificates, a signing key, tokens."""
+"""What `swift-ft drill --secure` makes for one run: a CA, certificates, a signing key, tokens.
+
+The tokens are so short-lived that a run outlives them several times: they are renewed in their files meanwhile, as
+`swift-ft token --renew` does it for a run of months.
+"""
 
 from pathlib import Path
 
 from swift.security.certificates import PrivateCA
 from swift.security.channel import ENV_CA, ENV_CERTIFICATE, ENV_KEY, ENV_TOKEN_FILE
-from swift.security.files import write_file
+from swift.security.renewal import Renewal
 from swift.security.roles import Role
-from swift.security.tokens import EVERY_JOB, SigningKey, new_key
+from swift.security.tokens import EVERY_JOB, new_key
 
 LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
 """The processes of a run that the drill starts."""
 
-_LIFETIME_S = 6 * 3600.0
+LIFETIME_S = 6.0
 
 
 class Security:
@@ -25,14 +29,17 @@ class Security:
         self._client = ca.issue("client")
         signing, verifying = new_key(directory)
         self._signing, self._verifying = signing, verifying.parent
-        key = SigningKey.load(signing, "signing key")
-        self._tokens: dict[str, Path] = {}
+        self._tokens: dict[str, Renewal] = {}
         for who, of, roles in (
             (COORDINATOR, EVERY_JOB, [Role.COORDINATOR]),
             (LAUNCHER, job, [Role.WRITER, Role.REPLAYER]),
         ):
-            path = self._tokens[who] = directory / f"{who}.token"
-            write_file(path, key.mint(of, roles, _LIFETIME_S).encode(), secret=True)
+            self._tokens[who] = Renewal(signing, directory / f"{who}.token", of, roles, LIFETIME_S)
+        self.renew()
+
+    def renew(self) -> list[str]:
+        """(every so often) Whose tokens are new ones now."""
+        return [who for who, renewal in self._tokens.items() if renewal.turn()]
 
     def server_flags(self) -> list[str]:
         return [
@@ -54,5 +61,5 @@ class Security:
             ENV_CA: str(self._ca),
             ENV_CERTIFICATE: str(self._client.certificate),
             ENV_KEY: str(self._client.key),
-            ENV_TOKEN_FILE: str(self._tokens[name]),
+            ENV_TOKEN_FILE: str(self._tokens[name].out),
         }

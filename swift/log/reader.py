@@ -45,18 +45,24 @@ class LogReader:
         self, stream: str, from_step: int, *, timeout_s: float = _CALL_TIMEOUT_S
     ) -> dict[RecordKey, bytes]:
         """What the stream holds of steps >= ``from_step``, from the server's index. Raises RecordTrimmed,
-        RecordCorrupt, LogUnavailable."""
+        RecordCorrupt, LogUnavailable, AccessDenied."""
         address, channel = self._channel(stream)
         request = log_pb2.DigestsRequest(job=self.job, stream=stream, from_step=from_step)
-        found: dict[RecordKey, bytes] = {}
-        try:
-            stub = log_pb2_grpc.LogStub(channel)
-            for reply in stub.Digests(request, timeout=timeout_s, wait_for_ready=True):
-                for record in reply.records:
-                    found[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
-        except grpc.RpcError as error:
-            raise as_error(address, error) from None
-        return found
+        stub = log_pb2_grpc.LogStub(channel)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found: dict[RecordKey, bytes] = {}
+            left = max(_RETRY_S, deadline - time.monotonic())
+            try:
+                for reply in stub.Digests(request, timeout=left, wait_for_ready=True):
+                    for record in reply.records:
+                        found[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
+                return found
+            except grpc.RpcError as error:
+                # As in `StreamCursor._retry`.
+                if reason_of(error) != Reason.UNAUTHENTICATED or time.monotonic() + _RETRY_S >= deadline:
+                    raise as_error(address, error) from None
+            time.sleep(_RETRY_S)
 
     def follow(self, stream: str, from_step: int) -> "StreamCursor":
         """The stream's records of steps >= ``from_step``, prefetched in log order, and those that are yet to be
@@ -215,8 +221,9 @@ class StreamCursor:
             if self._closed:
                 return False
             self._trouble = f"log server {self._address}: {message_of(error)}"
-        if reason in (Reason.UNAUTHENTICATED, Reason.DENIED) and self._next_sequence:
-            return True  # it was taken before: a newer token may be on its way into the file
+        # Only members of the job read, so the token was good once: a newer one may be on its way into the file.
+        if reason == Reason.UNAUTHENTICATED or (reason == Reason.DENIED and self._next_sequence):
+            return True
         if reason in ("", Reason.DRAINING) and code_of(error) in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.CANCELLED,

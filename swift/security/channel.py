@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from swift import events
 from swift.arguments import is_loopback
 from swift.errors import UsageError
 from swift.security.files import Signature, read_file, read_secret, signature
@@ -126,6 +127,7 @@ class _CredentialedChannel(grpc.Channel):
         self._credentials = credentials
         self._lock = threading.Lock()
         self._token: tuple[Signature, str] = ((), "")
+        self._complained: Signature = ()
         self._files: Signature = signature(credentials.tls_files())
         self._look_at = time.monotonic() + _RELOAD_S
         self._channel = self._connect()
@@ -162,8 +164,10 @@ class _CredentialedChannel(grpc.Channel):
         if found != self._token[0]:
             try:
                 self._token = (found, read_token(path))
-            except UsageError:  # being replaced: the server will say if the one we have is too old
-                pass
+            except UsageError as error:  # the one we have may be good for a while
+                if found and found != self._complained:  # not only being replaced
+                    self._complained = found
+                    events.emit("token_not_reloaded", reason=str(error))
         return ((AUTHORIZATION, BEARER + self._token[1]),)
 
     def _callable(

@@ -1,5 +1,6 @@
-"""`swift-ft token`: makes keys, and tokens signed with them."""
+"""`swift-ft token`: makes keys, and tokens signed with them; with --renew it goes on and keeps one fresh."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from swift.errors import ServiceError, SwiftError, UsageError
 from swift.names import check_job
 from swift.security import tokens
 from swift.security.files import write_file
+from swift.security.renewal import LOOK_EVERY_S, Complaints, Renewal
 from swift.security.roles import Role
 
 HOURS_MAX = 24 * 366
@@ -26,10 +28,11 @@ class TokenConfig:
     hours: float = 0
     generation_max: int | None = None
     out: Path | None = None
+    renew: bool = False
 
     def __post_init__(self) -> None:
         if self.new_key is not None:
-            if self.key is not None or self.job or self.roles:
+            if self.key is not None or self.job or self.roles or self.renew:
                 raise UsageError("token: --new-key makes a key and nothing else; leave the other flags out")
             return
         if self.key is None or not self.job or not self.roles:
@@ -40,6 +43,12 @@ class TokenConfig:
             raise UsageError(f"token: --hours {self.hours:g}: more than 0, at most {HOURS_MAX}")
         if self.generation_max is not None and self.generation_max < 1:
             raise UsageError(f"token: --generation {self.generation_max}: they start at 1")
+        if self.renew and self.out is None:
+            raise UsageError("token: --renew writes a file again and again: name it with --out FILE")
+        if self.renew and self.generation_max is not None:
+            raise UsageError(
+                "token: --generation is for one generation, --renew for a whole run: leave one out"
+            )
 
 
 def parse(argv: Sequence[str]) -> TokenConfig:
@@ -51,7 +60,7 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         metavar="DIR",
         help="make a key pair: DIR/signing/KID.pem, DIR/verifying/KID.pem",
     )
-    add("--key", type=Path, metavar="FILE", help="the signing key")
+    add("--key", type=Path, metavar="FILE", help="the signing key; may be a link to it")
     add("--job", default="", metavar="NAME", help="the job, or '*' for every job")
     add(
         "--role",
@@ -61,8 +70,18 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         help=f"{', '.join(Role)}; several times, or with commas",
     )
     add("--hours", type=float, default=24.0, metavar="H", help="good for so long (default %(default)g)")
-    add("--generation", type=int, metavar="G", help="not for generations above (default: any)")
+    add(
+        "--generation",
+        type=int,
+        metavar="G",
+        help="good until the job's generation is above G, that is to its next recovery (default: any)",
+    )
     add("--out", type=Path, metavar="FILE", help="write it there, mode 0600, instead of to the terminal")
+    add(
+        "--renew",
+        action="store_true",
+        help="go on until SIGTERM: write a new one whenever half of --hours is over, or the key has changed",
+    )
     options = parser.parse_args(argv)
     return TokenConfig(
         new_key=options.new_key,
@@ -72,6 +91,7 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         hours=options.hours,
         generation_max=options.generation,
         out=options.out,
+        renew=options.renew,
     )
 
 
@@ -88,12 +108,46 @@ def run(config: TokenConfig) -> None:
         print(f"keep secret, mint with it: {signing}\ngive to servers (--token-keys): {verifying.parent}")
         return
     assert config.key is not None
+    if config.renew:
+        assert config.out is not None
+        _keep(Renewal(config.key, config.out, config.job, config.roles, config.hours * 3600), config.hours)
+        return
     key = tokens.SigningKey.load(config.key, "--key")
     token = key.mint(config.job, config.roles, config.hours * 3600, generation_max=config.generation_max)
     if config.out is None:
         print(token)
     else:
         write_file(config.out, f"{token}\n".encode(), secret=True)
+
+
+def _keep(renewal: Renewal, hours: float) -> None:
+    """Until SIGTERM or SIGINT. What is wrong at the start is raised; later it is said, and tried again."""
+    stop = {signal.SIGTERM, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    complaints = Complaints()
+    try:
+        renewal.turn()
+        _say(f"{renewal.out}: written, good for {hours:g} h; renewed at half of that")
+        while signal.sigtimedwait(stop, LOOK_EVERY_S) is None:
+            line = _turn(renewal, complaints, hours)
+            if line:
+                _say(f"{renewal.out}: {line}")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _turn(renewal: Renewal, complaints: Complaints, hours: float) -> str:
+    """What is to be said of it, if anything."""
+    try:
+        renewed = renewal.turn()
+    except (UsageError, OSError) as error:
+        return complaints.about(error)
+    complaints.about(None)
+    return f"renewed, good for {hours:g} h" if renewed else ""
+
+
+def _say(line: str) -> None:
+    print(f"swift: {line}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

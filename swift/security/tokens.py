@@ -5,10 +5,10 @@ files. Claims, besides ``aud`` and ``exp``::
 
     job    the job's name, or "*": every job
     roles  of `Role`
-    gen    the highest generation that the bearer may speak of; absent: any
+    gen    the token is good until the job's generation is above; absent: whatever the generation
 
-The header's ``kid`` is the name of the key's file: several keys are good at a time, and one is replaced by
-adding the next, minting with it, and removing the old one, which revokes its tokens.
+The header's ``kid`` is the name of the key's file (of the file that a link leads to): several keys are good at a
+time, and one is replaced by adding the next, minting with it, and removing the old one, which revokes its tokens.
 """
 
 import threading
@@ -76,7 +76,7 @@ class SigningKey:
             raise UsageError(
                 f"{flag} {path}: not an Ed25519 private key: make one with swift-ft token --new-key"
             )
-        return cls(name=path.stem, private=key)
+        return cls(name=path.resolve().stem, private=key)
 
     def mint(
         self, job: str, roles: Iterable[Role], lifetime_s: float, *, generation_max: int | None = None
@@ -157,8 +157,10 @@ class Authority:
             found = signature(paths)
             if found == self._signature:
                 return
-            self._keys = {path.stem: key for path in paths if (key := _public_key(path)) is not None}
-            self._signature = found
+            data = {path.stem: _bytes_of(path) for path in paths}
+            self._keys = {name: key for name, pem in data.items() if pem and (key := _public_key(pem))}
+            # What could not be read now is looked at again, although its file stays as it is.
+            self._signature = None if None in data.values() else found
             self._grants = {}
 
     def _verify(self, token: str, now: float) -> Grant:
@@ -202,13 +204,32 @@ def _grant_of(claims: Mapping[str, object], now: float) -> Grant:
     )
 
 
-def _public_key(path: Path) -> "Ed25519PublicKey | None":
-    """None: not an Ed25519 public key, or gone meanwhile. A server goes on with its other keys."""
+def claims_of(token: str) -> Grant | None:
+    """What a token says, believed or not, for whoever holds it; None: it is none. Its end is by the wall clock."""
+    import jwt
+
+    try:
+        claims = jwt.decode(token, options={"verify_signature": False})
+        return _grant_of(claims, time.time())
+    except (jwt.PyJWTError, ValueError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    """None: it cannot be read now."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _public_key(data: bytes) -> "Ed25519PublicKey | None":
+    """None: not an Ed25519 public key. A server goes on with its other keys."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     try:
-        key = load_pem_public_key(path.read_bytes())
-    except (OSError, ValueError, TypeError):
+        key = load_pem_public_key(data)
+    except (ValueError, TypeError):
         return None
     return key if isinstance(key, Ed25519PublicKey) else None

@@ -3,9 +3,11 @@
 Refused with UNAUTHENTICATED or PERMISSION_DENIED, and so that nobody learns whether a job is there.
 """
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +198,64 @@ def test_f41_a_fenced_ranks_token_writes_under_no_newer_generation(world: World)
     assert world.call(LOG + "Append", opening(2), bound)[0] is grpc.StatusCode.PERMISSION_DENIED
     report = pb.ReportRequest(job=JOB, incarnation="i", generation=2).SerializeToString()
     assert world.call(COORDINATOR + "Report", report, bound)[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(world: World) -> None:
+    """It is read with, joined with and watched with no more, although these calls name no generation."""
+    world.client.ready(1, 0)
+    world.client.watch().wait_for(lambda view: view.state == pb.RUNNING, 20)
+    bound = f"Bearer {world.keys.mint(list(Role), generation=1)}"
+    whole = {name: request(JOB).SerializeToString() for name, request in REQUESTS.items()}
+    names_none = [COORDINATOR + name for name in ("Join", "Watch", "Status")] + [
+        LOG + "Read",
+        LOG + "Digests",
+    ]
+    for name in names_none:
+        code = world.call(name, whole[name], bound)[0]
+        assert code is not grpc.StatusCode.PERMISSION_DENIED, (name, code)
+    world.client.member_exited(0, os.getpid(), -9)
+    world.client.watch().wait_for(lambda view: view.generation == 2, 20)
+    inventory = log_pb2.InventoryRequest(job=JOB).SerializeToString()
+    free = f"Bearer {world.keys.mint(list(Role))}"
+    deadline = time.monotonic() + 20
+    while world.call(LOG + "Inventory", inventory, bound)[0] is grpc.StatusCode.OK:
+        assert time.monotonic() < deadline, "generation 2 was not granted"
+        time.sleep(0.02)
+    for name, request in whole.items():
+        code, words = world.call(name, request, bound)
+        if name == LOG + "Append":
+            assert code is grpc.StatusCode.FAILED_PRECONDITION  # generation 1, which it names, is over
+        else:
+            assert code is grpc.StatusCode.PERMISSION_DENIED, (name, code, words)
+            assert "bound to generation 1" in words
+    assert world.call(COORDINATOR + "Status", whole[COORDINATOR + "Status"], free)[0] is grpc.StatusCode.OK
+
+
+def test_f41_a_launcher_whose_token_has_expired_tells_of_a_death_once_it_has_a_newer_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no member, but it was let in. A death that is not told costs a lease."""
+    monkeypatch.setenv(ENV_TOKEN_FILE, str(world.keys.file("launcher", world.keys.mint(RANK))))
+    with CoordinatorClient(world.coordinator, JOB, patience_s=30) as launcher:
+        launcher.watch().wait_for(lambda view: True, 20)
+        world.keys.file("launcher", world.keys.mint(RANK, lifetime_s=-5))
+        told: list[str] = []
+
+        def tell() -> None:
+            launcher.member_exited(0, os.getpid(), -9)
+            told.append("exit")
+
+        telling = threading.Thread(target=tell)
+        telling.start()
+        deadline = time.monotonic() + 20
+        while not any(event["event"] == "denied" for event in events.read(world.directory / "events")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert not told
+        world.keys.file("launcher", world.keys.mint(RANK))
+        telling.join(20)
+        assert told == ["exit"]
+        world.client.watch().wait_for(lambda view: view.state != pb.RUNNING, 20)
 
 
 def test_f41_tokens_are_written_nowhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

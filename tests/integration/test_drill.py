@@ -54,11 +54,16 @@ def test_each_rank_dies_once_each_in_another_phase(schedule: str, twins: Path, t
 
 
 def test_over_tls_with_tokens(twins: Path, tmp_path: Path) -> None:
-    """Both services ask for certificates and tokens; ranks and services die and come back with theirs."""
+    """Both services ask for certificates and tokens; ranks and services die and come back with theirs. The tokens
+    that the run began with expire while it runs: newer ones are written into their files meanwhile."""
     specs = ["rank=1,step=7,microbatch=1", "service=logserver,step=9", "service=coordinator,state=recovering"]
     report = passed(drill("--secure", *kills(*specs), twins=twins, at=tmp_path))
     assert report["topology"]["secure"] is True
     assert "--secure" in report["rerun"]
+    said = {event["event"]: event for event in report["timeline"]}
+    assert said["token_renewed"]["service"] == "launcher"
+    # What was opened with a token ends with it: so some did expire, and whoever had them came back with others.
+    assert said["denied"]["reason"] == "unauthenticated"
 
 
 def test_the_first_and_the_last_step(twins: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,45 @@ def test_a_token_reaches_no_newer_generation(server: Guarded, keys: Keys) -> Non
     assert call(server.address, "Fence", request, bound)[2] == "denied"
 
 
+@pytest.mark.parametrize("name", list(REQUESTS))
+def test_a_bound_token_is_worth_nothing_once_its_generation_is_over(
+    server: Guarded, keys: Keys, name: str
+) -> None:
+    """Also in calls that name no generation, or an older one: whoever copied it reads nothing more."""
+    everything, request = list(Role), REQUESTS[name](JOB).SerializeToString()
+    assert call(server.address, name, request, keys.mint(everything, generation=1))[0] is grpc.StatusCode.OK
+    server.engine.administration.fence(JOB, 2)
+    code, words, reason = call(server.address, name, request, keys.mint(everything, generation=1))
+    if name == "Append":  # it names its generation, and that is over for everybody
+        assert reason == "stale-generation"
+    else:
+        assert (code, reason) == (DENIED, "denied")
+        assert "bound to generation 1" in words
+        assert "\n" not in words
+        assert call(server.address, name, request, keys.mint(everything, generation=2))[2] != "denied"
+        assert call(server.address, name, request, keys.mint(everything))[2] != "denied"
+
+
+def test_a_reader_with_a_bound_token_ends_with_its_generation(server: Guarded, keys: Keys) -> None:
+    request = log_pb2.ReadRequest(job=JOB, stream="s0.F", follow=True)
+    readers = {}
+    with ExitStack() as stack:
+        for name, generation in (("bound", 1), ("free", None)):
+            credentials = keys.client(keys.mint(RANK, generation=generation), name)
+            channel = stack.enter_context(open_channel(server.address, client_options(1 << 20), credentials))
+            read = channel.unary_stream(LOG + "Read", log_pb2.ReadRequest.SerializeToString, None)
+            readers[name] = read(request, timeout=20)
+        eventually(lambda: len(server.engine.state.core.jobs[JOB].readers) == 2)
+        server.engine.administration.fence(JOB, 2)
+        opens = [log_pb2.Open(job=JOB, stream="s0.F", generation=2)]
+        record = log_pb2.AppendRequest(opens=opens, frames=frame_of(0, generation=2)[1]).SerializeToString()
+        assert call(server.address, "Append", record, keys.mint(RANK))[0] is grpc.StatusCode.OK
+        assert next(readers["free"])
+        with pytest.raises(grpc.RpcError) as caught:
+            next(readers["bound"])
+        assert (code_of(caught.value), reason_of(caught.value)) == (DENIED, "denied")
+
+
 def test_every_open_of_a_stream_is_checked(server: Guarded, keys: Keys) -> None:
     """The first one is in order, the second one names another job."""
     server.engine.administration.fence("other", 1)
@@ -206,7 +246,7 @@ def test_a_writer_that_is_not_let_in_is_told_so(
     monkeypatch.setenv(ENV_TOKEN_FILE, str(keys.file("rank", keys.mint([Role.REPLAYER]))))
     writer = LogWriter([server.address], JOB, 1, patience_s=0.3)
     writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (4,), b"abcd")
-    with pytest.raises(LogUnavailable, match="another job, role or generation"):
+    with pytest.raises(LogUnavailable, match="another job or role"):
         writer.flush(10)
     with pytest.raises(LogUnavailable):
         writer.close(0.1)
