@@ -24,6 +24,8 @@ OPEN_FILES_WANTED = 8192
 SHARED_BYTES_WANTED = 1 * GIB
 ROUND_TRIP_SLOW_S = 0.01
 CLOCK_WARN_S = 1.0
+TOKEN_WARN_S = 600.0
+"""Time to see to it before ranks are refused."""
 
 IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse", "fuseblk", "virtiofs"}
@@ -389,6 +391,30 @@ def _certificate(found: Certificate, days: float) -> Finding:
     return Finding(where, Status.OK, left)
 
 
+def token(facts: Facts) -> Iterator[Finding]:
+    found, name = facts.token, "SWIFT_TOKEN_FILE"
+    if found is None:
+        return
+    said = f"{found.path}: job {found.job}, {', '.join(found.roles)}"
+    left = f"{said}, {found.expires_in_s / 60:.0f} min left"
+    renew = "is swift-ft token --renew running?"
+    if found.problem:
+        yield Finding(name, Status.FAIL, f"{found.path}: {found.problem}", "make one with swift-ft token")
+    elif found.expires_in_s <= 0:
+        yield Finding(name, Status.FAIL, f"{said}: expired", renew)
+    elif found.generation is not None:
+        yield Finding(
+            name,
+            Status.WARN,
+            f"{left}, to generation {found.generation}",
+            "a job's ranks need one that is not bound: leave --generation out",
+        )
+    elif found.expires_in_s < TOKEN_WARN_S:
+        yield Finding(name, Status.WARN, left, renew)
+    else:
+        yield Finding(name, Status.OK, left)
+
+
 def _size(size: int) -> str:
     for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
@@ -399,5 +425,5 @@ def _size(size: int) -> str:
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     *(python, packages, kernels),
     *(processors, open_files, shared_memory, locked_memory),
-    *(directory, ports, peers, certificates),
+    *(directory, ports, peers, certificates, token),
 )

@@ -64,6 +64,7 @@ def gathered(argv: Sequence[str]) -> tuple[Facts, Path | None]:
         ports=[gather.port(address) for address in options.listen],
         peers=[gather.peer(kind, address, options.timeout) for kind, address in asked],
         certificates=gather.certificates(os.environ, time.time()),
+        token=gather.token(os.environ, time.time()),
     )
     return facts, options.json
 

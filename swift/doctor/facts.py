@@ -86,6 +86,19 @@ class Certificate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """What a token says of itself. Nobody here has checked its signature."""
+
+    path: str
+    problem: str = ""
+    job: str = ""
+    roles: Sequence[str] = ()
+    generation: int | None = None
+    """It is good until the job's generation is above; None: whatever it is."""
+    expires_in_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     own_version: str
     software: Software
@@ -97,3 +110,4 @@ class Facts:
     ports: Sequence[Port] = ()
     peers: Sequence[Peer] = ()
     certificates: Sequence[Certificate] = field(default=())
+    token: Token | None = None

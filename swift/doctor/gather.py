@@ -19,12 +19,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift.arguments import host_and_port
-from swift.doctor.facts import Certificate, Directory, Machine, Peer, Port, Software
+from swift.doctor.facts import Certificate, Directory, Machine, Peer, Port, Software, Token
 from swift.doctor.pem import read_certificate, read_key, same_key
 from swift.errors import UsageError
 from swift.log.rpc import message_of, open_channel
 from swift.log.wire import TIME_KEY, VERSION_KEY
+from swift.security.channel import ENV_TOKEN_FILE, read_token
 from swift.security.health import SECURITY_KEY
+from swift.security.tokens import claims_of
 
 PACKAGES = ("swift-ft", "torch", "numpy", "grpcio", "protobuf", "cryptography", "prometheus-client")
 TLS_VARIABLES = ("SWIFT_TLS_CERT", "SWIFT_TLS_KEY", "SWIFT_TLS_CA")
@@ -302,3 +304,23 @@ def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certifi
         except ValueError as error:
             found.append(Certificate(variable=variable, path=path, problem=str(error)))
     return found
+
+
+def token(environment: Mapping[str, str], now: float) -> Token | None:
+    """What is in the file that this machine's clients would take."""
+    name = environment.get(ENV_TOKEN_FILE)
+    if not name:
+        return None
+    try:
+        said = claims_of(read_token(Path(name)))
+    except UsageError as error:
+        return Token(path=name, problem=str(error).removeprefix(f"{ENV_TOKEN_FILE} {name}: "))
+    if said is None:
+        return Token(path=name, problem="holds something that is no token of ours")
+    return Token(
+        path=name,
+        job=said.job,
+        roles=sorted(said.roles),
+        generation=said.generation_max,
+        expires_in_s=said.expires_at - now,
+    )

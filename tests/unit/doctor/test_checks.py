@@ -8,7 +8,7 @@ import pytest
 from swift.doctor import checks
 from swift.doctor.checks import DAY_S, GIB, Finding, Status, examine, exit_code
 from swift.doctor.command import table
-from swift.doctor.facts import Certificate, Directory, Facts, Machine, Peer, Port, Software
+from swift.doctor.facts import Certificate, Directory, Facts, Machine, Peer, Port, Software, Token
 
 PACKAGES = {"torch": "2.13.0+cpu", "grpcio": "1.85.1", "protobuf": "7.36.2"}
 GOOD_DISK = Directory(
@@ -45,6 +45,11 @@ GOOD = Facts(
         Certificate(variable="SWIFT_TLS_KEY", path="k", mode=0o600, is_key=True, matches=True),
     ],
 )
+
+
+def token(**changes: Any) -> Facts:
+    known: dict[str, Any] = {"path": "t", "job": "j", "roles": ["writer"], "expires_in_s": 1800.0, **changes}
+    return replace(GOOD, token=Token(**known))
 
 
 def software(**changes: Any) -> Facts:
@@ -124,6 +129,12 @@ CASES = [
     (disk(syncs_s=[0.06, 0.06, 0.001]), "sync latency", "warn", "another disk"),
     (disk(append_bytes_per_s=199e6), "append speed", "warn", "another disk"),
     (disk(append_bytes_per_s=201e6), "append speed", "ok", ""),
+    (token(), "SWIFT_TOKEN_FILE", "ok", ""),
+    (token(expires_in_s=599.0), "SWIFT_TOKEN_FILE", "warn", "--renew running?"),
+    (token(expires_in_s=600.0), "SWIFT_TOKEN_FILE", "ok", ""),
+    (token(expires_in_s=0.0), "SWIFT_TOKEN_FILE", "fail", "--renew running?"),
+    (token(generation=3), "SWIFT_TOKEN_FILE", "warn", "leave --generation out"),
+    (token(problem="No such file"), "SWIFT_TOKEN_FILE", "fail", "swift-ft token"),
     (
         replace(GOOD, ports=[Port(address="h:1", problem="Address already in use")]),
         "port",

@@ -3,6 +3,7 @@
 import datetime
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from swift.doctor import gather
+from swift.doctor.facts import Token
 from swift.doctor.gather import filesystem_of
+from swift.security.roles import Role
+from swift.security.tokens import SigningKey, new_key
 
 MOUNTS = """\
 24 1 253:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
@@ -143,3 +147,33 @@ def test_a_port_is_free_until_somebody_listens(tmp_path: Path) -> None:
         assert "in use" in gather.port(address).problem
     assert gather.port(address).problem == ""
     assert gather.port("203.0.113.1:80").problem  # not an address of this machine
+
+
+def test_a_token_is_looked_into_and_not_shown(tmp_path: Path) -> None:
+    key = SigningKey.load(new_key(tmp_path)[0], "--key")
+    path = tmp_path / "token"
+    now = time.time()
+
+    def found(content: str, mode: int = 0o600) -> Token:
+        path.write_text(content)
+        path.chmod(mode)
+        token = gather.token({"SWIFT_TOKEN_FILE": str(path)}, now)
+        assert token is not None
+        assert content not in repr(token)
+        return token
+
+    token = found(key.mint("run42", [Role.WRITER, Role.REPLAYER], 600, generation_max=4))
+    assert (token.job, token.roles, token.generation, token.problem) == (
+        *("run42", ["replayer", "writer"], 4, ""),
+    )
+    assert 590 < token.expires_in_s <= 601
+    expired = found(key.mint("run42", [Role.WRITER], -60))
+    assert (expired.problem, expired.generation) == ("", None)
+    assert -62 < expired.expires_in_s < -58
+    assert "no token of ours" in found("a.b.c").problem
+    assert "chmod 600" in found(key.mint("j", [Role.WRITER], 60), 0o640).problem
+    assert gather.token({}, now) is None
+    path.unlink()
+    gone = gather.token({"SWIFT_TOKEN_FILE": str(path)}, now)
+    assert gone is not None
+    assert gone.problem == "No such file or directory"
