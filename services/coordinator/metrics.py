@@ -58,6 +58,12 @@ FAMILIES = (
     Family("swift_coordinator_lease_expiries_total", COUNTER, "Ranks given up for their silence.", _JOB),
     Family("swift_coordinator_fenced_ranks_total", COUNTER, "Processes that were fenced.", _JOB),
     Family("swift_coordinator_replay_refusals_total", COUNTER, "Recoveries that a rank refused.", _JOB),
+    Family(
+        "swift_coordinator_early_checkpoints_total",
+        COUNTER,
+        "Checkpoints asked for before the interval brings one.",
+        _JOB,
+    ),
     Family("swift_coordinator_refusals_total", COUNTER, "Calls that were refused.", ("reason",)),
 )
 
@@ -65,6 +71,7 @@ _EVENTS = {
     "lease_expired": "swift_coordinator_lease_expiries_total",
     "fenced": "swift_coordinator_fenced_ranks_total",
     "refused": "swift_coordinator_replay_refusals_total",
+    "checkpoint_asked": "swift_coordinator_early_checkpoints_total",
 }
 _COSTLIEST_FIRST = (
     Strategy.CHECKPOINT,

@@ -18,6 +18,8 @@ from swift.log.manifest import JobMeta
 from swift.log.wire import Reason
 
 T = TypeVar("T")
+ASKED_FOR = "asked for"
+"""Why a job is dropped that somebody wanted dropped."""
 
 
 class Administration:
@@ -100,7 +102,7 @@ class Administration:
             case Emit():
                 events.emit(step.event, **step.fields)
 
-    def drop(self, job_name: str, *, force: bool, why: str = "asked for") -> tuple[int, int]:
+    def drop(self, job_name: str, *, force: bool, why: str = ASKED_FOR) -> tuple[int, int]:
         """Gives how many (records, bytes) are forgotten."""
         return self._carry_out(procedures.drop(self._state, job_name, self._clock(), force=force, why=why))
 

@@ -152,7 +152,8 @@ class LogEngine:
                 sessions=len(self.state.sessions),
                 underway_bytes=sum(session.underway_bytes for session in self.state.sessions),
                 credit_bytes=self.config.credit_bytes * len(self.state.sessions),
-                jobs=[JobSnapshot.of(job) for job in self.state.core.jobs.values()],
+                space=self.state.space.snapshot(),
+                jobs=[JobSnapshot.of(job, self.state.space) for job in self.state.core.jobs.values()],
             )
 
     # -- the end --------------------------------------------------------------------------------------

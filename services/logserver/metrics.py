@@ -14,8 +14,10 @@ from typing import Any, cast
 
 import grpc
 
+from services.logserver.administration import ASKED_FOR
 from services.logserver.disk import Disk, File
-from services.logserver.snapshot import EngineSnapshot
+from services.logserver.snapshot import EngineSnapshot, JobSnapshot
+from services.logserver.space import Alarm
 from services.logserver.state import CONDITIONS
 from services.logserver.storage import Storage, Write
 from swift import events
@@ -35,6 +37,7 @@ from swift.metrics import (
 )
 
 _JOB = ("job",)
+ALARMS = tuple(alarm.name.lower() for alarm in Alarm)
 _USAGE_MAX_AGE_S = 10.0
 
 FAMILIES = (
@@ -74,6 +77,20 @@ FAMILIES = (
     Family("swift_log_held_records", GAUGE, "Records that can be read.", _JOB),
     Family("swift_log_held_bytes", GAUGE, "Bytes of these, framed.", _JOB),
     Family("swift_log_readers", GAUGE, "Read calls under way.", _JOB),
+    Family("swift_log_used_bytes", GAUGE, "Bytes of records that are kept, of all jobs."),
+    Family("swift_log_quota_bytes", GAUGE, "--quota-bytes, if it is given."),
+    Family("swift_log_limit_bytes", GAUGE, "The quota, or what the disk has room for if that is less."),
+    Family("swift_log_high_mark_bytes", GAUGE, "Above, the alarm begins: part of the limit."),
+    Family("swift_log_low_mark_bytes", GAUGE, "Below, it ends."),
+    Family("swift_log_alarm", STATES, "Of the server: full also if the disk says so.", (), ALARMS),
+    Family("swift_log_job_quota_bytes", GAUGE, "--job-quota-bytes, if it is given.", _JOB),
+    Family("swift_log_job_high_mark_bytes", GAUGE, "Above, the job's alarm begins: part of its quota.", _JOB),
+    Family("swift_log_job_low_mark_bytes", GAUGE, "Below, it ends.", _JOB),
+    Family("swift_log_job_alarm", STATES, "Of the job's quota.", _JOB, ALARMS),
+    Family("swift_log_checkpoint_wanted", GAUGE, "1 while an early checkpoint is asked for.", _JOB),
+    Family("swift_log_trimmed_bytes_total", COUNTER, "Bytes of records given up by trims and resets.", _JOB),
+    Family("swift_log_dropped_jobs_total", COUNTER, "Jobs dropped: asked, or by age.", ("reason",)),
+    Family("swift_log_dropped_bytes_total", COUNTER, "Bytes of records that these had.", ("reason",)),
     Family("swift_log_segments", GAUGE, "Segment files in the directory."),
     Family("swift_log_disk_used_bytes", GAUGE, "Disk space that the directory's files take."),
     Family("swift_log_disk_free_bytes", GAUGE, "Space left on its filesystem for this user."),
@@ -223,6 +240,8 @@ class LogMetrics:
         self._directory = directory
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in _EVENTS.values()}
         self._freed: Counter[str] = Counter()
+        self._dropped_jobs: Counter[str] = Counter()
+        self._dropped_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._usage = (0, 0)
         self._usage_at = -_USAGE_MAX_AGE_S
@@ -237,6 +256,11 @@ class LogMetrics:
         if event == "freed":
             with self._lock:
                 self._freed[fields["job"]] += fields["bytes"]
+        elif event == "dropped":
+            why = "asked" if fields["reason"] == ASKED_FOR else "age"
+            with self._lock:
+                self._dropped_jobs[why] += 1
+                self._dropped_bytes[why] += fields["bytes"]
         elif event in _EVENTS:
             with self._lock:
                 self._counts[_EVENTS[event]][fields["job"]] += 1
@@ -260,9 +284,11 @@ class LogMetrics:
         with self._lock:
             out |= {name: _by_label(count) for name, count in self._counts.items()}
             out["swift_log_freed_bytes_total"] = _by_label(self._freed)
+            out["swift_log_dropped_jobs_total"] = _by_label(self._dropped_jobs)
+            out["swift_log_dropped_bytes_total"] = _by_label(self._dropped_bytes)
         for name, field in _JOB_FIELDS.items():
             out[name] = {(job.job,): float(getattr(job, field)) for job in snapshot.jobs}
-        return out | self._disk()
+        return out | _space(snapshot) | self._disk()
 
     def _disk(self) -> dict[str, Mapping[tuple[str, ...], Value]]:
         now = time.monotonic()
@@ -288,7 +314,28 @@ _JOB_FIELDS = {
     "swift_log_held_records": "records",
     "swift_log_held_bytes": "bytes",
     "swift_log_readers": "readers",
+    "swift_log_trimmed_bytes_total": "trimmed_bytes",
+    "swift_log_checkpoint_wanted": "checkpoint_wanted",
 }
+
+
+def _space(snapshot: EngineSnapshot) -> dict[str, Mapping[tuple[str, ...], Value]]:
+    """A quota that nobody has set, and marks of a limit that nobody knows, are not shown."""
+
+    def known(name: str, jobs: Sequence[JobSnapshot]) -> Mapping[tuple[str, ...], Value]:
+        return {(job.job,): value for job in jobs if (value := getattr(job.space, name))}
+
+    server = {
+        f"swift_log_{name}": plain(value)
+        for name in ("quota_bytes", "limit_bytes", "high_mark_bytes", "low_mark_bytes")
+        if (value := getattr(snapshot.space, name))
+    }
+    jobs = {
+        f"swift_log_job_{name}": known(name, snapshot.jobs)
+        for name in ("quota_bytes", "high_mark_bytes", "low_mark_bytes", "alarm")
+    }
+    used = plain(snapshot.space.used_bytes)
+    return {**server, **jobs, "swift_log_used_bytes": used, "swift_log_alarm": plain(snapshot.space.alarm)}
 
 
 def _by_label(count: Mapping[str, int]) -> Mapping[tuple[str, ...], Value]:

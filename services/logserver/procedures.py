@@ -130,7 +130,7 @@ def drop(
         state.core.jobs[job_name] = job
         state.space.recount(state.core, trimmed=False)
         raise
-    state.space.trimmed_bytes += size
+    state.space.dropped_bytes += size
     state.touched.pop(job_name, None)
     yield Emit("dropped", {"job": job_name, "records": records, "bytes": size, "reason": why})
     return records, size

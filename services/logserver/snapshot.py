@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from services.logserver.core import JobState
+from services.logserver.space import AccountSnapshot, Space
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,9 +19,14 @@ class JobSnapshot:
     readers: int
     trim_waits: bool
     """A trim was asked for that readers hold up."""
+    trimmed_bytes: int
+    """Since the process began."""
+    checkpoint_wanted: bool
+    """Its coordinator is asked for an early one."""
+    space: AccountSnapshot
 
     @classmethod
-    def of(cls, job: JobState) -> Self:
+    def of(cls, job: JobState, space: Space) -> Self:
         streams = job.streams.values()
         return cls(
             job=job.name,
@@ -32,6 +38,9 @@ class JobSnapshot:
             bytes=sum(stream.bytes for stream in streams),
             readers=len(job.readers),
             trim_waits=job.trim_wanted > job.trimmed_below_step,
+            trimmed_bytes=space.trimmed[job.name],
+            checkpoint_wanted=bool(space.wants_checkpoint(job.name)),
+            space=space.snapshot(job.name),
         )
 
 
@@ -48,4 +57,5 @@ class EngineSnapshot:
     """Credit that writers have used up."""
     credit_bytes: int
     """Credit that writers have in all."""
+    space: AccountSnapshot
     jobs: list[JobSnapshot]

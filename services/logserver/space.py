@@ -17,7 +17,8 @@ A disk that has said that it is full is another thing, since its word counts mor
                                        └── no space again: the next while is longer ──┘
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -87,6 +88,20 @@ class Account:
         return f"{self.name} keeps {self.used_bytes} bytes of the {self.limit_bytes} that it may"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccountSnapshot:
+    """Plain numbers, for metrics."""
+
+    used_bytes: int
+    limit_bytes: int
+    """0: nobody can tell; then there are no marks either."""
+    quota_bytes: int
+    high_mark_bytes: int
+    low_mark_bytes: int
+    alarm: str
+    """"none", "high" or "full"."""
+
+
 @dataclass(slots=True)
 class _Trouble:
     """The disk's own word."""
@@ -106,7 +121,10 @@ class Space:
     jobs: dict[str, Account] = field(default_factory=dict)
     free_bytes: int | None = None
     """On the disk, as last seen; None: nobody can tell."""
-    trimmed_bytes: int = 0
+    trimmed: Counter[str] = field(default_factory=Counter)
+    """Bytes of records that trims and resets have given up, by job."""
+    dropped_bytes: int = 0
+    """... and those of jobs that were dropped."""
     _trouble: _Trouble = field(default_factory=_Trouble)
 
     def __post_init__(self) -> None:
@@ -139,14 +157,21 @@ class Space:
 
     def recount(self, core: LogCore, *, trimmed: bool = True) -> None:
         """Something was dropped. ``trimmed``: it was in the log; else it never was."""
-        before = self.server.used_bytes
+        before = {name: account.used_bytes for name, account in self.jobs.items()}
         for name in [name for name in self.jobs if name not in core.jobs]:
             del self.jobs[name]
         for name, job in core.jobs.items():
             self.job(name).used_bytes = sum(stream.bytes for stream in job.streams.values())
         self.server.used_bytes = sum(account.used_bytes for account in self.jobs.values())
-        if trimmed:
-            self.trimmed_bytes += max(0, before - self.server.used_bytes)
+        for name, used_bytes in before.items():
+            gone = used_bytes - (self.jobs[name].used_bytes if name in self.jobs else 0)
+            if trimmed and gone > 0:
+                self.trimmed[name] += gone
+
+    @property
+    def trimmed_bytes(self) -> int:
+        """Everything that was given up, by a trim, a reset or a drop."""
+        return self.trimmed.total() + self.dropped_bytes
 
     # -- the disk -------------------------------------------------------------------------------------
 
@@ -235,24 +260,16 @@ class Space:
                 return full.words()
         return ""
 
-    def snapshot(self) -> dict[str, object]:
-        """Plain numbers, for metrics."""
-
-        def numbers(accounts: Iterable[Account]) -> list[dict[str, object]]:
-            return [
-                {
-                    "used_bytes": account.used_bytes,
-                    "limit_bytes": account.limit_bytes,
-                    "quota_bytes": account.quota_bytes,
-                    "alarm": int(account.alarm),
-                }
-                for account in accounts
-            ]
-
-        return {
-            **numbers([self.server])[0],
-            "free_bytes": self.free_bytes,
-            "disk_full": self._trouble.disk is not DiskState.OPEN,
-            "trimmed_bytes": self.trimmed_bytes,
-            "jobs": dict(zip(self.jobs, numbers(self.jobs.values()))),
-        }
+    def snapshot(self, job_name: str = "") -> AccountSnapshot:
+        """Of a job, or of the server."""
+        account = self.job(job_name) if job_name else self.server
+        limit, config = account.limit_bytes, self.config
+        full = not job_name and self._trouble.disk is not DiskState.OPEN
+        return AccountSnapshot(
+            used_bytes=account.used_bytes,
+            limit_bytes=limit,
+            quota_bytes=account.quota_bytes,
+            high_mark_bytes=round(config.high_water * limit),
+            low_mark_bytes=round(config.low_water * limit),
+            alarm=(Alarm.FULL if full else account.alarm).name.lower(),
+        )

@@ -145,6 +145,73 @@ def test_the_log_server_counts_what_it_does_and_the_table_lists_it(tmp_path: Pat
         compare(shown, "Log server")
 
 
+def test_quotas_marks_alarms_and_what_is_given_up_show(tmp_path: Path) -> None:
+    flags = [
+        "--quota-bytes",
+        "1000000",
+        "--job-quota-bytes",
+        "300000",
+        "--high-water",
+        "0.8",
+        "--low-water",
+        "0.5",
+    ]
+    job = {"job": JOB}
+    with Metered(tmp_path / "log", *flags) as server:
+        server.fence(1)
+
+        def alarm() -> set[str]:
+            shown = server.scrape()
+            return {
+                f"{family}={state}"
+                for family in ("swift_log_alarm", "swift_log_job_alarm")
+                for state in ("none", "high", "full")
+                if shown.get(family, **(job if "job" in family else {}), **{family: state}) == 1
+            }
+
+        writer = LogWriter([server.address], JOB, 1, patience_s=1.0)
+        for step in range(11):
+            put(writer, step)
+        writer.flush(TIMEOUT_S)
+        shown = server.scrape()
+        assert shown.value("swift_log_quota_bytes") == shown.value("swift_log_limit_bytes") == 1_000_000
+        assert shown.value("swift_log_high_mark_bytes") == 800_000
+        assert shown.value("swift_log_low_mark_bytes") == 500_000
+        assert shown.value("swift_log_job_quota_bytes", **job) == 300_000
+        assert shown.value("swift_log_job_high_mark_bytes", **job) == 240_000
+        assert shown.value("swift_log_job_low_mark_bytes", **job) == 150_000
+        assert alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=none"}
+        assert shown.value("swift_log_checkpoint_wanted", **job) == 0
+        for step in range(11, 13):
+            put(writer, step)
+        writer.flush(TIMEOUT_S)
+        until(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=high"})
+        assert server.scrape().value("swift_log_checkpoint_wanted", **job) == 1
+        for step in range(13, 20):
+            put(writer, step)
+        with pytest.raises(LogUnavailable, match="quota is full"):
+            writer.flush(TIMEOUT_S)
+        until(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=full"})
+        shown = server.scrape()
+        held = shown.value("swift_log_held_bytes", **job)
+        assert 240_000 < held <= 300_000
+        assert shown.value("swift_log_used_bytes") == held
+        assert shown.get("swift_log_trimmed_bytes_total", **job) == 0
+        writer.close(0.0)
+        admin.trim(server.address, JOB, 10, TIMEOUT_S)
+        until(lambda: alarm() == {"swift_log_alarm=none", "swift_log_job_alarm=none"})
+        shown = server.scrape()
+        left = shown.value("swift_log_held_bytes", **job)
+        assert shown.value("swift_log_trimmed_bytes_total", **job) == held - left > 0
+        assert shown.value("swift_log_checkpoint_wanted", **job) == 0
+        admin.drop(server.address, JOB, TIMEOUT_S, force=True)
+        shown = server.scrape()
+        assert shown.value("swift_log_dropped_jobs_total", reason="asked") == 1
+        assert shown.value("swift_log_dropped_bytes_total", reason="asked") == left
+        assert shown.value("swift_log_used_bytes") == 0
+        compare(shown, "Log server")
+
+
 def test_a_full_disk_shows(tmp_path: Path) -> None:
     with Metered(tmp_path / "log", file_bytes_max=1 << 20) as server:
         server.fence(1)
@@ -155,6 +222,7 @@ def test_a_full_disk_shows(tmp_path: Path) -> None:
             writer.flush(TIMEOUT_S)
         shown = server.scrape()
         assert shown.value("swift_log_state", swift_log_state="full") == 1
+        assert shown.value("swift_log_alarm", swift_log_alarm="full") == 1
         assert shown.value("swift_log_state", swift_log_state="serving") == 0
         assert shown.value("swift_log_refusals_total", reason="disk-full") >= 1
         assert shown.value("swift_log_commit_failures_total", reason="StorageFull") >= 1
@@ -288,6 +356,10 @@ def test_the_coordinator_counts_what_it_does_and_the_table_lists_it(
         assert now.value("swift_coordinator_recovery_seconds_count", **job) == 1
         assert 0 < now.value("swift_coordinator_recovery_seconds_sum", **job) < TIMEOUT_S
         assert now.value("swift_coordinator_fenced_ranks_total", **job) == 1
+        assert now.get("swift_coordinator_early_checkpoints_total", **job) == 0
+        for _ in range(2):  # the second one changes nothing
+            members[0].client.ask_checkpoint(2, 1_000_000, "made up")
+        until(lambda: shown().get("swift_coordinator_early_checkpoints_total", **job) == 1)
         members[0].silent.set()
         until(lambda: shown().get("swift_coordinator_lease_expiries_total", **job) == 1)
         members[0].silent.clear()  # too late: the lease is gone, and the next renewal is refused

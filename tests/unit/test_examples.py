@@ -173,7 +173,7 @@ def test_alerts_look_at_metrics_that_are_shown() -> None:
                 wanted = re.findall(rf'{name}=~?"([^"]+)"', rule["expr"])
                 assert set("|".join(wanted).split("|")) <= set(shown[plain].states), rule
             if shown[plain].kind == "counter":
-                assert re.search(rf"(rate|increase)\({name}\[", rule["expr"]), rule
+                assert re.search(rf"(rate|increase)\({name}(\{{[^}}]*\}})?\[", rule["expr"]), rule
         assert names or rule["expr"].startswith("up{"), rule
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"].endswith((".", "}}."))
@@ -204,7 +204,7 @@ def test_only_known_labels_and_base_units() -> None:
     bounded = {"job", "reason", "strategy"}
     units = ("_seconds", "_bytes", "_total", "_info")
     countable = re.compile(
-        r"_(records|sessions|streams|readers|segments|ranks|servers|suspicions|generation|version|size|state|step|waits)$"
+        r"_(records|sessions|streams|readers|segments|ranks|servers|suspicions|generation|version|size|state|alarm|wanted|step|waits)$"
     )
     for family in (*LOG, *COORDINATOR, *TRAINER):
         assert set(family.labels) <= bounded, family

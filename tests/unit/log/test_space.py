@@ -1,7 +1,8 @@
 """Accounts and alarms: when they begin, when they end, and that they do not flap."""
 
-import pytest
+from dataclasses import asdict
 
+from services.logserver.core import LogCore
 from services.logserver.space import Alarm, DiskState, Notice, Space, SpaceConfig
 from swift.log.wire import Reason
 
@@ -155,18 +156,49 @@ def test_files_that_are_removed_end_the_pause() -> None:
     assert counted.disk is DiskState.TRYING
 
 
-@pytest.mark.parametrize("job", ["a", "b"])
-def test_the_snapshot_has_the_numbers(job: str) -> None:
+def test_the_snapshot_has_the_numbers() -> None:
     counted = space(quota_bytes=1000, job_quota_bytes=100)
     hold(counted, "a", 85)
     hold(counted, "b", 7)
     counted.observe(5000, 0.0)
+    server, marks = (
+        {"high_mark_bytes": 800, "low_mark_bytes": 600},
+        {"high_mark_bytes": 80, "low_mark_bytes": 60},
+    )
+    assert asdict(counted.snapshot()) == {
+        "used_bytes": 92,
+        "limit_bytes": 1000,
+        "quota_bytes": 1000,
+        "alarm": "none",
+        **server,
+    }
+    a, b = (asdict(counted.snapshot(job)) for job in ("a", "b"))
+    assert a == {"used_bytes": 85, "limit_bytes": 100, "quota_bytes": 100, "alarm": "high", **marks}
+    assert b == {"used_bytes": 7, "limit_bytes": 100, "quota_bytes": 100, "alarm": "none", **marks}
+    counted.disk_is_full("no space left", 1.0)
+    assert counted.snapshot().alarm == "full", "whatever the quota says"
+    assert counted.snapshot("b").alarm == "none"
+
+
+def test_the_snapshot_follows_the_disk_where_there_is_no_quota() -> None:
+    counted = space()
+    hold(counted, "a", 100)
+    assert (counted.snapshot().limit_bytes, counted.snapshot().high_mark_bytes) == (0, 0)
+    counted.observe(900, 0.0)
     shown = counted.snapshot()
-    assert shown["used_bytes"] == 92
-    assert shown["limit_bytes"] == shown["quota_bytes"] == 1000
-    assert shown["free_bytes"] == 5000
-    assert shown["disk_full"] is False
-    jobs = shown["jobs"]
-    assert isinstance(jobs, dict)
-    used, alarm = {"a": (85, 1), "b": (7, 0)}[job]
-    assert jobs[job] == {"used_bytes": used, "limit_bytes": 100, "quota_bytes": 100, "alarm": alarm}
+    assert (shown.limit_bytes, shown.quota_bytes, shown.high_mark_bytes) == (1000, 0, 800)
+    assert counted.snapshot("a").limit_bytes == 0
+
+
+def test_what_is_given_up_is_counted_by_job_and_what_never_was_in_the_log_is_not() -> None:
+    core, counted = LogCore(), space()
+    for name, size in (("a", 50), ("b", 30), ("c", 5)):
+        core.job(name).stream("s").bytes = size
+        hold(counted, name, size)
+    core.jobs["a"].streams["s"].bytes = 20
+    counted.recount(core)
+    core.jobs["b"].streams["s"].bytes = 29
+    counted.recount(core, trimmed=False)
+    assert (counted.trimmed, counted.trimmed_bytes) == ({"a": 30}, 30)
+    counted.dropped_bytes += 5
+    assert counted.trimmed_bytes == 35
