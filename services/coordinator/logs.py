@@ -91,6 +91,7 @@ def _summary(stream: admin.StreamInventory) -> StreamSummary:
         trimmed_below_step=stream.trimmed_below_step,
         corrupt=stream.corrupt,
         reason=stream.reason,
+        unlogged=stream.unlogged,
     )
 
 

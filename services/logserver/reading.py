@@ -10,6 +10,7 @@ from services.logserver.state import Refused, ServerState, check_names
 from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import MESSAGE_BYTES
+from swift.log.unlogged import hull
 from swift.log.wire import Reason
 
 _POLL_S = 0.5
@@ -198,6 +199,7 @@ def _space(account: Account, disk_reason: str) -> log_pb2.Space:
 
 def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
     steps = [entry.key.step for entry in stream.by_sequence.values()]
+    unlogged = hull(entry.key for entry in stream.by_sequence.values())
     return log_pb2.StreamInventory(
         stream=stream.name,
         records=len(steps),
@@ -212,4 +214,6 @@ def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
         first_sequence=stream.first,
         holes=[hole.reason for hole in stream.holes],
         quarantined=stream.quarantined,
+        unlogged_from_step=None if unlogged is None else unlogged.first,
+        unlogged_to_step=None if unlogged is None else unlogged.last,
     )

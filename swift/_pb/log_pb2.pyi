@@ -362,6 +362,8 @@ class StreamInventory(_message.Message):
     FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
     HOLES_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    UNLOGGED_FROM_STEP_FIELD_NUMBER: _builtins.int
+    UNLOGGED_TO_STEP_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     records: _builtins.int
     bytes: _builtins.int
@@ -377,6 +379,9 @@ class StreamInventory(_message.Message):
     """why it is corrupt"""
     first_sequence: _builtins.int
     quarantined: _builtins.str
+    unlogged_from_step: _builtins.int
+    """from here to the next one, steps were declared not to be whole"""
+    unlogged_to_step: _builtins.int
     @_builtins.property
     def holes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """records that were there once and are not to be had"""
@@ -397,12 +402,21 @@ class StreamInventory(_message.Message):
         first_sequence: _builtins.int = ...,
         holes: _abc.Iterable[_builtins.str] | None = ...,
         quarantined: _builtins.str = ...,
+        unlogged_from_step: _builtins.int | None = ...,
+        unlogged_to_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_sequence", b"first_sequence", "first_step", b"first_step", "has_records", b"has_records", "holes", b"holes", "last_step", b"last_step", "next_sequence", b"next_sequence", "quarantined", b"quarantined", "reason", b"reason", "records", b"records", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_sequence", b"first_sequence", "first_step", b"first_step", "has_records", b"has_records", "holes", b"holes", "last_step", b"last_step", "next_sequence", b"next_sequence", "quarantined", b"quarantined", "reason", b"reason", "records", b"records", "stream", b"stream", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__unlogged_from_step: _TypeAlias = _typing.Literal["unlogged_from_step"]  # noqa: Y015
+    _WhichOneofArgType__unlogged_from_step: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step"]  # noqa: Y015
+    _WhichOneofReturnType__unlogged_to_step: _TypeAlias = _typing.Literal["unlogged_to_step"]  # noqa: Y015
+    _WhichOneofArgType__unlogged_to_step: _TypeAlias = _typing.Literal["_unlogged_to_step", b"_unlogged_to_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unlogged_from_step) -> _WhichOneofReturnType__unlogged_from_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unlogged_to_step) -> _WhichOneofReturnType__unlogged_to_step | None: ...
 
 Global___StreamInventory: _TypeAlias = StreamInventory  # noqa: Y015
 

@@ -121,11 +121,12 @@ class _Writer:
                 self.writer.interrupt()
             self._cond.notify_all()
 
-    def _through(self, work: Callable[[], None]) -> None:
+    def _through(self, work: Callable[[], object]) -> None:
         """Does it under whichever generation is granted."""
         while True:
             try:
-                return work()
+                work()
+                return
             except LogInterrupted:
                 with self._cond:
                     self.writer.set_generation(self._generation)

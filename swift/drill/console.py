@@ -247,6 +247,10 @@ def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     found.append(("survivors kept", kept))
     megabytes = f"{log['bytes'] / 1e6:.1f} MB" if log["bytes"] is not None else "?"
     found.append(("log", f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"))
+    if "unlogged" in log:
+        lacks = log["unlogged"]
+        steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
+        found.append(("not logged", f"{lacks['records']} records ({lacks['bytes'] / 1e6:.1f} MB) of {steps}"))
     rate = {name: "-" if value is None else f"{value:.2f}" for name, value in rates.items()}
     found.append(
         ("steps per second", f"{rate['before']} before, {rate['during']} during, {rate['after']} after")

@@ -348,4 +348,20 @@ def _log(evidence: Evidence, found: Sequence[Recovery]) -> dict[str, Any]:
         "bytes": None,
         **(evidence.log or {}),
         "verified_sends": sum(recovery.replayed("verified") for recovery in found),
+        **_unlogged([event for event in evidence.events if event["event"] == "unlogged"]),
+    }
+
+
+def _unlogged(events: Sequence[Event]) -> dict[str, Any]:
+    """What was dropped because the log could not keep up; nothing, where that did not happen."""
+    if not events:
+        return {}
+    return {
+        "unlogged": {
+            "first_step": min(event["first_step"] for event in events),
+            "last_step": max(event["last_step"] for event in events),
+            "ranks": sorted({event["rank"] for event in events}),
+            "records": sum(event["records"] for event in events),
+            "bytes": sum(event["bytes"] for event in events),
+        }
     }

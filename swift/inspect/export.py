@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from swift.errors import UsageError
 from swift.log.record import Record
+from swift.log.unlogged import MARK_SLOT
 
 # The log's element types, as safetensors calls them.
 DTYPES: Mapping[str, str] = MappingProxyType(
@@ -52,6 +53,8 @@ def export(path: Path, records: Iterable[tuple[str, Record]], metadata: Mapping[
     try:
         with open(bodies, "w+b") as data:
             for stream, record in records:
+                if record.key.slot == MARK_SLOT:
+                    continue  # no tensor
                 name = f"{stream}/{record.key.step}/{record.key.microbatch}/{record.key.slot}"
                 dtype = DTYPES.get(record.dtype)
                 if dtype is None:

@@ -27,6 +27,8 @@ class StreamFacts:
     bytes: int = 0
     first_step: int | None = None
     last_step: int | None = None
+    unlogged: tuple[int, int] | None = None
+    """The first and the last step that the writer has declared not to be whole, as the log could not keep up."""
     segments: list[SegmentFacts] | None = None
     """None: a server does not tell."""
     problems: list[str] = field(default_factory=list)

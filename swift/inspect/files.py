@@ -24,6 +24,7 @@ from swift.log.frame import FrameHeader, decode_record
 from swift.log.manifest import JobMeta, StreamMeta
 from swift.log.record import Record
 from swift.log.segment import Ending, ScannedRecord, SegmentScan, walk
+from swift.log.unlogged import declared
 
 _LOOKS = 5
 _LOOK_AGAIN_S = 0.1
@@ -213,6 +214,10 @@ def _count(record: ScannedRecord, facts: StreamFacts) -> None:
     facts.bytes += record.header.frame_bytes
     facts.first_step = step if facts.first_step is None else min(facts.first_step, step)
     facts.last_step = step if facts.last_step is None else max(facts.last_step, step)
+    steps = declared(record.header.key)
+    if steps is not None:
+        begin, end = facts.unlogged or steps
+        facts.unlogged = (min(begin, steps.first), max(end, steps.last))
 
 
 def _verify(stored: Stored, facts: StreamFacts, verified: Verified) -> None:

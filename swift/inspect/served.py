@@ -100,5 +100,6 @@ def _stream(found: admin.StreamInventory) -> StreamFacts:
         bytes=found.bytes,
         first_step=found.first_step,
         last_step=found.last_step,
+        unlogged=found.unlogged,
         problems=[*quarantined, *found.holes],
     )

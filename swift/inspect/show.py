@@ -92,6 +92,8 @@ def _job_row(job: JobFacts) -> list[str]:
 
 def _stream_row(job: str, stream: StreamFacts) -> list[str]:
     steps = "-" if stream.first_step is None else f"{stream.first_step} to {stream.last_step}"
+    if stream.unlogged is not None:
+        steps += " but {} to {}".format(*stream.unlogged)
     problems = len(stream.problems)
     return [
         job,

@@ -8,6 +8,7 @@ import grpc
 
 from swift._pb import log_pb2, log_pb2_grpc
 from swift.log.rpc import as_error, open_channel
+from swift.log.unlogged import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class StreamInventory:
     first_sequence: int = 0
     holes: tuple[str, ...] = ()
     quarantined: str = ""
+    unlogged: Steps | None = None
+    """From the first to the last step that the stream's writer has declared not to be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]
             first_sequence=stream.first_sequence,
             holes=tuple(stream.holes),
             quarantined=stream.quarantined,
+            unlogged=Steps(stream.unlogged_from_step, stream.unlogged_to_step)
+            if stream.HasField("unlogged_from_step")
+            else None,
         )
         for stream in reply.streams
     ]

@@ -13,6 +13,7 @@ from swift.log.frame import BODY_BYTES_MAX, FrameHeader, FrameIncomplete, decode
 from swift.log.placement import server_of
 from swift.log.record import Record, RecordKey, check_name
 from swift.log.rpc import as_error, code_of, message_of, method, open_channel, reason_of
+from swift.log.unlogged import MARK_SLOT, declared
 from swift.log.wire import Reason, split_frames
 
 _CALL_TIMEOUT_S = 30.0
@@ -101,6 +102,7 @@ class StreamCursor:
         self._prefetch_bytes = prefetch_bytes
         self._cond = threading.Condition()
         self._records: dict[RecordKey, Record] = {}
+        self._marks: list[RecordKey] = []
         self._held_bytes = 0
         self._waiting = 0
         self._next_sequence = 0
@@ -130,6 +132,7 @@ class StreamCursor:
                         raise LogInterrupted(f"waiting for {self.stream} {key} was called off")
                     if self._error is not None:
                         raise self._error
+                    self._raise_if_dropped(key)
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise RecordMissing(
@@ -143,6 +146,12 @@ class StreamCursor:
             self._held_bytes -= record.body.nbytes
             self._cond.notify_all()
             return record
+
+    def _raise_if_dropped(self, key: RecordKey) -> None:
+        """(holding the lock) No plan reads such a step: who gets here shall not wait for what nobody has."""
+        for steps in map(declared, self._marks):
+            if steps is not None and steps.first <= key.step <= steps.last:
+                raise RecordMissing(f"{self.stream} {key} was dropped: {steps} are declared unlogged")
 
     def drop_below(self, step: int) -> None:
         """Records of older steps will not be asked for."""
@@ -209,7 +218,9 @@ class StreamCursor:
         record = decode_body(header, frame[header.header_bytes :])
         with self._cond:
             self._next_sequence = record.sequence + 1
-            if record.key.step >= self._from_step:
+            if record.key.slot == MARK_SLOT:
+                self._marks.append(record.key)
+            elif record.key.step >= self._from_step:
                 self._records[record.key] = record
                 self._held_bytes += record.body.nbytes
             self._cond.notify_all()

@@ -1,7 +1,6 @@
 """The writing end of the log for a trainer: a ring in shared memory, and the sidecar that empties it."""
 
 import contextlib
-import ctypes
 import json
 import os
 import socket
@@ -11,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,12 @@ from swift import events
 from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
 from swift.log import ring
 from swift.log.choice import Choice
+from swift.log.memory import address_of
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, check_name
 from swift.log.ring import HEADER_BYTES, Memory, Word, header_of, producer
 from swift.log.sidecar import Message, error_from_json
+from swift.log.sidecar_expectations import expectations
+from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Declaring, Unlogged
 from swift.log.writer import LogWriter, WriterStats, check_options
 
 ENV_OFF = "SWIFT_NO_SIDECAR"
@@ -30,34 +31,6 @@ _POLL_S = 0.25
 _ANSWER_S = 60.0
 _RESTARTS_MAX = 5
 _RESTARTS_WITHIN_S = 10.0
-_EXPECT_AT_ONCE = 500
-
-
-class _Buffer(ctypes.Structure):
-    """Py_buffer: where the memory of an object is, writable or not."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _address_of(view: memoryview) -> int:
-    """Stays right as long as `view` lives."""
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    address = int(buffer.buf or 0)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address
 
 
 def open_writer(
@@ -68,7 +41,7 @@ def open_writer(
     return (LogWriter if inside else SidecarWriter)(servers, job, generation, **options)
 
 
-class SidecarWriter:
+class SidecarWriter(Declaring):
     """`LogWriter` as a trainer has it: the same calls, but the work is done by another process.
 
     `append` and `append_at` put a record into the ring, a matter of microseconds, and a native thread copies its
@@ -93,9 +66,10 @@ class SidecarWriter:
         fsync: str | Mapping[str, str] = "",
         queue_bytes: int = 256 << 20,
         patience_s: float = 60.0,
+        when_full: str = "block",
         name: str = "",
     ) -> None:
-        check_options(servers, job, codec, fsync, queue_bytes, patience_s)
+        check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
         self.job = job
         self.generation = generation
         self.restarts = 0
@@ -111,9 +85,11 @@ class SidecarWriter:
         self._patience_s = patience_s
         self._cond = threading.Condition()
         self._pushing = threading.Lock()
-        self._mapped = (
-            threading.Lock()
-        )  # held by who reads the ring's words, until `_stats` says that it is gone
+        # Held by who reads the ring's words, until `_stats` says that it is gone.
+        self._mapped = threading.Lock()
+        self.drops = when_full == "drop"
+        self._unlogged, self._unlogged_lock = Unlogged(), self._pushing
+        self._dropped_records = self._dropped_bytes = 0
         self._sending = threading.Lock()
         self._replacing = threading.Lock()
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
@@ -151,7 +127,11 @@ class SidecarWriter:
     def _counted(self) -> WriterStats:
         counts = self._memory.counts()._asdict()
         return WriterStats(
-            **counts, resent=self._memory.load(Word.RESENT), blocked_seconds=self._blocked_seconds
+            **counts,
+            resent=self._memory.load(Word.RESENT),
+            blocked_seconds=self._blocked_seconds,
+            dropped_records=self._dropped_records,
+            dropped_bytes=self._dropped_bytes,
         )
 
     @property
@@ -184,15 +164,18 @@ class SidecarWriter:
         dtype: str,
         shape: tuple[int, ...],
         body: memoryview | bytes | bytearray,
-    ) -> None:
+        *,
+        keep: bool = False,
+    ) -> bool:
         """As `LogWriter.append`; ``body`` must not change until `settle`."""
         view = LogWriter._check(stream, key, dtype, shape, body)
-        end = self.append_at(stream, key, dtype, shape, _address_of(view), view.nbytes)
+        end = self.append_at(stream, key, dtype, shape, address_of(view), view.nbytes, keep=keep)
         copied = self.copied
         while self._lent and self._lent[0][0] <= copied:
             self._lent.popleft()
         if end > copied:
             self._lent.append((end, view))
+        return end >= 0
 
     def append_at(
         self,
@@ -203,19 +186,18 @@ class SidecarWriter:
         address: int,
         size: int,
         now: bool = False,
+        keep: bool = False,
     ) -> int:
-        """Takes ``size`` bytes at an address into the log; gives the position that `copied` will pass.
+        """Takes ``size`` bytes at an address into the log; gives the position that `copied` will pass, or -1 if they
+        were dropped.
 
-        ``now``: they are copied before this returns, by the caller. Waits while the ring is full. Raises as
-        `LogWriter.append` does, and UsageError for a record that is larger than the ring.
+        ``now``: they are copied before this returns, by the caller. While the ring is full, waits or drops them;
+        with ``keep`` it waits in any case. Raises as `LogWriter.append` does, and UsageError for a record that is
+        larger than the ring.
         """
+        may_drop = self.drops and not keep
         with self._pushing:
-            self._raise_pending()
-            index = self._streams.get(stream)
-            if index is None:
-                check_name("stream", stream)
-                self._memory.set_stream(len(self._streams), stream)
-                index = self._streams[stream] = len(self._streams)
+            self._raise_pending(may_drop)
             if size > self._largest:
                 raise UsageError(
                     f"{stream} {key}: {size} bytes are more than the log's queue holds ({self._largest}); "
@@ -225,9 +207,39 @@ class SidecarWriter:
                 raise UsageError(f"{stream} {key}: element type {dtype!r} cannot be logged")
             if len(shape) > DIMS_MAX:
                 raise UsageError(f"{stream} {key}: {len(shape)} dimensions; at most {DIMS_MAX} can be logged")
-            header = header_of(index, key, dtype, shape, size)
+            header = header_of(self._index(stream), key, dtype, shape, size)
+            if may_drop:
+                refused = self._unlogged.refuses(stream, key.step, self.queued_bytes, self._memory.capacity)
+                tried = not refused and self._declare(stream, wait=False)
+                end = self._producer.push(header, address, size, now) if tried else -1
+                if end < 0:
+                    self._unlogged.drop(stream, key.step, size)
+                    self._dropped_records += 1
+                    self._dropped_bytes += size
+                return end
+            self._declare(stream, wait=True)
             end = self._producer.push(header, address, size, now)
             return end if end >= 0 else self._push_later(header, address, size, now)
+
+    def _index(self, stream: str) -> int:
+        index = self._streams.get(stream)
+        if index is None:
+            check_name("stream", stream)
+            self._memory.set_stream(len(self._streams), stream)
+            index = self._streams[stream] = len(self._streams)
+        return index
+
+    def _declare(self, stream: str, wait: bool) -> bool:
+        """(holding `_pushing`) Puts the mark that is due in front of what comes. False: there is no room."""
+        due = self._unlogged.due(stream)
+        if due is not None:
+            header = header_of(self._index(stream), due, MARK_DTYPE, MARK_SHAPE, 0)
+            if self._producer.push(header, self._memory.address, 0, True) < 0:
+                if not wait:
+                    return False
+                self._push_later(header, self._memory.address, 0, True)
+            self._unlogged.marked(stream)
+        return True
 
     def _push_later(self, header: bytes, address: int, size: int, now: bool) -> int:
         """Waits for room."""
@@ -265,11 +277,15 @@ class SidecarWriter:
         check_name("stream", stream)
         with self._cond:
             self._expected.setdefault(stream, {}).update(digests)  # a successor of the sidecar is told too
-        for message in _expectations({stream: digests}):
+        for message in expectations({stream: digests}):
             self._request(message)
 
     def flush(self, timeout_s: float) -> None:
         """As `LogWriter.flush`."""
+        with self._pushing:
+            for stream in self._unlogged.streams:
+                self._raise_pending()
+                self._declare(stream, wait=True)
         self.settle()
         with self._cond:
             self._raise_pending()
@@ -292,6 +308,8 @@ class SidecarWriter:
     def restart(self, generation: int) -> None:
         """As `LogWriter.restart`."""
         self.settle()
+        with self._pushing:
+            self._unlogged.forget()
         with self._cond:
             if self._closed:
                 self._raise_pending()
@@ -349,12 +367,14 @@ class SidecarWriter:
                 self._stats = self._counted()
                 self._memory.close()
 
-    def _raise_pending(self) -> None:
+    def _raise_pending(self, may_drop: bool = False) -> None:
+        """``may_drop``: a log that takes nothing is no reason."""
         if self._closed:
             raise ServiceError("this log writer is closed")
         if self._interrupted:
             raise LogInterrupted("the log writer was interrupted: a new generation is being formed")
-        error = self._dead or self._error or self._trouble
+        trouble = None if may_drop and isinstance(self._trouble, LogUnavailable) else self._trouble
+        error = self._dead or self._error or trouble
         if error is not None:
             raise error
 
@@ -370,7 +390,7 @@ class SidecarWriter:
             again = self._waiting.values()
             dropped = max((one["upto"] for one in again if one["do"] == "restart"), default=None)
             first = {"do": "begin", "generation": self.generation, "dropped": dropped, **self._begin}
-            for message in (first, *_expectations(self._expected), *again, {"do": "go"}):
+            for message in (first, *expectations(self._expected), *again, {"do": "go"}):
                 self._send({"id": 0, **message})
         events.emit("sidecar_started", name=self._name, sidecar_pid=self._process.pid, restarts=self.restarts)
 
@@ -488,19 +508,3 @@ class SidecarWriter:
                 if error is None and self._waiting[message["id"]]["do"] in ("set_generation", "restart"):
                     self._error = self._trouble = None
             self._cond.notify_all()
-
-
-def _expectations(known: Mapping[str, Mapping[RecordKey, bytes]]) -> list[dict[str, Any]]:
-    """Requests of bounded size."""
-    out = []
-    for stream, digests in known.items():
-        rest = iter(digests.items())
-        while part := list(islice(rest, _EXPECT_AT_ONCE)):
-            out.append(
-                {
-                    "do": "expect",
-                    "stream": stream,
-                    "digests": [[key.step, key.microbatch, key.slot, digest.hex()] for key, digest in part],
-                }
-            )
-    return out

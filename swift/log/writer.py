@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swift.errors import Divergence, LogInterrupted, ServiceError, SwiftError, UsageError
+from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
 from swift.log.choice import Choice
 from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, raw_bytes_of
 from swift.log.link import Link
@@ -14,6 +14,7 @@ from swift.log.link_core import Outgoing
 from swift.log.packing import Packer, check_codec
 from swift.log.placement import server_of
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
+from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, MARK_SLOT, WHEN_FULL, Declaring, Unlogged
 from swift.log.wire import Fsync
 
 _POLL_S = 0.25
@@ -27,6 +28,7 @@ def check_options(
     fsync: str | Mapping[str, str],
     queue_bytes: int,
     patience_s: float,
+    when_full: str,
 ) -> None:
     """Of a writer. Raises UsageError, and ServiceError if a codec is not installed."""
     if not servers:
@@ -38,6 +40,8 @@ def check_options(
     for policy in [fsync] if isinstance(fsync, str) else fsync.values():
         if policy not in ("", *Fsync):
             raise UsageError(f"fsync {policy!r} is not known; give one of {', '.join(Fsync)}")
+    if when_full not in WHEN_FULL:
+        raise UsageError(f"when_full {when_full!r} is not known; give one of {', '.join(WHEN_FULL)}")
 
 
 @dataclass(slots=True)
@@ -56,6 +60,9 @@ class WriterStats:
     """Sent again after a lost connection or a fence."""
     blocked_seconds: float = 0.0
     """How long `append` waited, in all, because the queue was full."""
+    dropped_records: int = 0
+    """Not logged, because the queue was full (when_full="drop")."""
+    dropped_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +82,7 @@ class _Item:
     """What the worker has made of it: "sent" (handed to a link), "durable", "equal", "refused"."""
 
 
-class LogWriter:
+class LogWriter(Declaring):
     """All streams that one rank writes, over Append calls to the servers that hold them.
 
     Call sequence::
@@ -90,7 +97,8 @@ class LogWriter:
         (a checkpoint)   writer.forget_below(step)
 
     One thread digests, compares and compresses; one per server sends. At most ``queue_bytes`` wait, counting
-    what is sent and not acknowledged; then `append` blocks. A server may be killed and started again on the
+    what is sent and not acknowledged; then `append` blocks, or with ``when_full="drop"`` drops the record and declares
+    its step unlogged (`swift.log.unlogged`). A server may be killed and started again on the
     same address and directory: nothing is lost or doubled. After ``patience_s`` without an acknowledgement
     `append` and `flush` raise LogUnavailable, until the log moves again.
     """
@@ -105,13 +113,14 @@ class LogWriter:
         fsync: str | Mapping[str, str] = "",
         queue_bytes: int = 256 << 20,
         patience_s: float = 60.0,
+        when_full: str = "block",
         name: str = "",
     ) -> None:
         """``codec``: "none", "lz4", "bitshuffle" or "auto" for all streams, or by stream name ("none" where it is
         not named). "auto" takes what pays against the bandwidth that is measured: see `swift.log.choice`.
         ``fsync``: when a record counts as durable ("always", "interval", "never"), likewise; empty: as the server
         says."""
-        check_options(servers, job, codec, fsync, queue_bytes, patience_s)
+        check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
         self.job = job
         self.generation = generation
         self.stats = WriterStats()
@@ -119,7 +128,9 @@ class LogWriter:
         self._packer = Packer(codec, self._on_choice)
         self._queue_bytes = queue_bytes
         self._patience_s = patience_s
+        self.drops = when_full == "drop"
         self._cond = threading.Condition()
+        self._unlogged, self._unlogged_lock = Unlogged(), self._cond
         self._inbox: deque[_Item] = deque()
         self._held_bytes = 0
         self._working: _Item | None = None
@@ -149,23 +160,50 @@ class LogWriter:
         dtype: str,
         shape: tuple[int, ...],
         body: memoryview | bytes | bytearray,
-    ) -> None:
-        """Takes a tensor into the log. Returns at once, unless ``queue_bytes`` are waiting already.
+        *,
+        keep: bool = False,
+    ) -> bool:
+        """Takes a tensor into the log. Returns at once, unless ``queue_bytes`` are waiting already. False: it was
+        dropped; with ``keep`` it never is (a replay: others wait for the record).
 
         ``body`` must not change afterwards. A key that the stream has already (appended before by this
         writer, or declared by `expect`) is compared and not sent. Raises what went wrong in the background
-        since: Divergence (stream, step, microbatch and slot named), SequenceConflict, LogUnavailable;
-        LogInterrupted after `interrupt`; UsageError for a body that is not this dtype and shape.
+        since: Divergence (stream, step, microbatch and slot named), SequenceConflict, LogUnavailable (not where
+        records may be dropped); LogInterrupted after `interrupt`; UsageError for a body that is not this dtype and
+        shape.
         """
         view = self._check(stream, key, dtype, shape, body)
         held = view.nbytes + _OVERHEAD_BYTES
+        may_drop = self.drops and not keep
         with self._cond:
-            self._raise_pending()
-            if self._held_bytes and self._held_bytes + held > self._queue_bytes:
+            self._raise_pending(may_drop)
+            full = self._held_bytes > 0 and self._held_bytes + held > self._queue_bytes
+            if may_drop and (
+                full or self._unlogged.refuses(stream, key.step, self._held_bytes, self._queue_bytes)
+            ):
+                self._unlogged.drop(stream, key.step, view.nbytes)
+                self.stats.dropped_records += 1
+                self.stats.dropped_bytes += view.nbytes
+                return False
+            if full:
                 self._wait_for_room(held)
-            self._held_bytes += held
-            self._inbox.append(_Item(stream, key, dtype, shape, view, held))
-            self._cond.notify_all()
+            self._declare(stream)
+            self._put(_Item(stream, key, dtype, shape, view, held))
+        return True
+
+    def _put(self, item: _Item) -> None:
+        """(holding the lock)"""
+        self._held_bytes += item.held_bytes
+        self._inbox.append(item)
+        self._cond.notify_all()
+
+    def _declare(self, stream: str) -> None:
+        """(holding the lock) Puts the mark that is due, if one is, in front of what comes. It takes no room to speak
+        of, and there is one of a stream at most."""
+        due = self._unlogged.due(stream)
+        if due is not None:
+            self._put(_Item(stream, due, MARK_DTYPE, MARK_SHAPE, memoryview(b""), _OVERHEAD_BYTES))
+            self._unlogged.marked(stream)
 
     def _wait_for_room(self, held: int) -> None:
         """(holding the lock)"""
@@ -191,7 +229,7 @@ class LogWriter:
             raise UsageError(f"{stream} {key}: element type {dtype!r} cannot be logged")
         if len(shape) > DIMS_MAX:
             raise UsageError(f"{stream} {key}: {len(shape)} dimensions; at most {DIMS_MAX} can be logged")
-        if not (0 <= key.step < 1 << 63 and 0 <= key.microbatch < 1 << 32 and 0 <= key.slot < 1 << 32):
+        if not (0 <= key.step < 1 << 63 and 0 <= key.microbatch < 1 << 32 and 0 <= key.slot < MARK_SLOT):
             raise UsageError(f"{stream} {key}: out of range")
         view = as_bytes(body)
         expected = raw_bytes_of(dtype, shape)
@@ -218,6 +256,8 @@ class LogWriter:
         """Returns when everything appended is durable. Raises what `append` raises; ServiceError in time."""
         deadline = time.monotonic() + timeout_s
         with self._cond:
+            for stream in self._unlogged.streams:
+                self._declare(stream)
             while True:
                 self._raise_pending()
                 if not self._inbox and self._working is None and not self._held_bytes:
@@ -259,6 +299,7 @@ class LogWriter:
                 self._held_bytes -= link.set_generation(generation, discard)
             if discard:
                 self._known.clear()
+                self._unlogged.forget()
             self._error = None
             self._interrupted = False
             self._cond.notify_all()
@@ -285,7 +326,8 @@ class LogWriter:
             for link in self._links.values():
                 link.close()
 
-    def _raise_pending(self) -> None:
+    def _raise_pending(self, may_drop: bool = False) -> None:
+        """``may_drop``: a log that takes nothing is no reason."""
         if self._closed:
             raise ServiceError("this log writer is closed")
         if self._interrupted:
@@ -294,7 +336,7 @@ class LogWriter:
             raise self._error
         for link in self._links.values():
             error = link.error(self._patience_s)
-            if error is not None:
+            if error is not None and not (may_drop and isinstance(error, LogUnavailable)):
                 raise error
 
     # -- the background ---------------------------------------------------------------------------------

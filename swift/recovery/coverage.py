@@ -4,7 +4,9 @@ Replaying stage k in column c over the steps [a, t) reads `s{k-1}.F` and `s{k+1}
 has the names), and compares what it sends with its own F and B. A neighbour that replays from b generates its
 stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay must have
 logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a hole,
-so they only must not be corrupt. Collective results come from one rank that has done all the steps before t.
+so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was
+declared unlogged (swift.log.unlogged): nothing that was dropped is guessed at, nor filled in behind what came after it.
+Collective results come from one rank that has done all the steps before t.
 
 Whether each single record is there is not known here; a rank that finds one missing refuses.
 """
@@ -29,6 +31,9 @@ def uncovered(
                 own = log.get(streams.boundary(stage, kind, column, columns))
                 if own is not None and own.corrupt:
                     return _corrupt(own)
+                problem = "" if own is None else _unlogged(own, reader.from_version, target - 1)
+                if problem:
+                    return f"rank {reader.rank} cannot replay stage {stage}: {problem}"
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
                 if not 0 <= neighbour < layout.num_stages:
                     continue
@@ -56,7 +61,9 @@ def _input_unusable(
 
 
 def _lacks(summary: StreamSummary, first: int, last: int) -> str:
-    """Which of the steps `first` to `last` the stream does not reach; "" if it spans them."""
+    """Which of the steps `first` to `last` the stream does not have; "" if it spans them."""
+    if problem := _unlogged(summary, first, last):
+        return problem
     if summary.trimmed_below_step > first:
         return (
             f"{summary.stream} is trimmed below step {summary.trimmed_below_step}, and step {first} is needed"
@@ -68,6 +75,15 @@ def _lacks(summary: StreamSummary, first: int, last: int) -> str:
     if summary.last_step < last:
         return f"{summary.stream} ends at step {summary.last_step}, and step {last} is needed"
     return ""
+
+
+def _unlogged(summary: StreamSummary, first: int, last: int) -> str:
+    """Which of the steps `first` to `last` are declared not to be whole."""
+    if summary.unlogged is None or summary.unlogged[0] > last or summary.unlogged[1] < first:
+        return ""
+    begin, end = summary.unlogged
+    steps = f"step {begin}" if begin == end else f"steps {begin} to {end}"
+    return f"records of {summary.stream} were dropped in {steps}, as the log could not keep up"
 
 
 def collective_source(

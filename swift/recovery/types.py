@@ -159,6 +159,8 @@ class StreamSummary:
     corrupt: bool = False
     reason: str = ""
     """Why it is corrupt."""
+    unlogged: tuple[int, int] | None = None
+    """The first and the last step of which records were dropped, because the log could not keep up."""
 
 
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")

@@ -216,14 +216,16 @@ class Channel:
         assert writer is not None
         self._check_whole()
         if isinstance(writer, LogWriter):
-            writer.append(stream, key, *owned_bytes(tensor))
+            writer.append(stream, key, *owned_bytes(tensor), keep=self.replaying)
             return
         flat = plain(tensor)
         now = now or flat.is_inference()  # nobody counts its versions
         version = 0 if now else flat._version
         name, shape = dtype_name(tensor), tuple(tensor.shape)
-        end = writer.append_at(stream, key, name, shape, flat.data_ptr(), flat.nbytes, now)
-        if not now:
+        end = writer.append_at(
+            stream, key, name, shape, flat.data_ptr(), flat.nbytes, now, keep=self.replaying
+        )
+        if end >= 0 and not now:
             self._lent.append(_Lent(end, flat, version, stream, key))
             self._take_back(writer.copied)
 

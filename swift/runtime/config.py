@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from swift.arguments import metrics_address
 from swift.errors import UsageError
 from swift.log.codec import CHOICES as CODECS
+from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.types import STRATEGIES
 
@@ -46,8 +47,10 @@ class SessionConfig:
     """When a record of this rank counts as durable: "always" (after fdatasync), "interval" or "never" (after the
     write). Empty: as the log server was started."""
     log_queue_bytes: int = 256 << 20
-    """Room for records that the log has not acknowledged, in shared memory; a full one blocks the trainer, and a
-    larger record is refused."""
+    """Room for records that the log has not acknowledged, in shared memory; a larger record is refused."""
+    log_when_full: str = "block"
+    """When that room is used up: "block" (training waits for the log), or "drop" (it never does; what is not logged is
+    declared so, and a checkpoint is made soon: a failure before it is there costs what came since the one before)."""
     metrics_listen: str = ""
     """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
     rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""
@@ -63,6 +66,8 @@ class SessionConfig:
             raise UsageError(f"codec={self.codec!r}; give one of {', '.join(CODECS)}")
         if self.log_fsync not in ("", *Fsync):
             raise UsageError(f"log_fsync={self.log_fsync!r}; give one of {', '.join(Fsync)}")
+        if self.log_when_full not in WHEN_FULL:
+            raise UsageError(f"log_when_full={self.log_when_full!r}; give one of {', '.join(WHEN_FULL)}")
         for name, count in (("replicas", self.replicas), ("shards", self.shards)):
             if count < 1:
                 raise UsageError(f"{name}={count}; give at least 1")

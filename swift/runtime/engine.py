@@ -38,7 +38,7 @@ from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
-from swift.runtime.early import EarlyCheckpoint
+from swift.runtime.early import EarlyCheckpoint, UnloggedSteps, flush_at_end
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.member import Member
@@ -109,6 +109,7 @@ class Engine:
         self._view: pb.View | None = None
         self._entering = threading.Lock()
         self._early = EarlyCheckpoint(member)
+        self._unlogged = UnloggedSteps(member)
         self._kept: set[int] = set()  # complete checkpoints, as last seen
 
     # --- membership ---
@@ -186,6 +187,7 @@ class Engine:
                 codec=self._config.codec,
                 fsync=self._config.log_fsync,
                 queue_bytes=self._config.log_queue_bytes,
+                when_full=self._config.log_when_full,
                 name=f"rank{self._rank}",
             )
             self._channel.open(self._writer)
@@ -330,6 +332,7 @@ class Engine:
         ):  # what is compared is not agreed on: only who knows of it saves it
             self._save()
         assert self._writer is not None
+        self._unlogged.after_step(step, self._writer.unlogged())
         self._writer.forget_below(version)  # only a step that is dropped is sent again
         self._prune()
 
@@ -356,7 +359,7 @@ class Engine:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
         assert self._writer is not None
         self._store.wait()
-        self._writer.flush(FLUSH_TIMEOUT_S)
+        flush_at_end(self._writer, self._rank, FLUSH_TIMEOUT_S)
         self._write_digests(f"rank{self._rank}-v{num_steps}.json")
         while True:
             self._member.check()

@@ -47,6 +47,12 @@ FAMILIES = (
     Family(
         "swift_trainer_log_blocked_seconds_total", COUNTER, "Time that training waited for the log's queue."
     ),
+    Family(
+        "swift_trainer_log_dropped_records_total",
+        COUNTER,
+        "Tensors that were not logged, because its queue was full.",
+    ),
+    Family("swift_trainer_log_dropped_bytes_total", COUNTER, "Bytes of these."),
     Family("swift_trainer_log_queued_bytes", GAUGE, "Bytes in that queue, not acknowledged yet."),
 )
 
@@ -63,6 +69,8 @@ class Progress:
     verified: float = 0
     resent: float = 0
     blocked_seconds: float = 0.0
+    dropped_records: float = 0
+    dropped_bytes: float = 0
     queued_bytes: float = 0
 
     @classmethod
@@ -123,6 +131,8 @@ class TrainerMetrics:
                 "swift_trainer_verified_records_total": plain(done.verified),
                 "swift_trainer_resent_records_total": plain(done.resent),
                 "swift_trainer_log_blocked_seconds_total": plain(done.blocked_seconds),
+                "swift_trainer_log_dropped_records_total": plain(done.dropped_records),
+                "swift_trainer_log_dropped_bytes_total": plain(done.dropped_bytes),
                 "swift_trainer_log_queued_bytes": plain(done.queued_bytes),
             }
 

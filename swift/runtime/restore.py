@@ -17,6 +17,7 @@ from swift.errors import ReplayRefused, ReplicaDiffers, ServiceError
 from swift.log.reader import LogReader
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
+from swift.log.unlogged import Steps
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -126,6 +127,8 @@ class Restorer:
                 self._expect_own(reader, writer, target)
             finally:
                 reader.close()
+        if arrives and mine.strategy == pb.REPLICA and writer.drops:
+            self._distrust_own(writer, log_servers, mine.from_version)
         if mine.from_version < target:
             self._replay(plan, mine, writer, log_servers, step)
         if self._state.version != target:
@@ -260,10 +263,31 @@ class Restorer:
             filled=after["records"] - before["records"],
         )
 
+    def _distrust_own(self, writer: Writer, log_servers: list[str], version: int) -> None:
+        """The process that held the rank before may have dropped records and died before it could declare them. A
+        replay would make them again, a copy does not."""
+        view = self._member.watcher.latest
+        base = max(view.checkpoints, default=0) if view is not None else 0
+        if base >= version:
+            return
+        reader = LogReader(log_servers, self._member.client.job)
+        try:
+            self._expect_own(reader, writer, version - 1)  # another predecessor may have said so already
+        finally:
+            reader.close()
+        for stream in self._own_streams():
+            writer.lacks(stream, Steps(base, version - 1))
+        self._member.ask_checkpoint(
+            version - 1, f"rank {self._rank} was copied, and its predecessor may have dropped records"
+        )
+
     def _expect_own(self, reader: LogReader, writer: Writer, from_version: int) -> None:
         """What this rank's streams hold already is compared, not logged again."""
+        for stream in self._own_streams():
+            writer.expect(stream, reader.digests(stream, from_version))
+
+    def _own_streams(self) -> list[str]:
         own = [
             self._channel.stream(stage.stage_index, kind) for stage in self._state.stages for kind in KINDS
         ]
-        for stream in [*own, collectives(self._rank)]:
-            writer.expect(stream, reader.digests(stream, from_version))
+        return [*own, collectives(self._rank)]

@@ -3,11 +3,12 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from swift.drill import report
+from swift.drill import console, report
 from swift.drill.checks import DIGEST_FIELDS
 from swift.drill.report import FAIL, INCONCLUSIVE, PASS, Evidence
 from tests.unit.drill.evidence import (
@@ -40,6 +41,28 @@ def without(event: str, **fields: Any) -> Callable[[list[dict[str, Any]]], list[
         return kept_events
 
     return take_away
+
+
+def test_what_was_not_logged_is_in_the_report_where_it_happened() -> None:
+    told = [
+        {
+            "t": 1.0 + rank,
+            "event": "unlogged",
+            "rank": rank,
+            "step": step,
+            "first_step": step,
+            "last_step": step,
+        }
+        | {"records": 2, "bytes": 1000, "streams": [f"s{rank}.F"]}
+        for rank, step in ((1, 4), (3, 6))
+    ]
+    evidence = good()
+    lacking = replace(evidence, events=sorted([*evidence.events, *told], key=lambda event: event["t"]))
+    result = report.build(config(), lacking)
+    lacks = {"first_step": 4, "last_step": 6, "ranks": [1, 3], "records": 4, "bytes": 2000}
+    assert result["log"]["unlogged"] == lacks
+    assert ("not logged", "4 records (0.0 MB) of steps 4 to 6") in console.facts(result)
+    assert "unlogged" not in report.build(config(), evidence)["log"]
 
 
 def test_a_good_run_passes_with_every_field_of_the_contract() -> None:

@@ -97,8 +97,8 @@ def partial_reports(draw: st.DrawFn, rank: int, step: int, fate: str) -> Report:
 
 
 @st.composite
-def inventories(draw: st.DrawFn, layout: Layout) -> dict[str, StreamSummary]:
-    """Mostly whole, so that replays are possible; a hole here and there."""
+def inventories(draw: st.DrawFn, layout: Layout, dropping: bool = True) -> dict[str, StreamSummary]:
+    """Mostly whole, so that replays are possible; a hole here and there. `dropping`: also one that is declared."""
     columns = len(layout.owners(0))
     names = [
         name(s, kind, c, columns) for s in range(layout.num_stages) for kind in "FBXT" for c in range(columns)
@@ -113,6 +113,7 @@ def inventories(draw: st.DrawFn, layout: Layout) -> dict[str, StreamSummary]:
             continue
         first = draw(st.integers(0, 4)) if fate == 11 else 0
         last = draw(st.integers(first, NEWEST)) if fate in (10, 11) else NEWEST
+        begin = draw(st.integers(0, NEWEST)) if fate == 8 and dropping else -1
         streams[stream] = StreamSummary(
             stream=stream,
             records=1,
@@ -120,6 +121,7 @@ def inventories(draw: st.DrawFn, layout: Layout) -> dict[str, StreamSummary]:
             last_step=last,
             trimmed_below_step=first if draw(st.booleans()) else 0,
             corrupt=fate == 9,
+            unlogged=(begin, draw(st.integers(begin, NEWEST))) if begin >= 0 else None,
         )
     return streams
 
@@ -156,7 +158,7 @@ def situations(draw: st.DrawFn) -> Situation:
 def plain_situations(draw: st.DrawFn) -> Situation:
     """One column, whole versions: what there was before replicas."""
     layout = draw(layouts(1))
-    streams = draw(inventories(layout))
+    streams = draw(inventories(layout, dropping=False))
     return Situation(
         reports=tuple(
             Report(rank=rank, version=draw(st.none() | versions), since_generation=draw(st.integers(1, 3)))
@@ -318,7 +320,7 @@ def inputs_are_there(situation: Situation, rank: int, starts: dict[int, int], ta
         for stage in layout.stages[rank]:
             column = sorted(r for r, stages in layout.stages.items() if stage in stages).index(rank)
             own = [situation.log.get(name(stage, kind, column, columns)) for kind in "FBXT"]
-            if any(summary is not None and summary.corrupt for summary in own):
+            if any(summary is not None and (summary.corrupt or dropped(summary, step)) for summary in own):
                 return False
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
                 if not 0 <= neighbour < layout.num_stages:
@@ -349,7 +351,12 @@ def has(summary: StreamSummary | None, step: int) -> bool:
         summary is not None
         and summary.records > 0
         and max(summary.first_step, summary.trimmed_below_step) <= step <= summary.last_step
+        and not dropped(summary, step)
     )
+
+
+def dropped(summary: StreamSummary, step: int) -> bool:
+    return summary.unlogged is not None and summary.unlogged[0] <= step <= summary.unlogged[1]
 
 
 def check_can_be_followed(situation: Situation, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """plan() for pipelines without replicas: the cases one by one. test_agreement.py has the replicas."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -273,3 +274,41 @@ def test_bad_input_is_named() -> None:
         Checkpoints(versions=(5, 3))
     with pytest.raises(ValueError, match="use one of auto, replica, replay, checkpoint"):
         PlanConfig(strategy="hope")
+
+
+def lacking(name: str, first: int, last: int) -> StreamSummary:
+    """Steps 10 to 14, and these were declared unlogged."""
+    return replace(stream(name, 10, 14), unlogged=(first, last))
+
+
+@pytest.mark.parametrize("name", ["s0.F", "s2.B", "s1.F", "s1.B", "s1.X"])
+def test_nothing_is_replayed_over_a_step_that_was_dropped(name: str) -> None:
+    logged = {**full_log(range(3), 10, 14), "s1.X": stream("s1.X", 10, 14)}
+    outcome = decided(
+        reports(15, None, 15), one_stage_each(3), {**logged, name: lacking(name, 12, 13)}, AT_10, AUTO
+    )
+    assert outcome.restores
+    assert outcome.target_version == 10
+    assert outcome.reason == (
+        "every rank restores the checkpoint of version 10: rank 1 cannot replay stage 1: records of "
+        f"{name} were dropped in steps 12 to 13, as the log could not keep up"
+    )
+
+
+@pytest.mark.parametrize("steps", [(3, 9), (9, 9), (15, 15), (15, 20)])
+def test_a_dropped_step_that_a_replay_does_not_need_is_no_matter(steps: tuple[int, int]) -> None:
+    """Before the checkpoint; or the one that was under way."""
+    logged = {**full_log(range(3), 10, 14), "s0.F": lacking("s0.F", *steps)}
+    outcome = decided(reports(15, None, 15), one_stage_each(3), logged, AT_10, AUTO)
+    assert strategies(outcome) == [(Strategy.KEEP, 15), (Strategy.REPLAY, 10), (Strategy.KEEP, 15)]
+
+
+def test_collective_results_come_from_a_rank_that_has_dropped_none() -> None:
+    logged = {**full_log(range(3), 10, 14), "r0.C": lacking("r0.C", 14, 14), "r2.C": stream("r2.C", 10, 14)}
+    outcome = decided(reports(15, None, 15), one_stage_each(3), logged, AT_10, AUTO)
+    assert outcome.collective_source == 2
+    outcome = decided(
+        reports(15, None, 15), one_stage_each(3), {**logged, "r2.C": lacking("r2.C", 14, 14)}, AT_10, AUTO
+    )
+    assert outcome.restores
+    assert "records of r0.C were dropped in step 14" in outcome.reason

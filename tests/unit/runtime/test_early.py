@@ -2,13 +2,18 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from swift._pb import coordinator_pb2 as pb
-from swift.runtime.early import EarlyCheckpoint
+from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, SwiftError
+from swift.log.unlogged import Dropped, Steps
+from swift.runtime.early import EarlyCheckpoint, UnloggedSteps, flush_at_end
 
 
 class FakeMember:
     def __init__(self) -> None:
         self.watcher = SimpleNamespace(latest=None)
+        self.identity = SimpleNamespace(rank=1)
         self.asked: list[int] = []
 
     def agree(self, version: int | None) -> None:
@@ -56,3 +61,57 @@ def test_after_a_restore_the_same_number_means_another_checkpoint() -> None:
     assert saved(member, early, range(5, 6)) == []
     assert saved(member, early, range(8, 9)) == []  # and missed in this life
     assert member.asked == [8]
+
+
+def dropped(first: int, last: int) -> Dropped:
+    return Dropped(Steps(first, last), 3, 300, ("s1.F",))
+
+
+def told(member: FakeMember, *lost: Dropped | None, from_step: int = 10) -> list[int]:
+    unlogged = UnloggedSteps(member)  # type: ignore[arg-type]
+    for step, what in enumerate(lost, from_step):
+        unlogged.after_step(step, what)
+    return member.asked
+
+
+def test_unlogged_steps_ask_for_a_checkpoint_when_they_begin_and_when_they_end() -> None:
+    lost = [dropped(step, step) for step in (11, 12, 13)]
+    assert told(FakeMember(), None, *lost, None, None) == [11, 13]
+    assert told(FakeMember(), None, lost[0], None, lost[2], None) == [11, 11, 13, 13]
+
+
+def test_a_checkpoint_that_has_them_in_it_is_enough() -> None:
+    member = FakeMember()
+    member.agree(12)  # has step 11 in it
+    assert told(member, None, dropped(11, 11), None) == []
+    member.watcher.latest = pb.View(checkpoints=[0, 11])
+    assert told(member, None, dropped(11, 11)) == [11]
+    member.watcher.latest = pb.View(checkpoints=[0, 12])
+    assert told(member, dropped(11, 11), None, from_step=11) == [11]
+
+
+def test_after_a_restore_the_steps_that_were_dropped_are_of_no_history() -> None:
+    member = FakeMember()
+    unlogged = UnloggedSteps(member)  # type: ignore[arg-type]
+    unlogged.after_step(17, dropped(17, 17))
+    unlogged.after_step(10, None)
+    unlogged.after_step(11, None)
+    assert member.asked == [17]
+
+
+class Stuck:
+    def __init__(self, error: SwiftError, drops: bool) -> None:
+        self.error, self.drops = error, drops
+
+    def flush(self, timeout_s: float) -> None:
+        raise self.error
+
+
+def test_a_run_that_is_done_does_not_fail_because_the_log_is_stuck() -> None:
+    for error in (LogUnavailable("stuck"), ServiceError("not within 60 s")):
+        flush_at_end(Stuck(error, drops=True), 0, 60.0)  # type: ignore[arg-type]
+        with pytest.raises(type(error)):
+            flush_at_end(Stuck(error, drops=False), 0, 60.0)  # type: ignore[arg-type]
+    for error in (LogInterrupted("a new generation"), Divergence("other bits")):
+        with pytest.raises(type(error)):
+            flush_at_end(Stuck(error, drops=True), 0, 60.0)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ class Ring:
         address: int,
         size: int,
         now: bool,
+        keep: bool,
     ) -> int:
         self.taken.append((stream, key, address, size, now))
         self.end += 100

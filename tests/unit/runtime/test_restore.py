@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
-from swift.errors import ReplayRefused, ServiceError
+from swift.errors import ReplayRefused, ServiceError, UsageError
 from swift.runtime import restore
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
@@ -37,8 +37,17 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
 class Opened:
     """A log as a restorer sees it: reader, writer and channel in one."""
 
-    def __init__(self) -> None:
+    def __init__(self, drops: bool = False) -> None:
         self.expected: dict[str, tuple[str, int]] = {}
+        self.drops = drops
+        self.lacking: dict[str, tuple[int, int]] = {}
+
+    def lacks(self, stream: str, steps: tuple[int, int]) -> None:
+        assert self.expected[stream] == (
+            stream,
+            steps[1],
+        )  # a mark that is there already is not written again
+        self.lacking[stream] = steps
 
     def digests(self, stream: str, from_step: int) -> tuple[str, int]:
         return (stream, from_step)
@@ -65,7 +74,41 @@ class Opened:
 def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is_replayed(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, lived: bool, asks: bool
 ) -> None:
-    log: Any = Opened()
+    log = Opened()
+    follow(monkeypatch, log, strategy, lived)
+    assert (log.expected.get("s1.F") == ("s1.F", 3)) == asks
+    assert bool(log.expected) == asks
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lived", "checkpoint", "lacks"),
+    [
+        (pb.REPLICA, False, 1, (1, 2)),
+        (pb.REPLICA, False, 2, (2, 2)),
+        (pb.REPLICA, False, 3, None),
+        (pb.REPLICA, True, 1, None),
+        (pb.REPLAY, False, 1, None),
+    ],
+)
+def test_what_a_predecessor_may_have_dropped_is_declared_where_it_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: Any,
+    lived: bool,
+    checkpoint: int,
+    lacks: tuple[int, int] | None,
+) -> None:
+    log = Opened(drops=True)
+    asked = follow(monkeypatch, log, strategy, lived, checkpoint)
+    assert set(log.lacking.values()) == ({lacks} if lacks else set())
+    assert set(log.lacking) == ({"s1.F", "s1.B", "s1.X", "s1.T", "r0.C"} if lacks else set())
+    assert asked == ([2] if lacks else [])
+
+
+def follow(
+    monkeypatch: pytest.MonkeyPatch, log: Any, strategy: Any, lived: bool, checkpoint: int = 0
+) -> list[int]:
+    """A plan to version 3 of which nothing is replayed; gives what checkpoints were asked for."""
+    asked: list[int] = []
     monkeypatch.setattr(restore, "LogReader", lambda servers, job: log)
     monkeypatch.setattr(Restorer, "_copy_replicas", lambda self, plan: None)
     state = TrainerState(1, Updates(SessionConfig(), None, FaultInjector(0), lambda: None))
@@ -73,11 +116,20 @@ def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is
     state.stages = [SimpleNamespace(stage_index=1)]
     state.load_state_dict = lambda values: None  # type: ignore[assignment, method-assign]
     store: Any = SimpleNamespace(load=lambda version: {})
-    member: Any = SimpleNamespace(client=SimpleNamespace(job="job"))
+    member: Any = SimpleNamespace(
+        client=SimpleNamespace(job="job"),
+        watcher=SimpleNamespace(latest=pb.View(checkpoints=[checkpoint])),
+        ask_checkpoint=lambda after, reason: asked.append(after),
+    )
     nothing: Any = None
     restorer = Restorer(0, member, log, state, store, FaultInjector(0), nothing)
     other = pb.RankPlan(rank=1, strategy=pb.KEEP, from_version=3)
     mine = pb.RankPlan(rank=0, strategy=strategy, from_version=3)
     restorer.follow(pb.Plan(target_version=3, exact=True, ranks=[mine, other]), log, [], lambda: None)
-    assert (log.expected.get("s1.F") == ("s1.F", 3)) == asks
-    assert bool(log.expected) == asks
+    return asked
+
+
+@pytest.mark.parametrize("setting", ["wait", ""])
+def test_the_words_for_a_full_queue(setting: str) -> None:
+    with pytest.raises(UsageError, match=r"log_when_full='.*'; give one of block, drop"):
+        SessionConfig(log_when_full=setting)

@@ -1,0 +1,150 @@
+"""What a writer does not log, because the log cannot keep up: policy "drop". No I/O, no clock.
+
+    queue full            the record is dropped; so is the rest of its step in that stream
+    a later step          is dropped too, until the queue is at most half full when the step's first record comes
+    then, or at a flush   a *mark* goes into the stream, in front of whatever follows
+
+A mark is a record of the stream, of an empty tensor, whose key says which steps are not whole: ``step`` is the last of
+them, ``microbatch`` how many lie before that one, ``slot`` is `MARK_SLOT`. It has its sequence like any other record,
+so nothing behind a gap can be in the log without the mark; and a trim drops it with the last step that it speaks of,
+not earlier. A stream that ends in front of its mark (the writer was killed) is one that ends: what is missing at the
+end of a dead rank's streams is made again by its own replay.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from swift.log.record import RecordKey, check_name
+
+WHEN_FULL = ("block", "drop")
+MARK_SLOT = (1 << 32) - 1
+"""Not a tensor's."""
+MARK_DTYPE, MARK_SHAPE = "uint8", (0,)
+_STEPS_MAX = 1 << 32
+
+
+class Steps(NamedTuple):
+    """The steps of a stream that are not whole, both ends included."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+
+def mark(steps: Steps) -> RecordKey:
+    """The key of the mark that declares them."""
+    return RecordKey(steps.last, min(steps.last - steps.first, _STEPS_MAX - 1), MARK_SLOT)
+
+
+def declared(key: RecordKey) -> Steps | None:
+    """What a record's key declares as not logged; None: it is a tensor."""
+    return Steps(key.step - key.microbatch, key.step) if key.slot == MARK_SLOT else None
+
+
+def hull(keys: Iterable[RecordKey]) -> Steps | None:
+    """From the first to the last step that some mark among `keys` declares."""
+    found = [steps for steps in map(declared, keys) if steps is not None]
+    if not found:
+        return None
+    return Steps(min(steps.first for steps in found), max(steps.last for steps in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What went unlogged since it was asked for last."""
+
+    steps: Steps
+    records: int
+    bytes: int
+    streams: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = f"{', '.join(self.streams)} in {self.steps}"
+        return f"{self.records} records ({self.bytes} bytes) of {where} were dropped"
+
+
+class Unlogged:
+    """Of one writer. Its caller holds a lock around every call.
+
+    (every record)       ``refuses`` before it is tried, ``drop`` if there was no room
+    (before a record)    ``due(stream)``: the mark that must stand in front of it; ``marked`` once it is in the queue
+    (a flush)            the same for each of ``streams``
+    (the log is emptied) ``forget``
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Steps] = {}  # what no mark in the queue declares yet
+        self._news: Dropped | None = None
+
+    def refuses(self, stream: str, step: int, queued_bytes: int, queue_bytes: int) -> bool:
+        """Whether a record is dropped whatever room there is."""
+        steps = self._open.get(stream)
+        return steps is not None and (step <= steps.last or 2 * queued_bytes > queue_bytes)
+
+    def drop(self, stream: str, step: int, size: int) -> None:
+        """A record of `size` bytes is not logged."""
+        self.lacks(stream, Steps(step, step))
+        news = self._news or Dropped(Steps(step, step), 0, 0, ())
+        self._news = Dropped(
+            _both(news.steps, Steps(step, step)),
+            news.records + 1,
+            news.bytes + size,
+            tuple(sorted({*news.streams, stream})),
+        )
+
+    def lacks(self, stream: str, steps: Steps) -> None:
+        """The stream may not have all of these steps, whoever is to blame: the next mark says so."""
+        before = self._open.get(stream)
+        self._open[stream] = steps if before is None else _both(before, steps)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Those that a mark is due for."""
+        return tuple(self._open)
+
+    def due(self, stream: str) -> RecordKey | None:
+        """The mark that must be in the queue before anything else of the stream."""
+        steps = self._open.get(stream)
+        return None if steps is None else mark(steps)
+
+    def marked(self, stream: str) -> None:
+        """It is in the queue."""
+        del self._open[stream]
+
+    def news(self) -> Dropped | None:
+        """What was dropped since the last call."""
+        news, self._news = self._news, None
+        return news
+
+    def forget(self) -> None:
+        """The job's streams are empty: nothing is missing in them."""
+        self._open.clear()
+        self._news = None
+
+
+class Declaring:
+    """What both kinds of writers say of what they drop."""
+
+    drops: bool
+    """When the queue is full, records are dropped."""
+    _unlogged: Unlogged
+    _unlogged_lock: AbstractContextManager[Any]
+
+    def unlogged(self) -> Dropped | None:
+        """What was dropped since the last call."""
+        with self._unlogged_lock:
+            return self._unlogged.news()
+
+    def lacks(self, stream: str, steps: Steps) -> None:
+        """Declares steps of a stream unlogged: somebody else may have dropped records of them."""
+        check_name("stream", stream)
+        with self._unlogged_lock:
+            self._unlogged.lacks(stream, steps)
+
+
+def _both(one: Steps, other: Steps) -> Steps:
+    return Steps(min(one.first, other.first), max(one.last, other.last))

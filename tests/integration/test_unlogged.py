@@ -1,0 +1,159 @@
+"""log_when_full="drop": a log server stands still, training does not; what came of it is never replayed over."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift import events
+from swift.drill.cluster import LOG_SERVER, Cluster
+from tests.integration.trainer_world import TRAINERS
+
+STEPS, PAUSE_S, STOPPED_AT = 260, 0.04, 15
+_PATIENCE_S = 100.0
+_HELD_UP_S = 2.0
+"""No step is as long on a busy machine; one that waits for the log would take as long as the server stands still."""
+
+Event = dict[str, Any]
+
+
+class Run:
+    """A cluster, and what it has said so far."""
+
+    def __init__(self, directory: Path, pause_s: float = PAUSE_S) -> None:
+        self.directory = directory
+        self.trace: list[Event] = []
+        self.cluster = Cluster(
+            directory,
+            ranks=2,
+            spares=1,
+            trainer=[str(TRAINERS / "dropping.py")],
+            trainer_arguments=[str(STEPS), str(pause_s)],
+        )
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not condition():
+            assert self.cluster.poll() is None, f"it is over\n{self.cluster.output_tail()}"
+            self._wait(deadline)
+
+    def end(self) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while (code := self.cluster.poll()) is None:
+            self._wait(deadline)
+        assert code == 0, self.cluster.output_tail()
+        self.trace = events.read(self.directory / "events")
+
+    def _wait(self, deadline: float) -> None:
+        assert time.monotonic() < deadline, self.cluster.output_tail()
+        self.trace += self.cluster.tail.read()
+        time.sleep(0.01)
+
+    def said(self, name: str, **fields: object) -> list[Event]:
+        return [
+            event
+            for event in self.trace
+            if event["event"] == name and all(event.get(field) == value for field, value in fields.items())
+        ]
+
+    def signal_log_server(self, number: signal.Signals) -> None:
+        os.kill(self.cluster._processes[LOG_SERVER].pid, number)
+
+    def stop_log_server(self) -> None:
+        """Until each rank has dropped something."""
+        self.until(lambda: len(self.said("step_end", step=STOPPED_AT)) == 2)
+        self.signal_log_server(signal.SIGSTOP)
+        self.until(lambda: {event["rank"] for event in self.said("unlogged")} == {0, 1})
+
+    def kill(self, rank: int) -> None:
+        (joined,) = self.said("joined", rank=rank)
+        os.kill(joined["member_pid"], signal.SIGKILL)
+
+    def digests(self) -> list[dict[str, str]]:
+        return [
+            json.loads((self.directory / "digests" / f"rank{r}-v{STEPS}.json").read_text()) for r in (0, 1)
+        ]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    run = Run(tmp_path_factory.mktemp("twin"), pause_s=0.0)
+    with run.cluster:
+        run.end()
+    assert not run.said("plan")
+    return run.digests()
+
+
+@pytest.mark.timeout(240)
+def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
+    tmp_path: Path, twin: list[dict[str, str]]
+) -> None:
+    run = Run(tmp_path)
+    with run.cluster:
+        run.stop_log_server()
+        # A checkpoint is forced, although nothing is logged yet.
+        run.until(lambda: len(run.said("checkpoint_complete")) > 1)
+        run.signal_log_server(signal.SIGCONT)
+
+        def covered() -> bool:
+            """Steps are logged whole again, and there is a checkpoint behind all that was dropped."""
+            newest = max(event["version"] for event in run.said("checkpoint_complete"))
+            last = max(event["last_step"] for event in run.said("unlogged"))
+            return newest > last and len(run.said("step_end", step=last + 5)) == 2
+
+        run.until(covered)
+        base = max(event["version"] for event in run.said("checkpoint_complete"))
+        run.until(lambda: run.said("step_end", step=base + 5, rank=1))
+        run.kill(1)
+        run.end()
+    asked = run.said("checkpoint_asked")
+    assert asked
+    assert all("were dropped, as the log could not keep up" in event["reason"] for event in asked)
+    assert _longest_step_s(run) < _HELD_UP_S
+    (plan,) = run.said("plan")
+    replayed = {rank["rank"]: rank["from_version"] for rank in plan["ranks"] if rank["strategy"] == "REPLAY"}
+    assert replayed == {1: base}, plan["reason"]
+    (replay,) = run.said("replay_end")
+    assert replay["steps"] >= 5
+    assert replay["verified"] > 0
+    assert run.digests() == twin
+
+
+@pytest.mark.timeout(240)
+def test_a_loss_before_that_checkpoint_falls_back_and_says_why(
+    tmp_path: Path, twin: list[dict[str, str]]
+) -> None:
+    run = Run(tmp_path)
+    with run.cluster:
+        run.stop_log_server()
+        run.kill(1)
+        run.until(lambda: run.said("fenced", rank=1))
+        assert [event["version"] for event in run.said("checkpoint_complete")] == [0]
+        run.signal_log_server(signal.SIGCONT)
+        run.end()
+    (plan,) = run.said("plan")
+    assert {rank["strategy"] for rank in plan["ranks"]} == {"CHECKPOINT"}
+    assert plan["target_version"] == 0
+    assert "were dropped in step" in plan["reason"]
+    assert "as the log could not keep up" in plan["reason"]
+    assert run.digests() == twin
+
+
+def _longest_step_s(run: Run) -> float:
+    """Of those that a rank did while it was alive, without replays."""
+    longest = 0.0
+    for rank in (0, 1):
+        began: dict[int, float] = {}
+        for event in run.trace:
+            if event.get("rank") != rank or event.get("replay"):
+                continue
+            if event["event"] == "step_begin":
+                began[event["step"]] = event["t"]
+            elif event["event"] == "step_end" and event["step"] in began:
+                longest = max(longest, event["t"] - began.pop(event["step"]))
+    return longest

@@ -1,0 +1,256 @@
+"""Both writers with when_full="drop", against a server that takes nothing for a while."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.logserver.engine import LogEngine
+from services.logserver.state import EngineConfig
+from services.logserver.storage import DirectoryStorage
+from swift.errors import LogUnavailable, RecordMissing, UsageError
+from swift.inspect.export import export
+from swift.inspect.files import DirectoryLog
+from swift.log import admin
+from swift.log.admin import StreamInventory
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.sidecar_client import SidecarWriter
+from swift.log.unlogged import MARK_SLOT, Dropped, Steps, hull
+from swift.log.writer import LogWriter
+from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, key, never
+
+QUEUE_BYTES = 1 << 20
+BODY = bytes(200 << 10)
+STREAM = "s0.F"
+
+Writer = LogWriter | SidecarWriter
+
+
+@pytest.fixture(params=[LogWriter, SidecarWriter])
+def kind(request: pytest.FixtureRequest) -> type[Writer]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@contextmanager
+def writing(kind: type[Writer], server: InProcess, **options: object) -> Iterator[Writer]:
+    options = {"queue_bytes": QUEUE_BYTES, "when_full": "drop", **options}
+    writer = kind([server.address], JOB, 1, **options)  # type: ignore[arg-type]
+    try:
+        yield writer
+    finally:
+        writer.close(0.0)
+
+
+@contextmanager
+def shut(kind: type[Writer], **options: object) -> Iterator[tuple[Gate, InProcess, Writer]]:
+    """A server that takes nothing, until its gate is opened."""
+    gate = Gate()
+    with InProcess(gate) as server, writing(kind, server, **options) as writer:
+        gate.open.clear()
+        try:
+            yield gate, server, writer
+        finally:
+            gate.open.set()
+
+
+def put(writer: Writer, step: int, microbatch: int = 0, keep: bool = False) -> bool:
+    return writer.append(STREAM, key(step, microbatch), "uint8", (len(BODY),), BODY, keep=keep)
+
+
+def inventory(server: InProcess) -> StreamInventory:
+    (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+    return found
+
+
+def steps_there(server: InProcess, from_step: int = 0) -> dict[int, int]:
+    """step -> its records, without marks."""
+    reader = LogReader([server.address], JOB)
+    found: dict[int, int] = {}
+    try:
+        for record in reader.digests(STREAM, from_step):
+            if record.slot != MARK_SLOT:
+                found[record.step] = found.get(record.step, 0) + 1
+    finally:
+        reader.close()
+    return found
+
+
+def filled(writer: Writer) -> int:
+    """Steps of two records until something is dropped; gives that step."""
+    for step in range(20):
+        taken = [put(writer, step, microbatch) for microbatch in range(2)]
+        if not all(taken):
+            return step
+    raise AssertionError("the queue has no end")
+
+
+def test_a_full_queue_never_holds_the_caller_up_and_what_is_missing_is_in_the_log(kind: type[Writer]) -> None:
+    with shut(kind) as (gate, server, writer):
+        first = filled(writer)
+        began = time.monotonic()
+        for step in range(first + 1, first + 200):
+            for microbatch in range(2):
+                assert not put(writer, step, microbatch)
+        assert time.monotonic() - began < 1.0
+        assert writer.stats.blocked_seconds == 0.0
+        dropped = writer.stats.dropped_records
+        assert writer.stats.dropped_bytes == dropped * len(BODY)
+        news = writer.unlogged()
+        last = first + 199
+        assert news == Dropped(Steps(first, last), dropped, dropped * len(BODY), (STREAM,))
+        gate.open.set()
+        eventually(lambda: writer.queued_bytes <= QUEUE_BYTES // 2)
+        assert put(writer, last + 1, 0)
+        assert put(writer, last + 1, 1)
+        assert writer.unlogged() is None
+        writer.flush(TIMEOUT_S)
+        assert inventory(server).unlogged == Steps(first, last)
+        there = steps_there(server)
+        assert all(there[step] == 2 for step in range(first))
+        assert not any(step in there for step in range(first + 1, last + 1))
+        assert there[last + 1] == 2
+
+
+def test_nothing_behind_a_gap_is_in_the_log_without_its_mark(kind: type[Writer]) -> None:
+    with shut(kind) as (gate, server, writer):
+        first = filled(writer)
+        gate.open.set()
+        eventually(lambda: writer.queued_bytes <= QUEUE_BYTES // 2)
+        assert put(writer, first + 1)
+        eventually(lambda: first + 1 in steps_there(server))  # without a flush: a killed writer makes none
+        assert inventory(server).unlogged == Steps(first, first)
+
+
+def test_a_flush_declares_what_no_later_record_has_declared(kind: type[Writer]) -> None:
+    with shut(kind) as (gate, server, writer):
+        first = filled(writer)
+        gate.open.set()
+        writer.set_generation(1)  # as before a report
+        writer.flush(TIMEOUT_S)
+        assert inventory(server).unlogged == Steps(first, first)
+        assert put(writer, first, 1)  # the step is done again: now there is room
+        writer.flush(TIMEOUT_S)
+        assert inventory(server).unlogged == Steps(first, first)  # and yet nobody replays it
+
+
+def test_a_trim_forgets_it_with_the_last_step_and_not_before(kind: type[Writer]) -> None:
+    with shut(kind) as (gate, server, writer):
+        first = filled(writer)
+        for step in range(first, first + 5):
+            put(writer, step)
+        gate.open.set()
+        writer.flush(TIMEOUT_S)
+        admin.trim(server.address, JOB, first + 4, TIMEOUT_S)
+        assert inventory(server).unlogged == Steps(first, first + 4)
+        admin.trim(server.address, JOB, first + 5, TIMEOUT_S)
+        assert inventory(server).unlogged is None
+
+
+def test_a_reader_of_a_declared_step_does_not_wait(kind: type[Writer]) -> None:
+    with shut(kind) as (gate, server, writer):
+        first = filled(writer)
+        gate.open.set()
+        writer.flush(TIMEOUT_S)
+        reader = LogReader([server.address], JOB)
+        cursor = reader.follow(STREAM, 0)
+        try:
+            assert cursor.get(key(0), TIMEOUT_S, never).key == key(0)
+            with pytest.raises(RecordMissing, match=f"step {first} microbatch 1 .*declared unlogged"):
+                cursor.get(key(first, 1), 1e6, never)
+        finally:
+            cursor.close()
+            reader.close()
+
+
+def test_what_must_be_kept_waits(kind: type[Writer]) -> None:
+    with shut(kind) as (gate, server, writer):
+        first = filled(writer)
+        kept = threading.Event()
+
+        def work() -> None:
+            put(writer, first, 1, keep=True)
+            kept.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert not kept.wait(0.3)
+        gate.open.set()
+        assert kept.wait(TIMEOUT_S)
+        thread.join()
+        writer.flush(TIMEOUT_S)
+        assert inventory(server).unlogged == Steps(first, first)  # the mark came first
+        assert writer.stats.blocked_seconds > 0.2
+
+
+def test_a_log_that_takes_nothing_for_long_ends_nothing(kind: type[Writer]) -> None:
+    with shut(kind, patience_s=0.3) as (gate, server, writer):
+        first = filled(writer)
+        with pytest.raises(LogUnavailable):
+            writer.flush(TIMEOUT_S)  # whoever asks for it, hears of it
+        assert not put(writer, first + 1)
+        gate.open.set()
+        eventually(lambda: writer.queued_bytes <= QUEUE_BYTES // 2)
+        assert put(writer, first + 2)
+        writer.set_generation(1)  # as before a report: what was wrong is forgotten
+        writer.flush(TIMEOUT_S)
+        assert inventory(server).unlogged == Steps(first, first + 1)
+
+
+def test_an_emptied_log_lacks_nothing(kind: type[Writer]) -> None:
+    with shut(kind) as (gate, server, writer):
+        filled(writer)
+        gate.open.set()
+        server.engine.administration.fence(JOB, 2)
+        admin.reset(server.address, JOB, 2, TIMEOUT_S)
+        writer.restart(2)
+        assert put(writer, 0)
+        writer.flush(TIMEOUT_S)
+        found = inventory(server)
+        assert (found.unlogged, found.records) == (None, 1)
+        assert writer.unlogged() is None
+
+
+def test_a_predecessor_may_have_dropped_something(kind: type[Writer]) -> None:
+    with InProcess() as server, writing(kind, server) as writer:
+        writer.lacks(STREAM, Steps(0, 6))
+        assert put(writer, 7)
+        writer.flush(TIMEOUT_S)
+        found = inventory(server)
+        assert (found.unlogged, found.records) == (Steps(0, 6), 2)
+
+
+def test_it_is_on_the_disk(tmp_path: Path) -> None:
+    """Another server on the same directory says the same, and so do the files; an export leaves the mark out."""
+    root = tmp_path / "data"
+    with InProcess(DirectoryStorage(root, 1 << 20)) as server, writing(LogWriter, server) as writer:
+        assert put(writer, 0)
+        writer.lacks(STREAM, Steps(1, 3))
+        assert put(writer, 4)
+        writer.flush(TIMEOUT_S)
+    storage = DirectoryStorage(root, 1 << 20)
+    again = LogEngine(storage, EngineConfig())
+    again.start(storage.recover())
+    (stream,) = again.state.core.jobs[JOB].streams.values()
+    again.close()
+    assert hull(stream.by_key) == Steps(1, 3)
+    files = DirectoryLog(root)
+    ((found,),) = (job.streams for job in files.facts().jobs)
+    assert (found.unlogged, found.records) == (Steps(1, 3), 3)
+    exported, _ = export(tmp_path / "out.safetensors", files.records(JOB, STREAM, lambda step: True), {})
+    assert exported == 2
+
+
+def test_the_words_of_the_setting(kind: type[Writer]) -> None:
+    with pytest.raises(UsageError, match="when_full 'wait' is not known; give one of block, drop"):
+        kind(["127.0.0.1:1"], JOB, 1, when_full="wait")
+
+
+def test_a_mark_is_no_tensors_key(kind: type[Writer]) -> None:
+    with InProcess() as server, writing(kind, server) as writer:
+        with pytest.raises(UsageError, match="out of range"):
+            writer.append(STREAM, RecordKey(0, 0, MARK_SLOT), "uint8", (1,), b"x")
