@@ -3,7 +3,8 @@
 // One caller at a time pushes. A push reserves the place and writes the record's header there. A small body is
 // copied by the caller; a larger one becomes a job of the copier, which takes jobs in order. The head is stored
 // after everything below it was written, so the other process sees a record whole or not at all. A job never waits
-// for anything: its place was free when it was reserved.
+// for anything: its place was free when it was reserved. Except one whose body somebody else writes (a device): it is
+// published, and all behind it, once its end is said to be complete; never, if that is not said.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -37,13 +38,14 @@ struct Job {
     const char *source;
     char *to;
     uint64_t size, end;
+    bool elsewhere = false;  // somebody else writes the body
 };
 
 struct Ring {
     char *control, *data;
     uint64_t capacity;
     int wake;
-    uint64_t reserved, populated = 0;
+    uint64_t reserved, completed, populated = 0;
     bool stop = false;
     std::mutex mutex;
     std::condition_variable work, done;
@@ -66,7 +68,7 @@ struct Ring {
     // After this job's end, or at once if nothing is under way.
     void enqueue(const Job &job) {
         std::unique_lock<std::mutex> lock(mutex);
-        if (job.size == 0 && word(kHead).load(std::memory_order_relaxed) == reserved) {
+        if (job.size == 0 && !job.elsewhere && word(kHead).load(std::memory_order_relaxed) == reserved) {
             publish(job.end);
         } else {
             jobs.push_back(job);
@@ -94,8 +96,13 @@ struct Ring {
                 continue;
             }
             const Job job = jobs.front();
+            if (job.elsewhere && completed < job.end) {
+                if (stop) return;
+                work.wait(lock);
+                continue;
+            }
             lock.unlock();
-            std::memcpy(job.to, job.source, job.size);
+            if (job.size) std::memcpy(job.to, job.source, job.size);
             lock.lock();
             jobs.pop_front();
             publish(job.end);
@@ -119,12 +126,13 @@ void *swift_ring_open(int fd, uint64_t capacity, int wake) {
     ring->data = ring->control + kControl;
     ring->capacity = capacity;
     ring->wake = wake;
-    ring->reserved = ring->word(kHead).load();
+    ring->reserved = ring->completed = ring->word(kHead).load();
     ring->copier = std::thread(&Ring::run, ring);
     return ring;
 }
 
-// The position behind the record; -1 if there is no room now. `now`: the source may change after the call.
+// The position behind the record; -1 if there is no room now. `now`: the source may change after the call. Without a
+// source the body's place is left to whoever writes it there and says `swift_ring_complete`.
 int64_t swift_ring_push(void *handle, const char *header, const char *source, uint64_t size, int now) {
     Ring &ring = *static_cast<Ring *>(handle);
     const uint64_t total = (kHeader + size + kAlign - 1) / kAlign * kAlign;
@@ -142,13 +150,23 @@ int64_t swift_ring_push(void *handle, const char *header, const char *source, ui
     if (end - tail > ring.capacity) return -1;
     char *place = ring.data + offset;
     std::memcpy(place, header, kHeader);
-    if (now || size <= kSmall) {
+    if (source == nullptr && size) {
+        ring.enqueue({nullptr, nullptr, 0, end, true});
+    } else if (now || size <= kSmall) {
         std::memcpy(place + kHeader, source, size);
         ring.enqueue({nullptr, nullptr, 0, end});
     } else {
         ring.enqueue({source, place + kHeader, size, end});
     }
     return static_cast<int64_t>(end);
+}
+
+// All bodies below the position that are written elsewhere are there.
+void swift_ring_complete(void *handle, uint64_t position) {
+    Ring &ring = *static_cast<Ring *>(handle);
+    std::lock_guard<std::mutex> lock(ring.mutex);
+    ring.completed = std::max(ring.completed, position);
+    ring.work.notify_one();
 }
 
 // Returns when everything below the position is published.
@@ -158,7 +176,7 @@ void swift_ring_wait(void *handle, uint64_t position) {
     ring.done.wait(lock, [&] { return ring.word(kHead).load(std::memory_order_relaxed) >= position; });
 }
 
-// Finishes what was pushed.
+// Finishes what was pushed, up to the first body that is not complete.
 void swift_ring_close(void *handle) {
     Ring *ring = static_cast<Ring *>(handle);
     {

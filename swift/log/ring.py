@@ -34,6 +34,7 @@ import platform
 import select
 import struct
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -101,6 +102,8 @@ def library() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
         ctypes.c_uint64,
         ctypes.c_int,
     )
+    quick.swift_ring_complete.restype = None
+    quick.swift_ring_complete.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
     waiting.swift_ring_wait.restype = None
     waiting.swift_ring_wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
     waiting.swift_ring_close.restype = None
@@ -245,12 +248,23 @@ class Producer(Protocol):
 
     def push(self, header: bytes, address: int, size: int, now: bool) -> int:
         """The position behind the record, or -1 if there is no room now. If ``now`` or small, the body is copied
-        before this returns; otherwise it must stay as it is until the head has passed that position."""
+        before this returns; otherwise it must stay as it is until the head has passed that position. At address 0
+        there is no body yet: it is written by the caller, at `body_at`, and neither this record nor any behind it is
+        in the ring before `complete`."""
+
+    def complete(self, position: int) -> None:
+        """All bodies below the position that the caller writes are there. Never said: they never were."""
 
     def wait(self, position: int) -> None:
         """Returns once the head has passed it. Takes no longer than the copies do, and holds no GIL."""
 
     def close(self) -> None: ...
+
+
+def body_at(memory: Memory, end: int, size: int) -> int:
+    """Where in the data area the body of the record lies that ends at this position."""
+    total = -(-(HEADER_BYTES + size) // ALIGN) * ALIGN
+    return (end - total) % memory.capacity + HEADER_BYTES
 
 
 def producer(memory: Memory, wake: int) -> Producer:
@@ -267,6 +281,7 @@ class NativeProducer:
         self.reserved = memory.load(Word.HEAD)
         self._waiting, quick = found
         self._push = quick.swift_ring_push
+        self._complete = quick.swift_ring_complete
         self._handle: int | None = quick.swift_ring_open(memory.fd, memory.capacity, wake)
         if self._handle is None:
             raise ServiceError(f"{memory.capacity} bytes for the log's queue cannot be mapped")
@@ -279,6 +294,9 @@ class NativeProducer:
             self.reserved = end
         return end
 
+    def complete(self, position: int) -> None:
+        self._complete(self._handle, position)
+
     def wait(self, position: int) -> None:
         self._waiting.swift_ring_wait(self._handle, position)
 
@@ -290,38 +308,53 @@ class PlainProducer:
     """The same where there is no library: the caller copies, without the GIL."""
 
     def __init__(self, memory: Memory, wake: int) -> None:
-        self.reserved = memory.load(Word.HEAD)
+        self.reserved = self._end = memory.load(Word.HEAD)
         self._memory = memory
         self._wake = wake
+        self._elsewhere: deque[tuple[int, int]] = (
+            deque()
+        )  # records that are not complete, from where to where
 
     def push(self, header: bytes, address: int, size: int, now: bool) -> int:
         memory = self._memory
-        head, tail = memory.load(Word.HEAD), memory.load(Word.TAIL)
+        tail = memory.load(Word.TAIL)
         total = -(-(HEADER_BYTES + size) // ALIGN) * ALIGN
-        offset = head % memory.capacity
+        offset = self._end % memory.capacity
         if offset + total > memory.capacity:
             rest = memory.capacity - offset
-            if head + rest - tail > memory.capacity:
+            if self._end + rest - tail > memory.capacity:
                 return -1
             struct.pack_into("=QQ", memory.data, offset, rest, _PADDING)
-            head, offset = head + rest, 0
-            self._publish(head)
-        if head + total - tail > memory.capacity:
+            self._end, offset = self._end + rest, 0
+            self._publish()
+        if self._end + total - tail > memory.capacity:
             return -1
         memory.data[offset : offset + HEADER_BYTES] = header
-        ctypes.memmove(memory.address + CONTROL_BYTES + offset + HEADER_BYTES, address, size)
-        self._publish(head + total)
-        self.reserved = head + total
-        return head + total
+        if size and not address:
+            self._elsewhere.append((self._end, self._end + total))
+        else:
+            ctypes.memmove(memory.address + CONTROL_BYTES + offset + HEADER_BYTES, address, size)
+        self._end = self.reserved = self._end + total
+        self._publish()
+        return self._end
 
-    def _publish(self, head: int) -> None:
+    def complete(self, position: int) -> None:
+        while self._elsewhere and self._elsewhere[0][1] <= position:
+            self._elsewhere.popleft()
+        self._publish()
+
+    def _publish(self) -> None:
+        """As far as all is complete."""
+        head = self._elsewhere[0][0] if self._elsewhere else self._end
+        if head == self._memory.load(Word.HEAD):
+            return
         self._memory.store(Word.HEAD, head)
         if self._memory.load(Word.CONSUMER_SLEEPS):
             self._memory.store(Word.CONSUMER_SLEEPS, 0)
             os.eventfd_write(self._wake, 1)
 
     def wait(self, position: int) -> None:
-        assert self._memory.load(Word.HEAD) >= position
+        assert self._memory.load(Word.HEAD) >= position, "somebody must complete it first"
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from swift.log import ring
 from swift.log.choice import Choice
 from swift.log.memory import address_of
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, check_name
-from swift.log.ring import HEADER_BYTES, Memory, Word, header_of, producer
+from swift.log.ring import HEADER_BYTES, Memory, Producer, Word, header_of, producer
 from swift.log.sidecar import Message, error_from_json
 from swift.log.sidecar_expectations import expectations
 from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Declaring, Unlogged
@@ -89,7 +89,6 @@ class SidecarWriter(Declaring):
         self._mapped = threading.Lock()
         self.drops = when_full == "drop"
         self._unlogged, self._unlogged_lock = Unlogged(), self._pushing
-        self._dropped_records = self._dropped_bytes = 0
         self._sending = threading.Lock()
         self._replacing = threading.Lock()
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
@@ -108,6 +107,8 @@ class SidecarWriter(Declaring):
         self._lent: deque[tuple[int, object]] = deque()
         self._deaths: deque[float] = deque()
         self._stats: WriterStats | None = None  # once it is closed
+        self._finish: Callable[[], None] = lambda: None
+        self._let_go: Callable[[], None] = lambda: None
         self._memory = Memory.create(queue_bytes)
         self._largest = self._memory.capacity - HEADER_BYTES
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -130,8 +131,8 @@ class SidecarWriter(Declaring):
             **counts,
             resent=self._memory.load(Word.RESENT),
             blocked_seconds=self._blocked_seconds,
-            dropped_records=self._dropped_records,
-            dropped_bytes=self._dropped_bytes,
+            dropped_records=self._unlogged.records,
+            dropped_bytes=self._unlogged.bytes,
         )
 
     @property
@@ -214,8 +215,6 @@ class SidecarWriter(Declaring):
                 end = self._producer.push(header, address, size, now) if tried else -1
                 if end < 0:
                     self._unlogged.drop(stream, key.step, size)
-                    self._dropped_records += 1
-                    self._dropped_bytes += size
                 return end
             self._declare(stream, wait=True)
             end = self._producer.push(header, address, size, now)
@@ -253,6 +252,7 @@ class SidecarWriter(Declaring):
         tail, moved = self._memory.load(Word.TAIL), time.monotonic()
         with self._cond:
             while True:
+                self._finish()
                 self._memory.store(Word.PRODUCER_WAITS, 1)
                 end = self._producer.push(header, address, size, now)
                 if end >= 0:
@@ -265,10 +265,17 @@ class SidecarWriter(Declaring):
                 if waited_s > self._patience_s + 2 * _POLL_S:
                     raise LogUnavailable(f"the log has acknowledged nothing for {waited_s:.0f} s")
 
+    def lend_ring(self, finish: Callable[[], None], let_go: Callable[[], None]) -> tuple[Memory, Producer]:
+        """For bodies that somebody else writes (see Producer), appended at address 0. ``finish`` returns when they are
+        complete (for a flush, and while the ring is full), ``let_go`` when nobody writes any more (at the end)."""
+        self._finish, self._let_go = finish, let_go
+        return self._memory, self._producer
+
     def settle(self) -> None:
         """Returns when everything that was appended belongs to the caller again; takes no longer than the copies."""
         with self._pushing:
             if self._stats is None:
+                self._finish()
                 self._producer.wait(self._producer.reserved)
             self._lent.clear()
 
@@ -361,6 +368,7 @@ class SidecarWriter(Declaring):
                 self._process.wait()
             self._listener.join(5.0)
             self._line.close()
+            self._let_go()
             with self._pushing, self._mapped:
                 self._producer.close()
                 os.close(self._wake)

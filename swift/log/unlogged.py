@@ -77,6 +77,8 @@ class Unlogged:
     """
 
     def __init__(self) -> None:
+        self.records = self.bytes = 0
+        """Dropped so far."""
         self._open: dict[str, Steps] = {}  # what no mark in the queue declares yet
         self._news: Dropped | None = None
 
@@ -87,6 +89,8 @@ class Unlogged:
 
     def drop(self, stream: str, step: int, size: int) -> None:
         """A record of `size` bytes is not logged."""
+        self.records += 1
+        self.bytes += size
         self.lacks(stream, Steps(step, step))
         news = self._news or Dropped(Steps(step, step), 0, 0, ())
         self._news = Dropped(
@@ -121,7 +125,7 @@ class Unlogged:
         return news
 
     def forget(self) -> None:
-        """The job's streams are empty: nothing is missing in them."""
+        """The job's streams are empty: nothing is missing in them. What was counted stays counted."""
         self._open.clear()
         self._news = None
 

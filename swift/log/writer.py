@@ -182,8 +182,10 @@ class LogWriter(Declaring):
                 full or self._unlogged.refuses(stream, key.step, self._held_bytes, self._queue_bytes)
             ):
                 self._unlogged.drop(stream, key.step, view.nbytes)
-                self.stats.dropped_records += 1
-                self.stats.dropped_bytes += view.nbytes
+                self.stats.dropped_records, self.stats.dropped_bytes = (
+                    self._unlogged.records,
+                    self._unlogged.bytes,
+                )
                 return False
             if full:
                 self._wait_for_room(held)

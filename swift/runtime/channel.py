@@ -10,25 +10,25 @@ process had not got out. So two ranks that replay at once feed each other throug
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from swift.errors import RecordMissing, ReplayRefused, ServiceError, UsageError
+from swift.errors import RecordMissing, ReplayRefused, ServiceError
 from swift.log import streams
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
 from swift.runtime import _torch
+from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
 from swift.runtime.rng import OUTSIDE_STAGES, seed_for
-from swift.runtime.tensors import dtype_name, fill, owned_bytes, plain, to_tensor
+from swift.runtime.tensors import fill, to_tensor
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -42,17 +42,6 @@ _META_TIMEOUT_S = 600.0
 _META_POLL_S = 0.005
 
 
-class _Lent(NamedTuple):
-    """A tensor that the copier may not have read yet."""
-
-    end: int
-    """Position in the ring that tells that it has."""
-    tensor: torch.Tensor
-    version: int
-    stream: str
-    key: RecordKey
-
-
 class Channel:
     """One rank's boundaries.
 
@@ -61,13 +50,13 @@ class Channel:
     (session, for the trainer) ``collective``
     (engine, stages, updates) ``settle`` before memory is used again
 
-    What is sent to other stages is *lent* to the ring: a native thread copies it while the trainer computes, and the
-    channel keeps it alive. That is safe because torch's own asynchronous send has lent it just the same, and because
-    everything that may overwrite it waits in `settle`: the next call of the schedule (receive buffers, of which an
-    activation may be a view), the optimizer (a stage may send a view of a parameter), the end of a step. A trainer that
-    changes a tensor in place meanwhile is found by its version counter. Everything else is copied at once, by the
-    trainer's thread: external inputs and targets, which a module or a loader may change in place, and are small, and
-    results of collectives, which the trainer gets to keep.
+    What is sent to other stages is *lent* to the ring (`swift.runtime.capture`): a native thread copies it while
+    the trainer computes, and it is kept alive. That is safe because torch's own asynchronous send has lent it just
+    the same, and because everything that may overwrite it waits in `settle`: the next call of the schedule (receive
+    buffers, of which an activation may be a view), the optimizer (a stage may send a view of a parameter), the end
+    of a step. A trainer that changes a tensor in place meanwhile is found by its version counter. Everything else
+    is copied at once, by the trainer's thread: external inputs and targets, which a module or a loader may change
+    in place, and are small, and results of collectives, which the trainer gets to keep.
     """
 
     def __init__(
@@ -88,8 +77,7 @@ class Channel:
         self._store = store
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
-        self._writer: LogWriter | SidecarWriter | None = None
-        self._lent: deque[_Lent] = deque()
+        self._capture: Capture | None = None
         self._reader: LogReader | None = None
         self._cursors: dict[str, StreamCursor] = {}
         self._replay_from = 0
@@ -109,29 +97,17 @@ class Channel:
         return streams.boundary(stage, kind, self._column, self._columns)
 
     def open(self, writer: LogWriter | SidecarWriter) -> None:
-        self._writer = writer
+        self._capture = capture_for(writer, self._device)
 
     def settle(self) -> None:
-        """Returns when all that was sent is copied: its memory may be used again."""
-        if self._lent:
-            assert self._writer is not None
-            self._writer.settle()
-            self._take_back(self._lent[-1].end)
+        """After this the memory of all that was sent may be used again."""
+        if self._capture is not None:
+            self._capture.settle()
 
     def drop_step(self) -> None:
         """What the step has lent is not looked at any more: whoever does the step again compares it."""
-        if self._writer is not None:
-            self._writer.settle()
-        self._lent.clear()
-
-    def _take_back(self, copied: int) -> None:
-        while self._lent and self._lent[0].end <= copied:
-            lent = self._lent.popleft()
-            if lent.tensor._version != lent.version:
-                raise UsageError(
-                    f"{lent.stream} {lent.key}: the tensor was changed in place after it was sent, so what was logged "
-                    "may not be what was sent; let the stage return a copy of it (.clone())"
-                )
+        if self._capture is not None:
+            self._capture.drop()
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -212,22 +188,9 @@ class Channel:
 
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """``now``: it may change after the call."""
-        writer = self._writer
-        assert writer is not None
+        assert self._capture is not None
         self._check_whole()
-        if isinstance(writer, LogWriter):
-            writer.append(stream, key, *owned_bytes(tensor), keep=self.replaying)
-            return
-        flat = plain(tensor)
-        now = now or flat.is_inference()  # nobody counts its versions
-        version = 0 if now else flat._version
-        name, shape = dtype_name(tensor), tuple(tensor.shape)
-        end = writer.append_at(
-            stream, key, name, shape, flat.data_ptr(), flat.nbytes, now, keep=self.replaying
-        )
-        if end >= 0 and not now:
-            self._lent.append(_Lent(end, flat, version, stream, key))
-            self._take_back(writer.copied)
+        self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
 
     # --- crossing collectives ---
 

@@ -192,8 +192,7 @@ class Session:
         averages them itself (`session.ddp`, FSDP2 on `session.mesh`). Its group is the pipeline of this column.
         """
         device = torch.device(device)
-        if device.type != "cpu":
-            raise UsageError(f"device {device}: this version recovers CPU (gloo) pipelines only")
+        _check_device(device)
         options.setdefault("group", self.groups["pipeline"])
         stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
         stage._attach(self._channel, self._updates)
@@ -221,6 +220,9 @@ class Session:
                 f"session.module with {self.pipeline_ranks} pipeline ranks; give replicas={self.world_size}, or use "
                 "session.pipeline_stage"
             )
+        for parameter in module.parameters():
+            if parameter.device.type != "meta":  # not materialised yet
+                _check_device(parameter.device)
         self._add_stage(WholeModule(module))
         return module
 
@@ -261,6 +263,7 @@ class Session:
 
     def adopt(self, stage: Any) -> Any:
         """Makes a stage that exists already (built by `pipeline().build_stage`, say) a logged one."""
+        _check_device(torch.device(getattr(stage, "device", "cpu")))
         if stage.group is None and self.columns == 1:
             stage.group = self.groups["pipeline"]
         if stage.group is not self.groups["pipeline"]:
@@ -438,3 +441,9 @@ class Session:
     def _service_ports(self) -> list[int]:
         addresses = [self._member.client.address, *self._engine.log_servers]
         return [int(address.rpartition(":")[2]) for address in addresses]
+
+
+def _check_device(device: torch.device) -> None:
+    """Raises UsageError: the groups are gloo's, and nothing of a recovery has been shown on another device."""
+    if device.type != "cpu":
+        raise UsageError(f"device {device}: this version recovers CPU (gloo) pipelines only")

@@ -18,7 +18,18 @@ from hypothesis import strategies as st
 from swift.errors import ServiceError, UsageError
 from swift.log import ring
 from swift.log.record import RecordKey
-from swift.log.ring import ALIGN, HEADER_BYTES, Consumer, Entry, Memory, Producer, Word, header_of, producer
+from swift.log.ring import (
+    ALIGN,
+    HEADER_BYTES,
+    Consumer,
+    Entry,
+    Memory,
+    Producer,
+    Word,
+    body_at,
+    header_of,
+    producer,
+)
 from tests.integration.logserver_world import REPOSITORY
 
 CAPACITY = 1 << 18
@@ -188,6 +199,59 @@ def test_nothing_is_seen_before_it_is_whole_and_order_is_kept(kind: str) -> None
             pass
         assert bytes(entry.body) == b"small"
         world.consumer.release(entry.end)
+    del entry
+    world.close()
+
+
+def place(world: World, number: int, size: int) -> int:
+    """A record whose body is still to be written."""
+    header = header_of(0, RecordKey(number, 1, 2), "uint8", (size,), size)
+    return world.producer.push(header, 0, size, False)
+
+
+def write(world: World, end: int, body: bytes) -> None:
+    at = body_at(world.memory, end, len(body))
+    world.memory.data[at : at + len(body)] = body
+
+
+def test_bodies_that_somebody_else_writes_come_out_in_order_and_not_before_they_are_complete(
+    world: World,
+) -> None:
+    """Round and round the ring, with others between them."""
+    for number in range(40):
+        body = body_of(number, 30 << 10)
+        first, second = place(world, 4 * number, len(body)), place(world, 4 * number + 1, len(body))
+        small = world.push(b"small", 4 * number + 2)
+        large = world.push(bytes(100 << 10), 4 * number + 3)
+        assert 0 < first < second < small < large
+        write(world, second, body[::-1])
+        assert taken(world.consumer) is None
+        write(world, first, body)
+        world.producer.complete(first)
+        world.producer.wait(first)
+        entry = taken(world.consumer)
+        assert entry is not None
+        assert (entry.key.step, bytes(entry.body)) == (4 * number, body)
+        assert taken(world.consumer) is None
+        world.producer.complete(second)
+        world.producer.wait(large)
+        found = [taken(world.consumer) for _ in range(3)]
+        assert [one.key.step for one in found if one] == [4 * number + n for n in (1, 2, 3)]
+        assert bytes(found[0].body) == body[::-1] if found[0] else False
+        world.consumer.release(large)
+    del entry, found
+
+
+def test_a_body_that_never_comes_is_never_seen(kind: str) -> None:
+    world = World()
+    world.push(b"before")
+    place(world, 1, 100)
+    world.push(b"behind", 2)
+    world.producer.close()  # does not wait for it
+    entry = taken(world.consumer)
+    assert entry is not None
+    assert bytes(entry.body) == b"before"
+    assert taken(world.consumer) is None
     del entry
     world.close()
 

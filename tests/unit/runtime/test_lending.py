@@ -40,6 +40,10 @@ class Ring:
         self.copied = self.end
 
 
+def lent(channel: Channel) -> list[Any]:
+    return list(cast(Any, channel)._capture.lent)
+
+
 @pytest.fixture
 def ring() -> Ring:
     return Ring()
@@ -83,12 +87,12 @@ def test_sends_are_lent_and_the_rest_is_copied_at_once(channel: Channel, ring: R
 def test_a_lent_tensor_is_kept_until_it_is_copied(channel: Channel, ring: Ring) -> None:
     channel.sent(1, FORWARD, 0, 0, torch.ones(4))
     channel.sent(1, FORWARD, 1, 0, torch.ones(4))
-    assert [lent.key.microbatch for lent in channel._lent] == [0, 1]
+    assert [one.key.microbatch for one in lent(channel)] == [0, 1]
     ring.copied = 100
     channel.sent(1, FORWARD, 2, 0, torch.ones(4))
-    assert [lent.key.microbatch for lent in channel._lent] == [1, 2]
+    assert [one.key.microbatch for one in lent(channel)] == [1, 2]
     channel.settle()
-    assert not channel._lent
+    assert not lent(channel)
     assert ring.copied == ring.end
 
 
