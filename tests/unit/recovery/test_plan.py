@@ -303,6 +303,12 @@ def test_a_dropped_step_that_a_replay_does_not_need_is_no_matter(steps: tuple[in
     assert strategies(outcome) == [(Strategy.KEEP, 15), (Strategy.REPLAY, 10), (Strategy.KEEP, 15)]
 
 
+@pytest.mark.parametrize("steps", [(3, 10), (10, 10), (14, 14), (14, 20)])
+def test_the_first_and_the_last_step_of_a_replay_are_needed(steps: tuple[int, int]) -> None:
+    logged = {**full_log(range(3), 10, 14), "s0.F": lacking("s0.F", *steps)}
+    assert decided(reports(15, None, 15), one_stage_each(3), logged, AT_10, AUTO).restores
+
+
 def test_collective_results_come_from_a_rank_that_has_dropped_none() -> None:
     logged = {**full_log(range(3), 10, 14), "r0.C": lacking("r0.C", 14, 14), "r2.C": stream("r2.C", 10, 14)}
     outcome = decided(reports(15, None, 15), one_stage_each(3), logged, AT_10, AUTO)
