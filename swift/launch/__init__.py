@@ -2,7 +2,8 @@
 
 command     flags -> LaunchPlan -> run
 agent       torch's elastic agent with children of its own: replaces a rank, restarts nobody else
-children    processes: spawn, hand a rank to, signal, reap
+children    processes: start, hand a rank to, signal, reap
+forkserver  imports once what ranks need, and forks them
 decisions   what to do about an exit and a View; pure
 link        notices to the coordinator (own thread), Views from it
 rendezvous  the store of a one-machine job, on loopback only

@@ -5,7 +5,8 @@ local ranks when a new *node* wants to join. From here: the children, and everyt
 
     (kernel)  a child's pidfd becomes readable
     (agent)   notice to the coordinator, queued; a warm spare gets the rank; once the job runs again, a new
-              spare is started, so that importing torch takes no CPU time from the recovery
+              spare is started, so that importing torch takes no CPU time from the recovery (without a fork
+              server; a new one waits for the same)
     (agent)   a View says FAILED, or fences a child of ours: stops everything, or kills that child
 """
 
@@ -131,6 +132,9 @@ class ReplacingAgent(SimpleElasticAgent):
     def _invoke_run(self, role: str = "default") -> RunResult:
         """torch's loop, without its sleep and without a restart of the group for one failed rank."""
         group = self._worker_group
+        self._nursery.tend()
+        with self._gate.raising():
+            self._nursery.prepare()
         for _ in range(group.spec.local_world_size + self._spare_count):
             self._spawn()
         self._join_rendezvous()
@@ -170,7 +174,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _spawn(self) -> Child:
         child = self._nursery.spawn()
-        events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation)
+        events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation, forked=child.forked)
         return child
 
     def _give_rank(self, local_rank: int) -> Child:
@@ -189,7 +193,8 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _top_up_spares(self) -> None:
         wanted = self._spare_count if self._spare_failures < SPARE_FAILURES_MAX else 0
-        if len(self._nursery.spares) < wanted and self._is_quiet():
+        # Also without spares: the next replacement should find a fork server.
+        if self._is_quiet() and self._nursery.tend() and len(self._nursery.spares) < wanted:
             self._spawn()
 
     def _is_quiet(self) -> bool:
@@ -242,7 +247,8 @@ class ReplacingAgent(SimpleElasticAgent):
         self._last_death = (events.now(), generation)
         self._replacements_left -= 1
         child = self._give_rank(local_rank)
-        say(f"{reason}: replaced by process {child.pid} ({'a warm spare' if child.warm else 'a cold start'})")
+        kind = "a warm spare" if child.warm else "a fork" if child.forked else "a cold start"
+        say(f"{reason}: replaced by process {child.pid} ({kind})")
 
     def _on_spare_exit(self, child: Child) -> None:
         events.emit("spare_exit", pid=child.pid, code=child.exit_code)

@@ -1,12 +1,16 @@
-"""The launcher's child processes: spawned as warm spares, handed a rank, signalled, reaped.
+"""The launcher's child processes: started as warm spares, handed a rank, signalled, reaped.
 
 All of it happens in the launcher's main thread: PR_SET_PDEATHSIG fires when the *thread* that started a child
 ends. Each child leads a session of its own, so that Ctrl-C in a terminal reaches the launcher alone and a
 rank's own children (data loaders) are killed with it.
+
+A child is forked by the fork server if there is one that is ready, else it is a fresh interpreter, which takes
+seconds to import what a rank needs.
 """
 
 import contextlib
 import fcntl
+import functools
 import os
 import selectors
 import signal
@@ -16,24 +20,39 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 
+from swift import events
 from swift.errors import UsageError
+from swift.launch.forkserver import ForkFailed, ForkServer, own_children
 from swift.launch.worker import ENV_WORD_FD, Assignment
 
 CONTROL_PIPE_BYTES = 1 << 20
 """An assignment fits, so writing it never waits for a child that is not reading yet."""
 KILL_WAIT_S = 10.0
 """How long a SIGKILLed child may take to go (uninterruptible sleep) before it is named and left."""
+SERVER_FAILURES_MAX = 3
+"""Fork servers that may fail in a row; then children are fresh interpreters."""
+
+Started = tuple[int, "subprocess.Popen[bytes] | None"]
+"""A new process, and who may want to know its exit code too."""
 
 
 class Child:
     """One process: a spare while `rank` is None, then that rank until it ends."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", control_fd: int, warm_fd: int) -> None:
+    def __init__(
+        self,
+        pid: int,
+        process: "subprocess.Popen[bytes] | None",
+        control_fd: int,
+        warm_fd: int,
+    ) -> None:
+        """`process`: None if it was forked."""
         self._process = process
         self._control_fd = control_fd
         self.warm_fd = warm_fd
-        self.pid = process.pid
-        self.pidfd = os.pidfd_open(process.pid)
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.forked = process is None
         self.incarnation = uuid.uuid4().hex
         self.warm = False
         self.rank: int | None = None
@@ -55,7 +74,8 @@ class Child:
 
     def send(self, signum: int) -> None:
         if self.exit_code is None:
-            self._process.send_signal(signum)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signum)
 
     def kill_group(self) -> None:
         """SIGKILL for the child and whatever it started in its session. Right until `reap`."""
@@ -67,7 +87,11 @@ class Child:
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         # Not reaped yet, so the pid, and with it the group's number, cannot be anybody else's.
         self.kill_group()
-        self.exit_code = self._process.wait()
+        ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+        assert ended is not None
+        self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if self._process is not None:
+            self._process.returncode = self.exit_code
         for fd in (self.pidfd, self.warm_fd, self._control_fd):
             if fd >= 0:
                 os.close(fd)
@@ -75,42 +99,42 @@ class Child:
         return self.exit_code
 
 
-def spawn(env: dict[str, str], path0: str, preload: str, word_fd: int) -> Child:
-    """Starts a worker; it imports `preload` (comma-separated) and then waits for its `assign`."""
-    control_read, control_write = os.pipe()
-    warm_read, warm_write = os.pipe()
-    fcntl.fcntl(control_write, fcntl.F_SETPIPE_SZ, CONTROL_PIPE_BYTES)
-    command = [sys.executable, "-u", "-m", "swift.launch.worker"]
-    command += [str(control_read), str(warm_write), str(os.getpid()), path0, preload]
-    try:
-        process = subprocess.Popen(
-            command,
-            env=env | {ENV_WORD_FD: str(word_fd)},
-            pass_fds=(control_read, warm_write, word_fd),
-            start_new_session=True,
-        )
-    finally:
-        os.close(control_read)
-        os.close(warm_write)
-    return Child(process, control_write, warm_read)
+def _name_undead(pid: int) -> None:
+    print(f"swift: process {pid} was killed and does not go away", file=sys.stderr)
 
 
 class Nursery:
     """All children of the launcher and the selector that tells which of them became warm or ended.
 
-    Invariant: every child that was spawned and not reaped is in `children` and registered by its pidfd.
+    Invariants: every child that was started and not reaped is in `children` and registered by its pidfd. So is
+    the pidfd of every orphan that this process has adopted, in `_adopted`. `_server` is registered.
     """
 
-    def __init__(self, env: dict[str, str], path0: str, preload: str) -> None:
+    def __init__(
+        self,
+        env: dict[str, str],
+        path0: str,
+        preload: str,
+        *,
+        fork: bool = True,
+        on_unfit: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`fork`: with a fork server. `on_unfit`: told once if the modules make that impossible, and why."""
         self._env = env
         self._path0 = path0
         self._preload = preload
+        self._forks = fork
+        self._on_unfit = on_unfit
+        self._server: ForkServer | None = None
+        self._server_failures = 0
+        self._adopted: dict[int, int] = {}
+        """By pidfd: the number of an orphan that ended up here."""
         self._selector = selectors.DefaultSelector()
         # One byte for all children: who reads it may print a mistake that all of them make.
         self._word_read, self._word_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.write(self._word_write, b"w")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
         self.children: list[Child] = []
 
     def wake(self) -> None:
@@ -125,21 +149,119 @@ class Nursery:
             (child for child in self.children if child.rank is None), key=lambda child: not child.warm
         )
 
+    # The fork server.
+
+    def prepare(self) -> None:
+        """Waits until children can be forked, or it is clear that they cannot. May be interrupted."""
+        while self.tend() is False:
+            assert self._server is not None
+            self._hear()
+
+    def tend(self) -> bool:
+        """Starts the fork server if there should be one. False while it imports: a spare can wait for that."""
+        if self._forks and self._server is None:
+            self._server = ForkServer(self._env, self._path0, self._preload)
+            self._selector.register(self._server, selectors.EVENT_READ, self._hear)
+            events.emit("fork_server_started", server_pid=self._server.pid)
+        return self._server is None or self._server.ready
+
+    def _hear(self) -> None:
+        """The server's word on itself, or its end."""
+        assert self._server is not None
+        try:
+            reason = self._server.hear()
+        except ForkFailed as error:
+            self._lose_server(str(error))
+            return
+        if reason is None:
+            events.emit("fork_server_ready", server_pid=self._server.pid)
+            return
+        self._forks = False
+        self._drop_server()
+        events.emit("fork_server_unfit", reason=reason)
+        self._on_unfit(reason)
+
+    def _lose_server(self, reason: str) -> None:
+        assert self._server is not None
+        events.emit("fork_server_lost", server_pid=self._server.pid, reason=reason)
+        self._drop_server()
+        self._server_failures += 1
+        self._forks = self._server_failures < SERVER_FAILURES_MAX
+
+    def _drop_server(self) -> None:
+        if self._server is not None:
+            self._selector.unregister(self._server)
+            if not self._server.close(KILL_WAIT_S):
+                _name_undead(self._server.pid)
+            self._server = None
+
+    def _fork(self, fds: list[int]) -> Started | None:
+        """If there is a fork server, and it could."""
+        if self._server is None or not self._server.ready:
+            return None
+        before, pid = own_children(), None
+        try:
+            pid = self._server.fork(fds)
+            self._server_failures = 0
+        except ForkFailed as error:
+            self._lose_server(str(error))
+        # A trainer died meanwhile, whose log's sidecar lives on; or a failed fork has left something.
+        for orphan in own_children() - before - {pid}:
+            pidfd = os.pidfd_open(orphan)
+            self._adopted[pidfd] = orphan
+            self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._bury, pidfd))
+        return None if pid is None else (pid, None)
+
+    def _bury(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        os.close(pidfd)
+        del self._adopted[pidfd]
+
+    # Children.
+
     def spawn(self) -> Child:
-        child = spawn(self._env, self._path0, self._preload, self._word_read)
+        """Starts a child. Forked if that is possible at once: a fresh interpreter is no later than a new server."""
+        child = self._start(self._fork) or self._start(self._interpret)
+        assert child is not None
         self.children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         self._selector.register(child.warm_fd, selectors.EVENT_READ, child)
         return child
 
+    def _start(self, how: Callable[[list[int]], Started | None]) -> Child | None:
+        # Each way with pipes of its own: a fork that failed may have left somebody who reads.
+        control_read, control_write = os.pipe()
+        warm_read, warm_write = os.pipe()
+        fcntl.fcntl(control_write, fcntl.F_SETPIPE_SZ, CONTROL_PIPE_BYTES)
+        started = None
+        try:
+            started = how([control_read, warm_write, self._word_read])
+        finally:
+            for fd in (control_read, warm_write, *((control_write, warm_read) if started is None else ())):
+                os.close(fd)
+        return None if started is None else Child(*started, control_write, warm_read)
+
+    def _interpret(self, fds: list[int]) -> Started:
+        """A fresh interpreter, which imports the modules and then waits for its `assign`."""
+        control_fd, warm_fd, word_fd = fds
+        command = [sys.executable, "-u", "-m", "swift.launch.worker"]
+        command += [str(control_fd), str(warm_fd), str(os.getpid()), self._path0, self._preload]
+        env = self._env | {ENV_WORD_FD: str(word_fd)}
+        process = subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True)
+        return process.pid, process
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
     def wait(self, timeout_s: float) -> tuple[list[Child], list[Child]]:
         """Blocks until something happens or the time is up: (children now warm, children that ended)."""
         warmed, ended = [], []
         for key, _ in self._selector.select(timeout_s):
-            child: Child | None = key.data
-            if child is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+            child = key.data
+            if not isinstance(child, Child):
+                child()
             elif key.fd == child.pidfd:
                 ended.append(child)
             elif os.read(child.warm_fd, 1):
@@ -183,15 +305,19 @@ class Nursery:
             self.wait(left_s)
         for child in killed:
             if child.exit_code is None:
-                print(f"swift: process {child.pid} was killed and does not go away", file=sys.stderr)
+                _name_undead(child.pid)
 
     @staticmethod
     def _any_alive(children: list[Child]) -> bool:
         return any(child.exit_code is None for child in children)
 
     def close(self) -> None:
-        """Kills what is left."""
+        """Kills what is left. Adopted orphans go their own way."""
         self.kill(list(self.children))
+        self._drop_server()
+        for pidfd in self._adopted:
+            os.close(pidfd)
+        self._adopted.clear()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)

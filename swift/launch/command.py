@@ -16,7 +16,7 @@ from torch.distributed import DistError
 
 from swift import events
 from swift.errors import ServiceError, SwiftError, UsageError
-from swift.launch.agent import Outcome, ReplacingAgent
+from swift.launch.agent import Outcome, ReplacingAgent, say
 from swift.launch.children import Nursery
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_run_dir
@@ -41,6 +41,7 @@ from swift.launch.torch_names import (
 from swift.names import JOB_GRAMMAR, JOB_PATTERN
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
+START_METHODS = ("fork", "spawn")
 REPLACEMENTS_DEFAULT = 100
 GRACE_S_DEFAULT = 5.0
 # Some of these are imported only at first use, which would fall into a recovery.
@@ -82,6 +83,7 @@ class LaunchPlan:
     output: Output
     spare_count: int
     preload: str
+    fork: bool
     grace_s: float
     signals: list[signal.Signals]
 
@@ -105,7 +107,17 @@ def make_parser() -> argparse.ArgumentParser:
         "--preload",
         default=PRELOAD_DEFAULT,
         metavar="MODULE,MODULE...",
-        help="What a spare imports while it waits (default: %(default)s).",
+        help="What is imported before a rank's script: once, in the process that ranks are forked from, or by "
+        "each spare while it waits (default: %(default)s).",
+    )
+    ours.add_argument(
+        "--start-method",
+        "--start_method",
+        choices=START_METHODS,
+        default=os.environ.get("PET_START_METHOD", "fork"),
+        help="How processes start: 'fork' takes milliseconds and shares the memory of what was imported; 'spawn' "
+        "makes fresh interpreters, for modules of --preload that must not be forked. One that starts a thread or "
+        "keeps a file open is noticed, and then processes are spawned (default fork).",
     )
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
     return parser
@@ -154,6 +166,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
         spare_count=args.spares,
         preload=args.preload,
+        fork=args.start_method == "fork",
         grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
         signals=signals,
     )
@@ -163,8 +176,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, message in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise UsageError(f"run: not supported: {message}")
-    if args.start_method != "spawn":
-        raise UsageError("run: not supported: --start-method: ranks start from warm spares; leave it out")
+    if args.start_method not in START_METHODS:
+        raise UsageError(f"run: --start-method {args.start_method}: {' or '.join(START_METHODS)}")
     if args.tee != "0":
         raise UsageError("run: not supported: --tee: use --log-dir with --redirects")
     if not args.coordinator:
@@ -239,13 +252,26 @@ def _make_spec(plan: LaunchPlan) -> WorkerSpec:
     )
 
 
+def _say_unfit(reason: str) -> None:
+    say(
+        f"run: --preload: {reason}: ranks are not forked but spawned (--start-method spawn says so beforehand)"
+    )
+
+
 def run(plan: LaunchPlan) -> Outcome:
     """Runs the job's local ranks to the end."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
     # Its warnings on signals and closed rendezvous say less than our own lines.
     logging.getLogger(AGENT_LOGGER).setLevel(os.environ.get("LOGLEVEL", "ERROR"))
     events.emit("launcher_start", job=plan.job.name)
-    nursery = Nursery(dict(os.environ), plan.job.sys_path0(), plan.preload)
+    asked = plan.preload != PRELOAD_DEFAULT
+    nursery = Nursery(
+        dict(os.environ),
+        plan.job.sys_path0(),
+        plan.preload,
+        fork=plan.fork,
+        on_unfit=_say_unfit if asked else lambda reason: None,
+    )
     gate = SignalGate(plan.signals, nursery.wake)
     link = CoordinatorLink(plan.job.coordinator, plan.job.name, nursery.wake)
     try:

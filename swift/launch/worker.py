@@ -1,5 +1,7 @@
 """What runs in every child before the training script: a warm spare that becomes a rank.
 
+A child that the fork server has forked (`swift.launch.forkserver`) comes in at `work`; another one is started as
+
     python -u -m swift.launch.worker CONTROL_FD WARM_FD LAUNCHER_PID PATH0 MODULE,MODULE...
 
 (launcher) spawns it, with the environment that ranks get: OMP_NUM_THREADS counts when torch is imported.
@@ -101,6 +103,7 @@ def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that `python SCRIPT` would show."""
     ours = (
         __file__,
+        os.path.join(os.path.dirname(__file__), "forkserver.py"),
         "<frozen runpy>",
         "<frozen importlib._bootstrap>",
         "<frozen importlib._bootstrap_external>",
@@ -166,7 +169,13 @@ def main(argv: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = path0
     preload(modules)
-    os.write(warm_fd, b"w")
+    work(control_fd, warm_fd)
+
+
+def work(control_fd: int, warm_fd: int) -> None:
+    """Of a process that is warm: waits for its assignment and becomes that rank."""
+    with contextlib.suppress(BrokenPipeError):  # nobody needs it: the control pipe says so too
+        os.write(warm_fd, b"w")
     os.close(warm_fd)
     assignment = read_assignment(control_fd)
     if assignment is None:

@@ -87,7 +87,7 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
 
 
 def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start) -> None:
-    launch = start("--nproc-per-node=1", f"--preload={PRELOAD_DEFAULT}")
+    launch = start("--nproc-per-node=1", f"--preload={PRELOAD_DEFAULT}", "--start-method=spawn")
     launch.warm_spares()
     seconds = {}
     for process, kind in ((1, "warm"), (2, "cold")):
@@ -113,7 +113,7 @@ time.sleep(60)
     launch = start("--nproc-per-node=2", "--shutdown-timeout=1", script=script)
     wait_until(lambda: len(list(launch.directory.glob("ready.*"))) == 2, "both ranks")
     below = launch.processes()
-    assert len(below) == 5  # two ranks, their children, the spare
+    assert len(below) == 6  # two ranks, their children, the spare, the fork server
     launch.process.send_signal(signum)
     code, stderr = launch.wait()
     assert code == 128 + signum
@@ -127,7 +127,7 @@ def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
     launch.rank(1)
     launch.warm_spares(2)
     below = launch.processes()
-    assert len(below) == 4
+    assert len(below) == 5  # the fork server too
     launch.process.kill()
     launch.wait()
     assert_all_gone(below)

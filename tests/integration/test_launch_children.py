@@ -15,9 +15,10 @@ from swift.launch.rendezvous import LoopbackRendezvous
 from swift.launch.worker import Assignment
 
 
-@pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    nursery = Nursery(dict(os.environ), str(tmp_path), "json")
+@pytest.fixture(params=["fork", "spawn"])
+def nursery(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nursery]:
+    nursery = Nursery(dict(os.environ), str(tmp_path), "json", fork=request.param == "fork")
+    nursery.prepare()
     yield nursery
     nursery.close()
 

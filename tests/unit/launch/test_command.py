@@ -73,6 +73,18 @@ def test_coordinator_and_restarts_come_from_the_environment(monkeypatch: pytest.
     assert (plan.job.coordinator, plan.config.max_restarts) == ("10.0.0.9:7", 4)
 
 
+def test_the_start_method_is_fork_unless_flag_or_environment_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert make_plan([COORDINATOR, "train.py"]).fork
+    assert not make_plan([COORDINATOR, "--start-method=spawn", "train.py"]).fork
+    monkeypatch.setenv("PET_START_METHOD", "spawn")
+    assert not make_plan([COORDINATOR, "train.py"]).fork
+    monkeypatch.setenv("PET_START_METHOD", "forkserver")
+    with pytest.raises(UsageError, match="--start-method forkserver: fork or spawn"):
+        make_plan([COORDINATOR, "train.py"])
+
+
 def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
     flags = ["--nproc-per-node=3", "--log-dir=logs", "--redirects=0:3,1:2", "--local-ranks-filter=0,1"]
     plan = make_plan([COORDINATOR, *flags, "train.py"])
@@ -117,7 +129,10 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ([COORDINATOR, "--signals-to-handle=SIGWHAT", "train.py"], "SIGWHAT"),
         ([COORDINATOR, "--rdzv-conf=nonsense", "train.py"], "nonsense"),
         ([COORDINATOR, "--no-python", "train.py"], "not supported: --no-python"),
-        ([COORDINATOR, "--start-method=fork", "train.py"], "not supported: --start-method"),
+        (
+            [COORDINATOR, "--start-method=forkserver", "train.py"],
+            "invalid choice: 'forkserver'",
+        ),
         ([COORDINATOR, "--tee=3", "train.py"], "not supported: --tee"),
         ([COORDINATOR, "--numa-binding=node", "train.py"], "not supported: --numa-binding"),
         ([COORDINATOR, "--no-such-flag", "train.py"], "--no-such-flag"),

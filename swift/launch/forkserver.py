@@ -1,0 +1,261 @@
+"""One process that imports what ranks need, once, and forks ranks and spares from it.
+
+    python -u -m swift.launch.forkserver SOCKET_FD LAUNCHER_PID PATH0 MODULE,MODULE...
+
+(launcher) starts it with the environment that ranks get, see `ForkServer`.
+(server)   dies with the launcher; imports the modules as a worker would; says ``{"fit": null}``, or why it is
+           not safe to fork: a module has started a thread, or holds a file open, which all ranks would share.
+(launcher) becomes the one who adopts orphans, and sends ``{"do": "fork"}`` with the child's descriptors.
+(server)   forks a process that forks the child and ends: now the child belongs to the launcher, whose waitid
+           and whose death it needs. Only when the process between is reaped is that so: the child is told.
+(child)    leads a session of its own, asks the kernel to die with the launcher, says its number, and goes on
+           as any worker (`swift.launch.worker`).
+(server)   ``{"pid": 4711}``, or ``{"error": "why"}``: the launcher then starts a fresh interpreter.
+(launcher) adopts no more. A trainer that died in between has left it its own children: the nursery reaps them.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift.launch import worker
+
+FORK_S_MAX = 10.0
+"""A fork takes some 20 ms. A server that needs this long is stuck."""
+_MESSAGE_BYTES_MAX = 4096
+_REASON_MAX = 500
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+# The launcher's side. All of it happens in its main thread.
+
+
+class ForkFailed(Exception):
+    """No child came of it; the server may be dead. Never leaves the nursery."""
+
+
+def own_children() -> set[int]:
+    """The main thread's, zombies too: orphans are given to it. Empty where the kernel does not tell."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError):
+        return set(map(int, Path(f"/proc/self/task/{pid}/children").read_text().split()))
+    return set()
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Orphans below this process become its children, as long as this lasts, and not init's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise ForkFailed(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+class ForkServer:
+    """The launcher's end. Readable when the server has said whether it is fit, and when it has died."""
+
+    def __init__(self, env: dict[str, str], path0: str, preload: str) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-u", "-m", "swift.launch.forkserver"]
+        command += [str(theirs.fileno()), str(os.getpid()), path0, preload]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=env, pass_fds=(theirs.fileno(),), start_new_session=True
+            )
+        self.pid = self._process.pid
+        self.ready = False
+
+    def fileno(self) -> int:
+        return self._line.fileno()
+
+    def hear(self) -> str | None:
+        """Waits for the server's word on itself: why it must not fork, or None. ForkFailed: it has died."""
+        reason: str | None = self._receive()["fit"]
+        self.ready = reason is None
+        return reason
+
+    def fork(self, fds: Sequence[int]) -> int:
+        """The number of a new child of this process; it has copies of the descriptors."""
+        with adopting():
+            try:
+                socket.send_fds(self._line, [b"{}"], fds)
+            except OSError as error:
+                raise ForkFailed(f"the fork server is gone: {error}") from error
+            if not select.select([self._line], [], [], FORK_S_MAX)[0]:
+                raise ForkFailed(f"the fork server does not answer within {FORK_S_MAX:g} s")
+            answer = self._receive()
+        if "error" in answer:
+            raise ForkFailed(answer["error"])
+        pid: int = answer["pid"]
+        return pid
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            message = self._line.recv(_MESSAGE_BYTES_MAX)
+        except OSError as error:
+            raise ForkFailed(f"the fork server is gone: {error}") from error
+        if not message:
+            raise ForkFailed("the fork server has died")
+        answer: dict[str, Any] = json.loads(message)
+        return answer
+
+    def close(self, timeout_s: float) -> bool:
+        """Kills and reaps it. False if it does not go away in time."""
+        self._process.kill()  # first: it must not complain about a closed line
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        self._line.close()
+        return self._process.returncode is not None
+
+
+# The server's side.
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _files() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself is closed again
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def prepare(modules: str) -> str | None:
+    """Imports them. Why this process must not fork then, in words for whoever chose the modules; None: it may."""
+    files = _files()
+    opened: dict[tuple[str, str], str] = {}
+    first_thread = "" if _threads() == 1 else "something in Python's start"
+    for name in modules.split(","):
+        try:
+            worker.preload(name)
+        except Exception as error:  # noqa: BLE001  (whatever a module may raise)
+            return f"{name}: {type(error).__name__}: {error}"
+        first_thread = first_thread or ("" if _threads() == 1 else name)
+        for fd, target in _files().items():
+            opened.setdefault((fd, target), name)
+    gc.collect()
+    if _threads() > 1:
+        return f"{first_thread} starts a thread"
+    for fd, target in _files().items():
+        if files.get(fd) != target:
+            return f"{opened.get((fd, target), modules)} keeps {target} open"
+    return None
+
+
+def _reseed() -> None:
+    """What the standard library does for `random`: no two ranks share a stream by accident."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+
+
+def _fork_twice() -> bool:
+    """True in the grandchild. In the caller its parent has ended, so that it has its new one."""
+    between = os.fork()
+    if between == 0:
+        try:
+            grandchild = os.fork()
+        except OSError:
+            os._exit(1)
+        if grandchild != 0:
+            os._exit(0)
+        return True
+    os.waitpid(between, 0)
+    return False
+
+
+def _give_birth(launcher_pid: int) -> int:
+    """The child's number; in the child 0. OSError if there is none."""
+    go_read, go_write = os.pipe()
+    said_read, said_write = os.pipe()
+    if not _fork_twice():
+        os.close(go_read)
+        os.close(said_write)
+        with open(go_write, "wb", buffering=0) as go, open(said_read, "rb") as said:
+            with contextlib.suppress(BrokenPipeError):
+                go.write(b"g")
+            number = said.read()
+        if not number:
+            raise OSError("the child ended before it was the launcher's")
+        return int(number)
+    os.close(go_write)
+    os.close(said_read)
+    os.setsid()
+    if os.read(go_read, 1) == b"":
+        os._exit(0)  # the server is dead
+    worker.die_with(launcher_pid)
+    _reseed()
+    try:
+        os.write(said_write, str(os.getpid()).encode())
+    except BrokenPipeError:
+        os._exit(0)
+    os.close(go_read)
+    os.close(said_write)
+    return 0
+
+
+def serve(line: socket.socket, launcher_pid: int) -> list[int] | None:
+    """Forks at every request. Returns in a child, with its descriptors; in the server once the line is closed."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(line, _MESSAGE_BYTES_MAX, 3, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return None
+        try:
+            pid = _give_birth(launcher_pid)
+        except OSError as error:
+            answer: dict[str, Any] = {"error": str(error)}
+        else:
+            if pid == 0:
+                return list(fds)
+            answer = {"pid": pid}
+        for fd in fds:
+            os.close(fd)
+        line.send(json.dumps(answer).encode())
+
+
+def main(argv: list[str]) -> None:
+    try:
+        path0, modules = argv[2:]
+        line_fd, launcher_pid = (int(arg) for arg in argv[:2])
+    except ValueError:
+        print("swift: swift.launch.forkserver is started by `swift-ft run`, not by hand", file=sys.stderr)
+        sys.exit(2)
+    worker.die_with(launcher_pid)
+    line = socket.socket(fileno=line_fd)
+    line.set_inheritable(False)
+    if not sys.flags.safe_path:
+        sys.path[0] = path0
+    reason = prepare(modules)
+    gc.freeze()  # so that a collection in a child does not write to every page
+    line.send(json.dumps({"fit": reason and reason[:_REASON_MAX]}).encode())
+    fds = serve(line, launcher_pid)
+    line.close()
+    if fds is None:
+        return
+    control_fd, warm_fd, word_fd = fds
+    os.environ[worker.ENV_WORD_FD] = str(word_fd)
+    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
+    worker.work(control_fd, warm_fd)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
