@@ -127,6 +127,12 @@ class ForkServer:
 
 
 def _threads() -> int:
+    """How many there are at a fork: libraries that know of forks (OpenBLAS) end theirs right before one."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
     return len(os.listdir("/proc/self/task"))
 
 
