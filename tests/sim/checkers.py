@@ -147,9 +147,14 @@ class Checkers:
         self._sent: dict[tuple[str, int], dict[int, Seen]] = {}
         self._writers: dict[tuple[int, int], str] = {}
         self._acked: dict[str, dict[int, _Acked]] = {}
+        self._acked_by: dict[str, set[str]] = {}
+        """server -> the streams of which it has acknowledged something"""
         self._begins: dict[str, int] = {}
         """stream -> the first sequence behind its last reset"""
         self.acks = 0
+        """Records that were acknowledged."""
+        self.compared = 0
+        """Times that one of them was read back and was the same."""
 
     # -- writing --------------------------------------------------------------------------------------
 
@@ -171,7 +176,8 @@ class Checkers:
                     "writer", f"{first} and {writer} both write a stream in generation {seen.generation}"
                 )
 
-    def acknowledged(self, writer: str, stream: str, tag: int, durable: int) -> None:
+    def acknowledged(self, server: str, writer: str, stream: str, tag: int, durable: int) -> None:
+        self._acked_by.setdefault(server, set()).add(stream)
         acked, begins = self._acked.setdefault(stream, {}), self._begins.get(stream, 0)
         for sequence, seen in self._sent.get((writer, tag), {}).items():
             if not begins <= sequence < durable:
@@ -227,8 +233,10 @@ class Checkers:
     def check_log(
         self, server: str, streams: set[str], read: Callable[[str], tuple[list[bytes], str]]
     ) -> None:
-        """``read(stream)`` gives what a reader from the oldest step gets: frames, and the reason of a refusal."""
-        for stream in sorted(streams):
+        """``read(stream)`` gives what a reader from the oldest step gets: frames, and the reason of a refusal.
+
+        It is read of the streams that the server knows, and of those of which it has acknowledged something."""
+        for stream in sorted(streams | self._acked_by.get(server, set())):
             messages, refused = read(stream)
             found: dict[int, Seen] = {}
             keys: dict[tuple[int, int, int], int] = {}
@@ -256,6 +264,8 @@ class Checkers:
                     )
             elif (seen.key, seen.body) != (record.key, record.body) and stream not in self.lossy:
                 raise Violation("acked", f"record {sequence} of {stream} is not what was acknowledged")
+            else:
+                self.compared += 1
 
     # -- replaying ------------------------------------------------------------------------------------
 

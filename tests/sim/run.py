@@ -59,6 +59,8 @@ def _run(seed: int) -> Outcome:
     except Exception as error:  # noqa: BLE001  (an assertion or a bug of the system, under this seed)
         violation, checker = f"{type(error).__name__}: {error}", type(error).__name__
     world.kernel.count(f"job {world.state}")
+    world.kernel.counts["record acknowledged"] += world.checkers.acks
+    world.kernel.counts["record compared"] += world.checkers.compared
     return Outcome(
         seed=seed,
         state=str(world.state),

@@ -74,9 +74,8 @@ class Outbox:
     def put(self, item: log_pb2.AppendReply | None, /) -> None:
         server, call = self.server, self.call
         for acked in item.acked if item is not None else ():
-            server.checkers.acknowledged(
-                call.writer, acked.stream, stream_tag(JOB, acked.stream), acked.durable_sequence
-            )
+            tag = stream_tag(JOB, acked.stream)
+            server.checkers.acknowledged(server.name, call.writer, acked.stream, tag, acked.durable_sequence)
         if call.broken or call.client is None:
             return
         self._given += item.credit_bytes if item is not None else 0

@@ -4,7 +4,8 @@ A simulation that never fails says nothing. Each test breaks one rule of the pro
 until a checker objects.
 """
 
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -31,17 +32,31 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(faults, "WEIGHTS", [int(name in names) for name, _ in faults.FAULTS])
 
 
-def caught_by(first: int = 0) -> str:
-    """The checker that objects first."""
-    for seed in range(first, first + SEEDS_MAX):
+@pytest.fixture
+def mutation() -> Iterator[pytest.MonkeyPatch]:
+    """What breaks the product; the faults are chosen by another, and stay for the control run."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def is_caught(mutation: pytest.MonkeyPatch, checker: str) -> None:
+    """This checker objects in some seed, and nobody does in the same seed once the mutation is undone."""
+    others = Counter[str]()
+    for seed in range(SEEDS_MAX):
         outcome = run_seed(seed)
-        if outcome.violation:
+        if outcome.checker == checker:
             assert outcome.trace
-            return outcome.checker
-    return "nobody"
+            mutation.undo()
+            control = run_seed(seed)
+            assert not control.violation, f"seed {seed} fails without the mutation too: {control.violation}"
+            return
+        others[outcome.checker] += bool(outcome.violation)
+    pytest.fail(f"{checker!r} never objects; others: {+others}")
 
 
-def test_a_fence_that_is_answered_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_that_is_answered_before_it_is_durable(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
     real = procedures.fence
 
     def fence(state: ServerState, job: str, generation: int, now: float) -> Generator[Step, None, None]:
@@ -50,16 +65,16 @@ def test_a_fence_that_is_answered_before_it_is_durable(monkeypatch: pytest.Monke
                 yield step
 
     only(monkeypatch, "a rank paused", "a log server killed")
-    monkeypatch.setattr(procedures, "fence", fence)
-    assert caught_by() in ("writer", "live")
+    mutation.setattr(procedures, "fence", fence)
+    is_caught(mutation, "writer")
 
 
-def test_an_acknowledgement_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DirectoryStorage, "_sync", lambda self: None)
-    assert caught_by() == "acked"
+def test_an_acknowledgement_before_the_sync(mutation: pytest.MonkeyPatch) -> None:
+    mutation.setattr(DirectoryStorage, "_sync", lambda self: None)
+    is_caught(mutation, "acked")
 
 
-def test_an_acknowledgement_before_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_acknowledgement_before_the_write(mutation: pytest.MonkeyPatch) -> None:
     real = Commits.put
 
     def put(self: Commits, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
@@ -69,28 +84,30 @@ def test_an_acknowledgement_before_the_write(monkeypatch: pytest.MonkeyPatch) ->
         self._acknowledge([Queued(session, stream, write, fsync)])
         stream.durable = durable
 
-    monkeypatch.setattr(Commits, "put", put)
-    assert caught_by() == "acked"
+    mutation.setattr(Commits, "put", put)
+    is_caught(mutation, "acked")
 
 
-def test_credit_that_is_lost_when_replies_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "join", lambda reply, more: reply.MergeFrom(more))
-    assert caught_by() == "credit"
+def test_credit_that_is_lost_when_replies_go_out_together(mutation: pytest.MonkeyPatch) -> None:
+    mutation.setattr(server, "join", lambda reply, more: reply.MergeFrom(more))
+    is_caught(mutation, "credit")
 
 
-def test_a_call_that_is_over_and_still_counts_as_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_over_and_still_counts_as_a_writer(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
     only(monkeypatch, "a connection broken")
-    monkeypatch.setattr(Appends, "detach", lambda self, session: None)
-    assert caught_by() == "limit"
+    mutation.setattr(Appends, "detach", lambda self, session: None)
+    is_caught(mutation, "limit")
 
 
-def test_a_trim_that_goes_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trim_that_goes_too_far(mutation: pytest.MonkeyPatch) -> None:
     real = LogCore.trim
-    monkeypatch.setattr(LogCore, "trim", lambda self, job, below: real(self, job, below + 1 if below else 0))
-    assert caught_by() == "trim"
+    mutation.setattr(LogCore, "trim", lambda self, job, below: real(self, job, below + 1 if below else 0))
+    is_caught(mutation, "trim")
 
 
-def test_a_trim_that_drops_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trim_that_drops_more_than_it_says(mutation: pytest.MonkeyPatch) -> None:
     real = LogCore.trim
 
     def trim(self: LogCore, job: JobState, below_step: int) -> list[StreamState]:
@@ -101,22 +118,24 @@ def test_a_trim_that_drops_more_than_it_says(monkeypatch: pytest.MonkeyPatch) ->
                     stream.remove(entry)
         return changed
 
-    monkeypatch.setattr(LogCore, "trim", trim)
-    assert caught_by() == "acked"
+    mutation.setattr(LogCore, "trim", trim)
+    is_caught(mutation, "acked")
 
 
-def test_a_trim_without_a_complete_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trim_without_a_complete_checkpoint(mutation: pytest.MonkeyPatch) -> None:
     def trims_early(self: Job) -> list[m.Effect]:
         if not self.row.shards:
             return []
         return [m.TrimLogs(below_step=max(self.row.shards))]
 
     real = Job._checkpoint
-    monkeypatch.setattr(Job, "_checkpoint", lambda self, durable: [*real(self, durable), *trims_early(self)])
-    assert caught_by() == "trim"
+    mutation.setattr(Job, "_checkpoint", lambda self, durable: [*real(self, durable), *trims_early(self)])
+    is_caught(mutation, "trim")
 
 
-def test_a_key_that_is_taken_under_a_second_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_taken_under_a_second_sequence(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
     real = LogCore.append
 
     def append(
@@ -126,22 +145,26 @@ def test_a_key_that_is_taken_under_a_second_sequence(monkeypatch: pytest.MonkeyP
         return real(self, stream, generation, frame)
 
     only(monkeypatch, "a rank killed")
-    monkeypatch.setattr(LogCore, "append", append)
-    assert caught_by() == "unique"
+    mutation.setattr(LogCore, "append", append)
+    is_caught(mutation, "unique")
 
 
-def test_a_stale_generation_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_generation_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
     real = LogCore.check_generation
 
     def check_generation(self: LogCore, job: JobState, generation: int) -> Refusal | None:
         return None if generation < job.generation else real(self, job, generation)
 
     only(monkeypatch, "a rank paused")
-    monkeypatch.setattr(LogCore, "check_generation", check_generation)
-    assert caught_by() == "writer"
+    mutation.setattr(LogCore, "check_generation", check_generation)
+    is_caught(mutation, "writer")
 
 
-def test_a_recovery_that_forgets_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recovery_that_forgets_a_hole(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
     real = Appends.take_over
 
     def take_over(self: Appends, recovered: RecoveredJob, now: float) -> None:
@@ -150,11 +173,13 @@ def test_a_recovery_that_forgets_a_hole(monkeypatch: pytest.MonkeyPatch) -> None
         real(self, recovered, now)
 
     only(monkeypatch, "a rank killed", "a byte rotten", "a log server killed")
-    monkeypatch.setattr(Appends, "take_over", take_over)
-    assert caught_by() in ("acked", "unique")  # it is short, or its sequences are given out again
+    mutation.setattr(Appends, "take_over", take_over)
+    is_caught(mutation, "acked")
 
 
-def test_a_reset_that_comes_late_and_drops_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_comes_late_and_drops_again(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
     real = procedures.reset
 
     def reset(state: ServerState, job: str, generation: int) -> Generator[Step, None, None]:
@@ -162,5 +187,25 @@ def test_a_reset_that_comes_late_and_drops_again(monkeypatch: pytest.MonkeyPatch
         return real(state, job, generation)
 
     only(monkeypatch, "a rank killed", "two ranks killed")
-    monkeypatch.setattr(procedures, "reset", reset)
-    assert caught_by() == "reset"
+    mutation.setattr(procedures, "reset", reset)
+    is_caught(mutation, "reset")
+
+
+def test_a_recovery_that_forgets_a_stream(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = Appends.take_over
+
+    def take_over(self: Appends, recovered: RecoveredJob, now: float) -> None:
+        del recovered.streams[:1]
+        real(self, recovered, now)
+
+    only(monkeypatch, "a log server killed")
+    mutation.setattr(Appends, "take_over", take_over)
+    is_caught(mutation, "acked")
+
+
+def test_a_recovery_that_finds_nothing(monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "a log server killed")
+    mutation.setattr(DirectoryStorage, "recover", lambda self: [])
+    is_caught(mutation, "acked")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.faults import FAULTS
 from tests.sim.run import Result, run_seed, run_seeds
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,7 @@ SEEDS = 2000
 CHUNK = 200
 # What a run of so many seeds must have seen, or it proves little.
 REACHED = (
+    *(f"fault: {name}" for name, _ in FAULTS),
     "byte damaged",
     "coordinator killed between two effects",
     "coordinator: checkpoint_complete",
@@ -40,6 +42,8 @@ REACHED = (
     "writer refused: stale-generation",
     "writer refused: stream-not-open",
 )
+# At least so many times in 1000 seeds: a job of three ranks logs 36 records, and the last third is not trimmed.
+OFTEN = {"record acknowledged": 25_000, "record compared": 10_000}
 
 
 @functools.cache
@@ -61,6 +65,12 @@ def test_what_matters_has_happened() -> None:
         result.add(ran(first))
     missing = [what for what in REACHED if not result.counts[what]]
     assert not missing, f"never reached: {missing}"
+    seldom = {
+        what: result.counts[what]
+        for what, least in OFTEN.items()
+        if result.counts[what] * 1000 < least * SEEDS
+    }
+    assert not seldom, f"too seldom in {SEEDS} seeds: {seldom}"
     # Nearly all jobs get to their end, most of them in spite of something.
     assert result.counts["job FINISHED"] > 0.9 * SEEDS
 

@@ -32,6 +32,7 @@ BACKLOG_MAX = 12
 PATIENCE_S = 12.0
 MISSING_S = 8.0
 RESAY_S = 1.0
+UNLOADABLE = "its checkpoint cannot be loaded"
 
 
 class Surroundings(Protocol):
@@ -373,7 +374,7 @@ class Trainer(Process):
                 raise Violation("plan", f"{self.name} is to load a checkpoint that was never saved")
             self.version = None
             if self.kernel.chance(0.02):
-                self._refuse("its checkpoint cannot be loaded")
+                self._refuse(UNLOADABLE)
                 return False
             self.version, self.state = mine.from_version, max(saved)[1]
         elif self.version != mine.from_version:
