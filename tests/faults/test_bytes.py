@@ -19,6 +19,7 @@ from swift.log import admin
 from swift.log.frame import BODY_BYTES_MAX, CODEC_LZ4, CODECS, FrameHeader, checksum, encode_header
 from swift.log.record import DTYPE_BY_NAME, RecordKey
 from swift.log.rpc import code_of, message_of, reason_of
+from swift.log.segment import scan
 from swift.runtime.tensors import owned_bytes, to_tensor
 from tests.faults import shim
 from tests.faults.shim import Faults
@@ -338,14 +339,22 @@ def test_f21_decompression_bomb_has_bounded_output_and_is_invalid(server: Server
     assert used_bytes < 32 << 20 < size
 
 
+COPIES = 96
+"""Of the same bit patterns: 6 KiB and more, and every codec shrinks them."""
+
+
 def specials(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every kind of value that arithmetic or a comparison would not bring back, and every kind of shape."""
+    """Every kind of value that arithmetic or a comparison would not bring back, and every kind of shape.
+
+    A codec shrinks the first two of them."""
     size = torch.empty((), dtype=dtype).element_size()
     patterns = torch.randint(0, 256, (64 * size,), dtype=torch.uint8)
     if dtype is torch.bool:
         patterns = patterns % 2
     anything = patterns.view(dtype)
-    found = [anything, anything[0], anything[:0], anything[:0].reshape(0, 3), anything.reshape(4, 1, 16)]
+    large = patterns.repeat(COPIES).view(dtype)
+    found = [large, large.reshape(64, COPIES).t()]
+    found += [anything, anything[0], anything[:0], anything[:0].reshape(0, 3), anything.reshape(4, 1, 16)]
     found.append(anything.reshape(8, 8).t())
     if dtype.is_floating_point and dtype not in (torch.float8_e8m0fnu,):
         values = [float("nan"), 0.0, -0.0, 1.0]
@@ -370,6 +379,14 @@ def test_f22_every_tensor_comes_back_bit_for_bit(server: Server, codec: str) -> 
         writer.append(STREAM, keys[name, index], *owned_bytes(tensor))
     writer.close()
     server.kill()
+    stored = {
+        record.header.key: record.header for path in server.segments(STREAM) for record in scan(path).records
+    }
+    for name, index, tensor in tensors:
+        header = stored[keys[name, index]]
+        if index < 2:
+            assert header.codec == CODECS[codec], (name, index)
+            assert (header.stored_bytes < tensor.nbytes) == (codec != "none"), (name, index)
     server.start()
     with reading(server.address) as reader:
         cursor = reader.follow(STREAM, 0)

@@ -1,6 +1,7 @@
 """`swift-ft inspect` as a shell sees it, on files that a real server has made."""
 
 import json
+import math
 import os
 import pty
 import random
@@ -8,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import crc32c
@@ -16,6 +18,7 @@ from safetensors import deserialize
 
 from swift.inspect.export import DTYPES
 from swift.log import admin
+from swift.log.frame import CODECS
 from swift.log.record import DTYPE_BY_NAME, RecordKey
 from swift.log.segment import scan, walk
 from swift.log.writer import LogWriter
@@ -244,17 +247,24 @@ def test_a_damaged_manifest_is_said_in_one_line(served: LogServer) -> None:
 def test_every_element_type_comes_out_bit_for_bit(tmp_path: Path) -> None:
     with LogServer(tmp_path / "log") as server:
         server.fence(1)
-        writer = LogWriter([server.address], JOB, 1, codec="lz4")
+        codecs = {"s0.F": "lz4", "s1.F": "bitshuffle"}
+        writer = LogWriter([server.address], JOB, 1, codec=codecs)
         bodies: dict[str, tuple[str, list[int], bytes]] = {}
-        for slot, name in enumerate(DTYPES):
-            for microbatch, shape in enumerate([(3, 5), (), (0, 4)]):
-                count = 15 if shape == (3, 5) else 1 if shape == () else 0
-                body = random.Random(name).randbytes(count * DTYPE_BY_NAME[name].bytes)
-                if name == "bool":
-                    body = bytes(byte & 1 for byte in body)
-                writer.append("s0.F", RecordKey(7, microbatch, slot), name, shape, body)
-                bodies[f"s0.F/7/{microbatch}/{slot}"] = (DTYPES[name], list(shape), body)
+        # The last one is large enough for a codec, and has the same 15 elements again and again.
+        shapes: list[tuple[int, ...]] = [(3, 5), (), (0, 4), (400, 3, 5)]
+        for stream, (slot, name) in product(codecs, enumerate(DTYPES)):
+            fifteen = random.Random(name).randbytes(15 * DTYPE_BY_NAME[name].bytes)
+            if name == "bool":
+                fifteen = bytes(byte & 1 for byte in fifteen)
+            for microbatch, shape in enumerate(shapes):
+                body = (fifteen * 400)[: math.prod(shape) * DTYPE_BY_NAME[name].bytes]
+                writer.append(stream, RecordKey(7, microbatch, slot), name, shape, body)
+                bodies[f"{stream}/7/{microbatch}/{slot}"] = (DTYPES[name], list(shape), body)
         writer.close()
+        for stream, codec in codecs.items():
+            records = [record.header for path in server.segments(stream) for record in scan(path).records]
+            used = {header.dtype: header.codec for header in records if len(header.shape) == 3}
+            assert used == dict.fromkeys(DTYPES, CODECS[codec])
         out = tmp_path / "out.safetensors"
         for source in (("--server", server.address), ("--directory", server.directory)):
             text = inspect(*source, "--job", JOB, "--export", out)
