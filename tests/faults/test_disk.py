@@ -25,6 +25,7 @@ from tests.faults.world import (
     body_of,
     fill,
     key,
+    memory_bytes,
     put,
     reading,
 )
@@ -293,16 +294,18 @@ def test_f26_power_lost_after_a_fence_was_answered(tmp_path: Path) -> None:
 def test_f27_slow_disk_blocks_the_writer_and_bounds_memory_on_both_sides(
     tmp_path: Path, faults: Faults
 ) -> None:
-    """The disk stands still: a sync does not return. The policy is to block."""
-    queue_bytes, credit_bytes, size = 4 << 20, 2 << 20, 100_000
+    """The disk stands still: a sync does not return. The policy is to block.
+
+    What waits is many times what the server may take, and all of it could be on its way."""
+    queue_bytes, credit_bytes, size, slack_bytes = 128 << 20, 2 << 20, 1_000_000, 8 << 20
     with Server(tmp_path / "log", "--credit-bytes", str(credit_bytes), faults=faults) as server:
         server.fence(1)
         writer = server.writer(queue_bytes=queue_bytes)
         put(writer, 0, size=size)
         writer.flush(TIMEOUT_S)
-        resting = server.peak_memory_bytes()
+        resting, resting_here = server.peak_memory_bytes(), memory_bytes(os.getpid(), "VmRSS")
         slow = faults.rule(shim.SYNC, shim.RECORDS, shim.HOLD, limit=1)
-        count = 200
+        count = 150
         appended = [1]
 
         def append() -> None:
@@ -320,7 +323,10 @@ def test_f27_slow_disk_blocks_the_writer_and_bounds_memory_on_both_sides(
         assert appending.is_alive()
         assert appended[0] == 1 + fits
         assert writer._held_bytes <= queue_bytes
-        assert server.peak_memory_bytes() - resting < 4 * credit_bytes + (16 << 20)
+        waiting_bytes = fits * size
+        assert waiting_bytes > 100_000_000
+        assert server.peak_memory_bytes() - resting < credit_bytes + size + slack_bytes
+        assert memory_bytes(os.getpid(), "VmRSS") - resting_here < queue_bytes + size + slack_bytes
         assert server.inventory().durable_sequence == 1
         assert server.serving()  # slow is not broken
         slow.clear()
