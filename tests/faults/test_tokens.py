@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift._pb import log_pb2
+from swift._pb import log_pb2, log_pb2_grpc
 from swift.control import CoordinatorClient, make_member
 from swift.errors import AccessDenied
 from swift.log import admin
@@ -26,7 +27,7 @@ from swift.security.certificates import PrivateCA
 from swift.security.channel import ENV_CA, ENV_TOKEN_FILE
 from swift.security.roles import COORDINATOR, LOG, MAY_CALL, Role
 from swift.security.tokens import EVERY_JOB, SigningKey, new_key
-from tests.unit.security.world import RANK, Keys
+from tests.unit.security.world import RANK, Keys, documented_roles
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = "job"
@@ -63,6 +64,13 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
 }
 
 
+NOT_LET_IN = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+
 class World:
     """A log server and a coordinator, TLS and tokens, with one job that rank 0 has joined."""
 
@@ -77,7 +85,7 @@ class World:
         monkeypatch.setenv(ENV_CA, str(self.ca.certificate))
         to_logs = self.keys.mint([Role.COORDINATOR], job=EVERY_JOB)
         monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("coordinator", to_logs)))
-        self.log = self._start("logserver")
+        self.log = self._start("logserver", "--log-level", "DEBUG")
         self.coordinator = self._start("coordinator", "--log-servers", self.log, "--log-level", "DEBUG")
         monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("rank", self.keys.mint(RANK))))
         self.client = CoordinatorClient(self.coordinator, JOB, patience_s=10)
@@ -98,6 +106,24 @@ class World:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return address.read_text().strip()
+
+    def inventory(self) -> log_pb2.InventoryReply:
+        """What the log server has of the job, from generation 1 on."""
+        token = self.keys.mint([Role.OPERATOR])
+        tls = grpc.ssl_channel_credentials(self.ca.certificate.read_bytes())
+        deadline = time.monotonic() + 20
+        with grpc.secure_channel(self.log, tls) as channel:
+            stub = log_pb2_grpc.LogStub(channel)
+            while True:
+                found: log_pb2.InventoryReply = stub.Inventory(
+                    log_pb2.InventoryRequest(job=JOB),
+                    metadata=(("authorization", f"Bearer {token}"),),
+                    timeout=10,
+                )
+                if found.generation:
+                    return found
+                assert time.monotonic() < deadline, "generation 1 was not granted"
+                time.sleep(0.02)
 
     def call(self, method: str, request: bytes, authorization: str | None) -> tuple[grpc.StatusCode, str]:
         """(code, everything that was said) of one call, all its answers taken."""
@@ -151,6 +177,7 @@ def test_f41_no_credential_an_expired_one_or_another_jobs(world: World, tmp_path
         "another": (f"Bearer {world.keys.mint(everything, 'another')}", grpc.StatusCode.PERMISSION_DENIED),
         "no role": (f"Bearer {world.keys.mint([])}", grpc.StatusCode.PERMISSION_DENIED),
     }
+    logged = world.inventory()
     before = world.client.status().view
     for method, request in REQUESTS.items():
         for who, (authorization, code) in refused.items():
@@ -165,8 +192,21 @@ def test_f41_no_credential_an_expired_one_or_another_jobs(world: World, tmp_path
         view.revision = 0
         view.waiting_for = ""
     assert after == before, "somebody did something"
+    assert world.inventory() == logged
     assert not (tmp_path / "logserver" / "absent").exists()
     assert not (tmp_path / "logserver" / "another").exists()
+
+
+def test_f41_every_role_may_call_what_the_document_says_and_nothing_else(world: World) -> None:
+    """Both services. What ends the job or its log is asked last."""
+    may_call, last = documented_roles(), (LOG + "Drop", COORDINATOR + "MemberExited", COORDINATOR + "Fail")
+    for method, role in product(sorted(REQUESTS, key=lambda method: method in last), Role):
+        token = f"Bearer {world.keys.mint([role])}"
+        code, words = world.call(method, REQUESTS[method](JOB).SerializeToString(), token)
+        if role in may_call[method]:
+            assert code not in NOT_LET_IN, (method, role, code, words)
+        else:
+            assert (code, "denied" in words) == (grpc.StatusCode.PERMISSION_DENIED, True), (method, role)
 
 
 def test_f41_clients_say_it_in_one_line(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,10 +312,10 @@ def test_f41_tokens_are_written_nowhere(world: World, monkeypatch: pytest.Monkey
     marks = {MARK, *(part for token in tokens.values() for part in token.split(".") if len(part) > 40)}
     marks -= {good.split(".")[0]}  # the header, which names algorithm and key only
     said = []
-    for token in tokens.values():
+    for name, token in tokens.items():
         for method, request in REQUESTS.items():
             for data in (request(JOB).SerializeToString(), request("../x").SerializeToString(), b"\xff"):
-                if method in (COORDINATOR + "MemberExited", COORDINATOR + "Fail"):
+                if name == "good" and method == COORDINATOR + "Fail":
                     continue  # the job is to live on
                 said.append(world.call(method, data, f"Bearer {token}")[1])
         said.append(world.call(LOG + "Inventory", b"", token)[1])

@@ -1,5 +1,6 @@
 """Keys, certificates and a log server in the test's process that wants them."""
 
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +15,11 @@ from services.security.listening import Protection, bind
 from swift.security.certificates import PrivateCA
 from swift.security.channel import Credentials
 from swift.security.files import write_file
-from swift.security.roles import Role
+from swift.security.roles import COORDINATOR, LOG, Role
 from swift.security.tokens import SigningKey, new_key
 from tests.unit.log.memory_storage import MemoryStorage
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 JOB = "job"
 RANK = (Role.WRITER, Role.REPLAYER)
 
@@ -82,6 +84,16 @@ class Guarded:
         self.engine.drain()
         self.server.stop(1).wait()
         self.engine.close()
+
+
+def documented_roles() -> dict[str, set[Role]]:
+    """Who may call what, as docs/security.md says: method -> roles."""
+    found: dict[str, set[Role]] = {}
+    for row in re.findall(r"^\| `(\w+)`[^|]*\|([^|]*)\|([^|]*)\|$", DOCUMENT.read_text(), re.MULTILINE):
+        for service, calls in zip((LOG, COORDINATOR), row[1:], strict=True):
+            for call in re.findall(r"`(\w+)`", calls):
+                found.setdefault(service + call, set()).add(Role(row[0]))
+    return found
 
 
 def code_of(error: grpc.RpcError) -> grpc.StatusCode:
