@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift import control
 from swift.control import CoordinatorClient
@@ -18,6 +20,7 @@ from swift.errors import ServiceError
 from swift.log import admin
 from swift.log.wire import client_options, server_options
 from swift.log.writer import LogWriter
+from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading
 from tests.integration.coordinator_world import Coordinator, FakeMember
@@ -209,6 +212,16 @@ def forging(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> 
     coordinator.stop()
 
 
+def sees_the_jump(address: str, jump_s: int) -> None:
+    """The process's own wall clock is off by this, as it tells with the answer to a health check."""
+    with grpc.insecure_channel(address) as channel:
+        _, call = health_pb2_grpc.HealthStub(channel).Check.with_call(
+            health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S, wait_for_ready=True
+        )
+        told = dict(call.trailing_metadata())["swift-time"]
+    assert abs(float(told) - time.time() - jump_s) < 60
+
+
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S], ids=["forward", "back"])
 def test_f31_wall_clock_jump_changes_nothing_at_the_coordinator(
     forging: Coordinator, faults: Faults, jump_s: int
@@ -217,6 +230,7 @@ def test_f31_wall_clock_jump_changes_nothing_at_the_coordinator(
     try:
         members[0].watcher.wait_for(lambda view: view.state == control.RUNNING, TIMEOUT_S)
         faults.set_clock_offset(jump_s)
+        sees_the_jump(forging.address, jump_s)
         with CoordinatorClient(forging.address, "a") as client:
             # Leases are looked at many times meanwhile, and each is renewed.
             begin = time.monotonic()
@@ -249,9 +263,12 @@ def test_f31_wall_clock_jump_changes_nothing_at_the_log_server(
         with reading(server.address) as reader:
             cursor = reader.follow(STREAM, 0)
             faults.set_clock_offset(jump_s)
+            sees_the_jump(server.address, jump_s)
+            syncs = faults.rule(shim.SYNC, shim.RECORDS, shim.COUNT)
             for step in range(1, 20):
                 put(writer, step)
                 writer.flush(TIMEOUT_S)
+            syncs.wait()  # the timer goes on
             assert admin.trim(server.address, JOB, 3, TIMEOUT_S) == 0
             faults.set_clock_offset(0)
             for step in range(20, 30):

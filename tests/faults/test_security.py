@@ -10,7 +10,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift._pb import log_pb2
 from swift.errors import RecordCorrupt
-from swift.log.rpc import code_of, reason_of
+from swift.log.rpc import code_of, message_of, reason_of
 from tests.faults.world import (
     FAILED,
     TIMEOUT_S,
@@ -113,8 +113,10 @@ def test_f40_symbolic_links_are_not_followed(server: Server, tmp_path: Path) -> 
     outside = tmp_path / "outside"
     outside.mkdir()
     (server.directory / "linked").symlink_to(outside)
-    with pytest.raises(grpc.RpcError):
+    with pytest.raises(grpc.RpcError) as caught:
         server.stub.Fence(log_pb2.FenceRequest(job="linked", generation=1), timeout=TIMEOUT_S)
+    assert (code_of(caught.value), reason_of(caught.value)) == (grpc.StatusCode.UNAVAILABLE, "closed")
+    assert "Too many levels of symbolic links" in message_of(caught.value)
     server.kill()
     server.start()  # a write that leaves the directory has closed it
     (server.directory / JOB / "s9.F").symlink_to(outside)
