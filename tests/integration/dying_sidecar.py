@@ -1,6 +1,7 @@
-"""A sidecar that kills itself at a named point: ``DIE_AT=assigned:3 DIE_ONCE=FILE``, the third time it comes there.
+"""A sidecar that kills itself at a named point: ``DIE_AT=assigned:3 DEATHS=FILE``, the third time it comes there.
 
-Started in the place of `swift.log.sidecar`. FILE is made before it dies; if it is there, nothing happens.
+Started in the place of `swift.log.sidecar`. FILE grows by a byte before it dies. ``DIE_AT=assigned:3,after-learn:1``:
+its successor dies as well, at the second point. There is nothing to die of once all points are used up.
 """
 
 import os
@@ -13,7 +14,10 @@ from typing import Any
 from swift.log import link, link_core, ring, sidecar
 from swift.log.ring import Word
 
-point, _, at = os.environ["DIE_AT"].partition(":")
+deaths = Path(os.environ["DEATHS"])
+points = os.environ["DIE_AT"].split(",")
+before = deaths.stat().st_size if deaths.exists() else 0
+point, _, at = points[before].partition(":") if before < len(points) else ("", "", "0")
 left = int(at)
 
 
@@ -22,8 +26,9 @@ def die(here: str) -> None:
     if here != point:
         return
     left -= 1
-    if left == 0 and not os.path.exists(os.environ["DIE_ONCE"]):
-        Path(os.environ["DIE_ONCE"]).touch()
+    if left == 0:
+        with deaths.open("ab") as file:
+            file.write(b".")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
