@@ -5,7 +5,9 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -67,8 +69,20 @@ def test_f34_coordinator_killed_right_after_any_transition_goes_on_from_there(
     assert sorted(said) == sorted(wanted)
 
 
+def reported(directory: Path) -> list[dict[str, Any]]:
+    """What a coordinator has taken, and made durable."""
+    return [
+        event
+        for event in events.read(directory)
+        if (event["who"], event["event"]) == ("coordinator", "reported")
+    ]
+
+
 @pytest.mark.parametrize("after", ["FORMING", "RUNNING", "PLANNING"])
-def test_f34_coordinator_killed_at_rest_goes_on(job: Job, after: str) -> None:
+def test_f34_coordinator_killed_at_rest_goes_on(
+    job: Job, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SWIFT_EVENTS", str(tmp_path))
     coordinator = job.coordinator()
     if after == "FORMING":
         members = [job.member(0), job.member(1)]
@@ -83,12 +97,14 @@ def test_f34_coordinator_killed_at_rest_goes_on(job: Job, after: str) -> None:
             members[2].kill()
             members[2].report_exit()
             job.wait(members[0], lambda view: view.state == control.PLANNING)
-            time.sleep(0.1)  # the survivors have reported by now, and do not say it again
+            # The survivors have reported, and do not say it again.
+            eventually(lambda: len(reported(tmp_path)) == 2, "two reports")
         coordinator.kill()
         coordinator.start()
         if after == "PLANNING":
             members[2] = job.member(2)
             job.wait(members[0], recovered(2))
+            assert [event["rank"] for event in reported(tmp_path)[2:]] == [2]
     finish(job, members)
 
 
@@ -159,7 +175,7 @@ def test_f35_coordinator_that_is_behind_the_log_servers_does_not_act(job: Job, t
         view = job.wait(late, lambda view: view.state == control.FAILED)
         assert f"is ahead of this coordinator for job {JOB}" in view.reason
         assert log.stub.Inventory(log_pb2.InventoryRequest(job=JOB)).generation == 2
-        assert job.wait(members[0], lambda view: True).state == control.RUNNING
+        assert members[0].client.status().view.state == control.RUNNING
         finish(job, members)
 
 
@@ -194,34 +210,60 @@ def until(cluster: Cluster, path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(240)
-def test_f37_log_server_and_rank_lost_together_fall_back_to_the_checkpoint_and_say_why(
-    tmp_path: Path,
-) -> None:
-    """One machine had both: the rank dies in step 5, and the log server comes back with an empty disk."""
-    twin = run_trainer(tmp_path / "twin", "features.py", "traced", STEPS, ranks=3, faults=[])
-    directory = tmp_path / "faulted"
-    fault = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward", "hold": True}
-    with Cluster(
+def until_over(cluster: Cluster) -> None:
+    """Starts the log server again, too."""
+    deadline = time.monotonic() + 150
+    while (code := cluster.poll()) is None:
+        assert time.monotonic() < deadline, cluster.output_tail()
+        time.sleep(0.01)
+    assert code == 0, cluster.output_tail()
+
+
+HELD = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward", "hold": True}
+
+
+def started(directory: Path, faults: list[dict[str, Any]], spares: int = 0) -> Cluster:
+    """Of the same job as `twin`."""
+    return Cluster(
         directory,
         ranks=3,
-        spares=1,
+        spares=spares,
         trainer=[str(TRAINERS / "features.py")],
         trainer_arguments=["traced", str(STEPS)],
-        faults=json.dumps([fault]),
+        faults=json.dumps(faults),
         digests_every=True,
-    ) as cluster:
+    )
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The digests of a run that nothing happened to."""
+    run = run_trainer(tmp_path_factory.mktemp("twin"), "features.py", "traced", STEPS, ranks=3, faults=[])
+    digests: dict[str, Any] = run["digests"]
+    assert digests
+    return digests
+
+
+def same_digests(directory: Path, twin: dict[str, Any], first_version: int = 0) -> None:
+    found = {path.name: json.loads(path.read_text()) for path in (directory / "digests").glob("*.json")}
+    for rank, version in product(range(3), range(first_version, STEPS + 1)):
+        name = f"rank{rank}-v{version}.json"
+        assert found[name] == twin[name], name
+
+
+@pytest.mark.timeout(240)
+def test_f37_log_server_and_rank_lost_together_fall_back_to_the_checkpoint_and_say_why(
+    tmp_path: Path, twin: dict[str, Any]
+) -> None:
+    """One machine had both: the rank dies in step 5, and the log server comes back with an empty disk."""
+    with started(tmp_path, [HELD], spares=1) as cluster:
         until(cluster, cluster.fault_directory / "f0.reached")  # it stands where it is going to die
         cluster.kill_log_server("f1")
         assert cluster._processes[LOG_SERVER]._popen.wait(TIMEOUT_S) == -9
         shutil.rmtree(cluster.log_directory)
         (cluster.fault_directory / "f0.go").touch()
-        deadline = time.monotonic() + 150
-        while (code := cluster.poll()) is None:  # starts the log server again
-            assert time.monotonic() < deadline, cluster.output_tail()
-            time.sleep(0.01)
-        assert code == 0, cluster.output_tail()
-    trace = events.read(directory / "events")
+        until_over(cluster)
+    trace = events.read(tmp_path / "events")
     (plan,) = [event for event in trace if event["event"] == "plan"]
     assert {rank["strategy"] for rank in plan["ranks"]} == {"CHECKPOINT"}
     assert plan["target_version"] == CHECKPOINT_EVERY
@@ -229,10 +271,31 @@ def test_f37_log_server_and_rank_lost_together_fall_back_to_the_checkpoint_and_s
     lost = ("is empty, and step 3 is needed", "were acknowledged and are gone")
     assert any(words in plan["reason"] for words in lost), plan["reason"]
     assert not [event for event in trace if event["event"] == "replay_end"]
-    found = {path.name: json.loads(path.read_text()) for path in (directory / "digests").glob("*.json")}
-    assert set(twin["digests"]) <= set(found)
-    for name, digests in twin["digests"].items():
-        assert found[name] == digests, name
+    same_digests(tmp_path, twin)
+
+
+@pytest.mark.timeout(240)
+def test_a_job_that_was_stopped_whole_goes_on_under_its_name(tmp_path: Path, twin: dict[str, Any]) -> None:
+    """Stopped in step 5, services and ranks alike, and started again: from its newest checkpoint to the same bits."""
+    with started(tmp_path, [HELD]) as cluster:
+        until(cluster, cluster.fault_directory / "f0.reached")
+        cluster.stop()
+    before = events.read(tmp_path / "events")
+    assert max(event["step"] for event in before if event["event"] == "step_end") < STEPS
+    assert not [event for event in before if event["event"] == "finished"]
+    for path in (*tmp_path.glob("*.address"), *(tmp_path / "digests").iterdir()):
+        path.unlink()  # what is found below is of the second start
+    with started(tmp_path, []) as cluster:
+        until_over(cluster)
+    after = [event for event in events.read(tmp_path / "events") if event["t"] > before[-1]["t"]]
+    (plan,) = [event for event in after if event["event"] == "plan"]
+    assert {rank["strategy"] for rank in plan["ranks"]} == {"CHECKPOINT"}
+    assert plan["target_version"] == CHECKPOINT_EVERY
+    assert sum(event["event"] == "finished" for event in after) == 3
+    for rank in range(3):
+        (restored,) = (tmp_path / "digests").glob(f"rank{rank}-v{CHECKPOINT_EVERY}-g*.json")
+        assert json.loads(restored.read_text()) == twin[f"rank{rank}-v{CHECKPOINT_EVERY}.json"]
+    same_digests(tmp_path, twin, CHECKPOINT_EVERY + 1)
 
 
 # -- 38: trimmed --------------------------------------------------------------------------------------------------

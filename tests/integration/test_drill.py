@@ -44,7 +44,8 @@ def test_each_rank_dies_once_each_in_another_phase(schedule: str, twins: Path, t
         assert recovery["verified_sends"] > 0
         assert recovery["recovery_seconds"]["total"] > 0
         # 0.2 s on a quiet machine; here it must only never be a timeout that frees them.
-        assert (recovery["survivors_freed_seconds"] or 0.0) < 2.0
+        assert recovery["survivors_freed_seconds"] is not None
+        assert recovery["survivors_freed_seconds"] < 2.0
         assert sorted(recovery["strategy"].values()).count("checkpoint") == 0
     replayed = report["recoveries"][0]["strategy"]
     first_ranks_stages = report["topology"]["stages_of_rank"]["0"]

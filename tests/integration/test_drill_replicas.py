@@ -35,7 +35,8 @@ def recovered(report: dict[str, Any], count: int) -> list[dict[str, Any]]:
         assert not {"replay", "catch_up", "checkpoint"} & set(recovery["strategy"].values())
         assert recovery["bytes_copied"] > 0
         # Here it must only never be a timeout that frees them.
-        assert (recovery["survivors_freed_seconds"] or 0.0) < 2.0
+        assert recovery["survivors_freed_seconds"] is not None
+        assert recovery["survivors_freed_seconds"] < 2.0
     return list(report["recoveries"])
 
 

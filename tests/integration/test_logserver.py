@@ -144,27 +144,6 @@ def test_server_down_is_bounded_by_patience_and_then_forgotten(tmp_path: Path) -
         check_stream(server, 0, 3)
 
 
-ZOMBIE = """
-import sys
-from swift.errors import SwiftError
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
-
-writer = LogWriter([sys.argv[1]], "job", 1, patience_s=1.0)
-step = 0
-for line in sys.stdin:
-    writer.append("s0.F", RecordKey(step, 0, 0), "uint8", (20000,), bytes(20000))
-    step += 1
-    try:
-        writer.flush(20.0)
-        print("durable", flush=True)
-    except SwiftError as error:
-        print(type(error).__name__, flush=True)
-        break
-writer.close(0.0)
-"""
-
-
 # -- files --------------------------------------------------------------------------------------------
 
 

@@ -296,7 +296,7 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
     assert "cannot show metrics" in done.stderr
 
 
-def test_nothing_of_it_is_loaded_unless_asked_for(tmp_path: Path) -> None:
+def test_it_listens_for_scrapes_only_where_it_was_asked_to(tmp_path: Path) -> None:
     with LogServer(tmp_path / "log") as plain:
         assert plain.process is not None
         maps = Path(f"/proc/{plain.process.pid}/fd")
