@@ -1,4 +1,4 @@
-"""A sidecar that kills itself at a named point: ``DIE_AT=assigned:3 DEATHS=FILE``, the third time it comes there.
+"""A sidecar that kills itself at a named point: ``DIE_AT=assigned:3 DIE_ONCE=FILE``, the third time it comes there.
 
 Started in the place of `swift.log.sidecar`. FILE grows by a byte before it dies. ``DIE_AT=assigned:3,after-learn:1``:
 its successor dies as well, at the second point. There is nothing to die of once all points are used up.
@@ -14,7 +14,7 @@ from typing import Any
 from swift.log import link, link_core, ring, sidecar
 from swift.log.ring import Word
 
-deaths = Path(os.environ["DEATHS"])
+deaths = Path(os.environ["DIE_ONCE"])
 points = os.environ["DIE_AT"].split(",")
 before = deaths.stat().st_size if deaths.exists() else 0
 point, _, at = points[before].partition(":") if before < len(points) else ("", "", "0")

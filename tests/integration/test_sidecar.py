@@ -105,7 +105,7 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
 ) -> None:
     monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
     deaths = tmp_path / "deaths"
-    for name, value in (("DIE_AT", point), ("DEATHS", str(deaths))):
+    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
         monkeypatch.setenv(name, value)
     writer = SidecarWriter([server.address], JOB, 1, queue_bytes=4 << 20, name="rank1")
     try:
@@ -133,7 +133,7 @@ def test_records_of_several_messages(
 ) -> None:
     monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
     deaths = tmp_path / "deaths"
-    for name, value in (("DIE_AT", point), ("DEATHS", str(deaths))):
+    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
         monkeypatch.setenv(name, value)
     bodies = [bytes([number]) * (9 << 20) for number in range(12)]
     writer = SidecarWriter([server.address], JOB, 1, queue_bytes=32 << 20)
@@ -233,7 +233,7 @@ def test_a_sidecar_killed_while_the_log_is_given_up(
 ) -> None:
     monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
     deaths = tmp_path / "deaths"
-    for name, value in (("DIE_AT", point), ("DEATHS", str(deaths))):
+    for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
         monkeypatch.setenv(name, value)
     writer = SidecarWriter([server.address], JOB, 1)
     try:

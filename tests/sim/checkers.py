@@ -125,6 +125,8 @@ class _Acked:
     body: bytes
     after_reset_of: int
     """The newest reset that was over when it was acknowledged."""
+    by: set[str]
+    """The servers that have acknowledged it."""
 
 
 class Checkers:
@@ -147,8 +149,6 @@ class Checkers:
         self._sent: dict[tuple[str, int], dict[int, Seen]] = {}
         self._writers: dict[tuple[int, int], str] = {}
         self._acked: dict[str, dict[int, _Acked]] = {}
-        self._acked_by: dict[str, set[str]] = {}
-        """server -> the streams of which it has acknowledged something"""
         self._begins: dict[str, int] = {}
         """stream -> the first sequence behind its last reset"""
         self.acks = 0
@@ -177,17 +177,17 @@ class Checkers:
                 )
 
     def acknowledged(self, server: str, writer: str, stream: str, tag: int, durable: int) -> None:
-        self._acked_by.setdefault(server, set()).add(stream)
         acked, begins = self._acked.setdefault(stream, {}), self._begins.get(stream, 0)
         for sequence, seen in self._sent.get((writer, tag), {}).items():
             if not begins <= sequence < durable:
                 continue
             known = acked.get(sequence)
             if known is None:
-                acked[sequence] = _Acked(seen.key, seen.body, self.reset_over)
+                acked[sequence] = _Acked(seen.key, seen.body, self.reset_over, {server})
                 self.acks += 1
             elif (known.key, known.body) == (seen.key, seen.body):
                 known.after_reset_of = max(known.after_reset_of, self.reset_over)
+                known.by.add(server)
             elif stream not in self.lossy:
                 raise Violation("unique", f"record {sequence} of {stream} was acknowledged with two contents")
 
@@ -235,8 +235,11 @@ class Checkers:
     ) -> None:
         """``read(stream)`` gives what a reader from the oldest step gets: frames, and the reason of a refusal.
 
-        It is read of the streams that the server knows, and of those of which it has acknowledged something."""
-        for stream in sorted(streams | self._acked_by.get(server, set())):
+        ``streams``: those that the server knows. What it has acknowledged is looked for even if it knows nothing."""
+        acked = {
+            name for name, found in self._acked.items() if any(server in one.by for one in found.values())
+        }
+        for stream in sorted(streams | acked):
             messages, refused = read(stream)
             found: dict[int, Seen] = {}
             keys: dict[tuple[int, int, int], int] = {}
@@ -250,12 +253,14 @@ class Checkers:
                         )
             if refused and stream not in self.damaged and stream not in self.lossy:
                 raise Violation("acked", f"{server} refuses to read {stream}, undamaged: {refused}")
-            self._compare(stream, found, bool(refused))
+            self._compare(server, stream, found, bool(refused))
 
-    def _compare(self, stream: str, found: dict[int, Seen], refused: bool) -> None:
+    def _compare(self, server: str, stream: str, found: dict[int, Seen], refused: bool) -> None:
         acked = self._acked.get(stream, {})
         may_miss = refused or stream in self.lossy
         for sequence, record in acked.items():
+            if server not in record.by:
+                continue
             seen = found.get(sequence)
             if seen is None:
                 if record.key[0] >= self.trimmed and not may_miss:
