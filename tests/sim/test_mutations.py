@@ -64,7 +64,8 @@ def test_a_fence_that_is_answered_before_it_is_durable(
             if not (isinstance(step, Save) and generation > 1):
                 yield step
 
-    only(monkeypatch, "a rank paused", "a log server without power")
+    gone = ("a rank paused", "a rank cut off from the coordinator")
+    only(monkeypatch, *gone, "a log server killed", "a log server without power")
     mutation.setattr(procedures, "fence", fence)
     is_caught(mutation, "writer")
 
@@ -157,7 +158,7 @@ def test_a_stale_generation_that_is_taken(
     def check_generation(self: LogCore, job: JobState, generation: int) -> Refusal | None:
         return None if generation < job.generation else real(self, job, generation)
 
-    only(monkeypatch, "a rank paused")
+    only(monkeypatch, "a rank cut off from the coordinator")
     mutation.setattr(LogCore, "check_generation", check_generation)
     is_caught(mutation, "writer")
 
