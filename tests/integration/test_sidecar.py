@@ -53,6 +53,13 @@ def server(tmp_path: Path) -> Iterator[LogServer]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LogServer]:
+    """For tests that only need a job of their own."""
+    with LogServer(tmp_path_factory.mktemp("shared") / "log") as running:
+        yield running
+
+
 def key(number: int) -> RecordKey:
     return RecordKey(number, 0, 0)
 
@@ -68,10 +75,10 @@ def put(writer: SidecarWriter, number: int, body: bytes | None = None) -> None:
     writer.append(STREAMS[number % 3], key(number // 3), "uint8", (len(body),), body)
 
 
-def check(server: LogServer, count: int) -> None:
+def check(server: LogServer, count: int, job: str = JOB) -> None:
     """The log has exactly these records: every digest, and as many sequences as records."""
-    inventory = {stream.stream: stream for stream in admin.inventory(server.address, JOB, TIMEOUT_S)}
-    reader = LogReader([server.address], JOB)
+    inventory = {stream.stream: stream for stream in admin.inventory(server.address, job, TIMEOUT_S)}
+    reader = LogReader([server.address], job)
     try:
         for index, stream in enumerate(STREAMS):
             numbers = range(index, count, 3)
@@ -101,13 +108,15 @@ def eventually(condition: "object", timeout_s: float = TIMEOUT_S) -> None:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
-    server: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
     deaths = tmp_path / "deaths"
     for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
         monkeypatch.setenv(name, value)
-    writer = SidecarWriter([server.address], JOB, 1, queue_bytes=4 << 20, name="rank1")
+    job = point.replace(":", ".").replace(",", ".")
+    admin.fence(shared.address, job, 1, TIMEOUT_S)
+    writer = SidecarWriter([shared.address], job, 1, queue_bytes=4 << 20, name="rank1")
     try:
         for number in range(60):
             put(writer, number)
@@ -118,7 +127,7 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
         writer.flush(TIMEOUT_S)
         # Enough goes on behind it for every point to be reached.
         assert deaths.stat().st_size == writer.restarts == len(point.split(","))
-        check(server, 60)
+        check(shared, 60, job)
         assert writer.stats.records + writer.stats.verified == 70
         put(writer, 57, b"\1" + body_of(57))
         with pytest.raises(Divergence, match=r"s1\.F step 19 "):
