@@ -135,7 +135,9 @@ class Commits:
         state.core.abandon()
         state.space.recount(state.core, trimmed=False)
         self._settled += len(batch) + len(self._queue)
-        self._synced = self._settled
         self._queue.clear()
+        if state.failed:  # no sync is tried any more
+            self._unsynced_since = None
+            self._synced = self._settled
         state.end_sessions(refusal)
         return news

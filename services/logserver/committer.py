@@ -1,9 +1,11 @@
 """The one thread that writes: takes what waits, commits it as a group, then acknowledges it."""
 
+import logging
 import threading
 from collections.abc import Callable
 
 from services.logserver.commits import Commits, Queued
+from services.logserver.space import Notice
 from services.logserver.state import ServerState
 from services.logserver.storage import StorageFailed, StorageFull
 from swift import events
@@ -48,8 +50,13 @@ class Committer:
                     return
                 batch = self.commits.take()
                 sync = self.commits.sync_due(batch, self._clock())
-            if batch or sync:
+            if not batch and not sync:
+                continue
+            try:
                 self._commit(batch, sync)
+            except Exception as error:  # a bug: writers and fences must not wait for it in silence
+                logging.getLogger(__name__).exception("commit failed")
+                self._give_up(StorageFailed(f"internal error: {error!r}; start the server again"), batch)
 
     def _commit(self, batch: list[Queued], sync: bool) -> None:
         try:
@@ -58,14 +65,20 @@ class Committer:
             self._give_up(error, batch)
             return
         with self._changed:
-            for notice in self.commits.committed(batch, sync, self._clock()):
-                events.emit(notice.event, **notice.fields)
+            news = self.commits.committed(batch, sync, self._clock())
+            if news:
                 self._state.on_health(self._state.serves)
             self._changed.notify_all()
+        self._tell(news)
 
     def _give_up(self, error: StorageFull | StorageFailed, batch: list[Queued]) -> None:
         with self._changed:
-            for notice in self.commits.gave_up(error, batch, self._clock()):
-                events.emit(notice.event, **notice.fields)
+            news = self.commits.gave_up(error, batch, self._clock())
             self._state.on_health(False)
             self._changed.notify_all()
+        self._tell(news)
+
+    @staticmethod
+    def _tell(news: list[Notice]) -> None:
+        for notice in news:
+            events.emit(notice.event, **notice.fields)

@@ -13,6 +13,10 @@ from swift.log.segment import BLOCK_BYTES, padding
 _RESERVE_STEP = 32 << 20
 
 
+class Unsound(OSError):
+    """A write failed, and so did the way back from it: nobody knows what the file holds."""
+
+
 @dataclass(slots=True)
 class Segment:
     path: Path
@@ -36,7 +40,7 @@ class Segment:
         return list(ends)[:-1]
 
     def write(self, parts: Sequence[Bytes]) -> None:
-        """Appends bytes. If it raises, the segment is as it was."""
+        """Appends bytes. If it raises, the segment is as it was, unless it raises Unsound."""
         assert self.file is not None
         begin = self.size - len(self.tail)
         end = self.size + sum(map(len, parts))
@@ -44,9 +48,8 @@ class Segment:
             self._reserve(end + BLOCK_BYTES)
         try:
             self.file.write(begin, [self.tail, *parts, padding(end)])
-        except OSError:
-            self.file.resize(self.size)
-            self.reserved = 0
+        except OSError as error:
+            self._cut(self.size, error)
             raise
         self.dirty = True
         self.tail = _last_bytes([self.tail, *parts], end % BLOCK_BYTES)
@@ -61,15 +64,23 @@ class Segment:
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self.file.resize(self.size)  # gives back a part that was taken
+            self._cut(self.size, error)  # gives back a part that was taken
             self.file.reserve(size)
             self.reserved = size
 
     def go_back(self, size: int, tail: bytes) -> None:
-        """To before writes that shall not count."""
+        """To before writes that shall not count. Raises Unsound."""
+        self._cut(size)
+        self.size, self.tail = size, tail
+
+    def _cut(self, size: int, why: OSError | None = None) -> None:
         assert self.file is not None
-        self.file.resize(size)
-        self.size, self.tail, self.reserved = size, tail, 0
+        try:
+            self.file.resize(size)
+        except OSError as error:
+            first = error if why is None else why
+            raise Unsound(first.errno, f"{first.strerror}, and then it could not be taken back") from error
+        self.reserved = 0
 
 
 def _last_bytes(parts: Sequence[Bytes], size: int) -> bytes:

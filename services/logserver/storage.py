@@ -19,14 +19,14 @@ and a full disk is found before anything is written.
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from services.logserver.core import STEP_UNKNOWN, Entry, Hole
 from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
-from services.logserver.segments import Segment
+from services.logserver.segments import Segment, Unsound
 from swift.errors import ServiceError, UsageError
 from swift.log.directory import DROPPED, RESERVE, grave_of
 from swift.log.frame import Bytes
@@ -148,7 +148,7 @@ class DirectoryStorage:
         self._streams: dict[tuple[str, str], list[Segment]] = {}
         self._maps = threading.Lock()  # guards the lists; held for moments
         self._writing = threading.RLock()  # one commit, roll or removal at a time
-        self._failed = False  # what the files hold is unknown: nothing is sealed or synced any more
+        self._failed = ""  # what the files hold is unknown: no record is written any more, and none sealed
 
     # -- start ----------------------------------------------------------------------------------------
 
@@ -292,23 +292,39 @@ class DirectoryStorage:
         for write in writes:
             groups.setdefault((write.job, write.stream), []).append(write)
         with self._writing:
-            before: list[tuple[Segment, int, bytes]] = []
-            placed = []
+            if self._failed:
+                raise StorageFailed(self._failed)
             try:
-                for stream, group in groups.items():
-                    segment = self._segment_for(stream, group[0].sequence)
-                    before.append((segment, segment.size, segment.tail))
-                    placed.append((segment, segment.offsets_of(write.size for write in group)))
-                    segment.write([part for write in group for part in write.frame])
-            except OSError as error:
-                for segment, size, tail in before:
-                    segment.go_back(size, tail)
-                raise _as_storage_error(error) from None
-            if sync:
-                self._sync()
+                placed = self._write(groups)
+                if sync:
+                    self._sync()
+            except StorageFull:
+                raise
+            except Exception as error:  # whatever it was
+                self._failed = self._failed or str(error)
+                raise
             with self._maps:
                 for segment, offsets in placed:
                     segment.offsets.extend(offsets)
+
+    def _write(self, groups: Mapping[tuple[str, str], list[Write]]) -> list[tuple[Segment, list[int]]]:
+        """Where the frames are now."""
+        before: list[tuple[Segment, int, bytes]] = []
+        placed = []
+        try:
+            for stream, group in groups.items():
+                segment = self._segment_for(stream, group[0].sequence)
+                before.append((segment, segment.size, segment.tail))
+                placed.append((segment, segment.offsets_of(write.size for write in group)))
+                segment.write([part for write in group for part in write.frame])
+        except OSError as error:
+            try:
+                for segment, size, tail in before:
+                    segment.go_back(size, tail)
+            except Unsound as unsound:
+                error = error if isinstance(error, Unsound) else unsound
+            raise _as_storage_error(error) from None
+        return placed
 
     def _sync(self) -> None:
         for segments in list(self._streams.values()):
@@ -321,10 +337,8 @@ class DirectoryStorage:
         try:
             file.sync()
         except OSError as error:
-            self._failed = True
-            raise StorageFailed(
-                f"a sync failed: {error.strerror}; replace the disk, then start again"
-            ) from None
+            self._failed = f"a sync failed: {error.strerror}; replace the disk, then start again"
+            raise StorageFailed(self._failed) from None
 
     def _segment_for(self, stream: tuple[str, str], sequence: int) -> Segment:
         segments = self._streams.get(stream, [])
@@ -363,9 +377,14 @@ class DirectoryStorage:
             segment.write([encode_segment_header(SegmentHeader(job, name, sequence))])
             self._sync_file(segment.file)
             self._disk.sync_names(folder)
-        except (OSError, StorageFailed):
+        except (OSError, StorageFailed) as error:
             segment.file.close()
-            self._disk.remove(path)
+            try:
+                self._disk.remove(path)
+            except OSError:  # the next one could not be made
+                raise Unsound(
+                    getattr(error, "errno", None), f"{error}, and {path} cannot be removed"
+                ) from None
             raise
         with self._maps:
             self._streams.setdefault(stream, []).append(segment)
@@ -482,6 +501,6 @@ class DirectoryStorage:
 
 
 def _as_storage_error(error: OSError) -> ServiceError:
-    if error.errno in NO_SPACE:
+    if error.errno in NO_SPACE and not isinstance(error, Unsound):
         return StorageFull(f"no space left: {error.strerror}; free some, or trim the log")
     return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")

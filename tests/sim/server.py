@@ -279,6 +279,7 @@ class ServerProcess(Process):
             self._commits.gave_up(error, batch, self.kernel.now)
             self._committing = False
             self._wake()
+            self._kick()
             return
         self.later(self.kernel.between(0.0, 0.01), self._end_commit, batch, sync)
 

@@ -1,0 +1,195 @@
+"""A disk that fails, and fails again on the way back: the server closes for good, and says so."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from services.logserver.commits import Commits
+from services.logserver.core import StreamState
+from services.logserver.engine import LogEngine
+from services.logserver.state import EngineConfig, Refused, ServerState, Session
+from services.logserver.storage import StorageFailed, StorageFull, Write
+from swift.log.assembly import Assembler
+from swift.log.segment import Ending, scan
+from swift.log.wire import Fsync
+from tests.sim.server import Unlocked
+from tests.unit.log.frames import JOB, STREAM, frame_of
+from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.test_appends import Nowhere
+from tests.unit.log.test_storage import files, fill, on_disk, write
+
+
+def failing(number: int) -> Callable[..., int]:
+    def call(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+# -- the storage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_what_cannot_be_taken_back_closes_the_storage(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", failing(number))
+        broken.setattr(os, "ftruncate", failing(errno.EIO))
+        with pytest.raises(
+            StorageFailed, match=f"{os.strerror(number)}, and then it could not be taken back"
+        ):
+            storage.commit([write(1)], True)
+    with pytest.raises(StorageFailed, match=os.strerror(number)):
+        storage.commit([write(1)], True)
+    storage.close()
+    (path,) = files(tmp_path / "data")
+    assert scan(path).ending is not Ending.SEALED
+
+
+def test_another_stream_that_cannot_be_taken_back_closes_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+    fill(storage, 0, 1, "s1.F")
+    real, cuts = os.ftruncate, iter([True, False])
+
+    def write_one(
+        fd: int, buffers: Sequence[memoryview], offset: int, real: Callable[..., int] = os.pwritev
+    ) -> int:
+        if "s1.F" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, buffers, offset)
+
+    def cut_one(fd: int, size: int) -> None:
+        if not next(cuts):
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd, size)
+
+    monkeypatch.setattr(os, "pwritev", write_one)
+    monkeypatch.setattr(os, "ftruncate", cut_one)
+    with pytest.raises(StorageFailed, match="could not be taken back"):
+        storage.commit([write(1), write(1, "s1.F")], True)
+    monkeypatch.undo()
+    with pytest.raises(StorageFailed):
+        storage.commit([], True)
+    storage.close()
+
+
+def test_after_a_write_that_failed_nothing_is_written_nor_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", failing(errno.EIO))
+        with pytest.raises(StorageFailed, match="a write failed: Input/output error"):
+            storage.commit([write(1)], True)
+    with pytest.raises(StorageFailed, match="a write failed: Input/output error"):
+        storage.commit([write(1)], True)
+    storage.close()
+    (path,) = files(tmp_path / "data")
+    assert scan(path).ending is not Ending.SEALED
+
+
+def test_a_sync_that_failed_is_not_tried_again_whoever_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+    storage.commit([write(1)], False)
+    asked: list[int] = []
+
+    def broken(fd: int) -> None:
+        asked.append(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    for _ in range(3):
+        with pytest.raises(StorageFailed, match="a sync failed"):
+            storage.commit([], True)
+    assert len(asked) == 1
+    storage.close()
+
+
+# -- the committer ------------------------------------------------------------------------------------
+
+
+class World:
+    """A stream of one writer; ``put`` and ``commit`` do what committer and storage would."""
+
+    def __init__(self) -> None:
+        self.state = ServerState(MemoryStorage(), EngineConfig(fsync_interval_s=0.1), Unlocked())
+        self.commits = Commits(self.state)
+        self.session = Session(Nowhere(), Assembler(1 << 20))
+        self.state.core.fence(JOB, 1)
+        stream = self.state.core.open(JOB, STREAM, 1, 0)
+        assert isinstance(stream, StreamState)
+        self.stream = stream
+
+    def put(self, fsync: Fsync) -> None:
+        header, frame = frame_of(self.stream.appended)
+        self.state.core.append(self.stream, 1, header)
+        self.commits.put(self.session, self.stream, Write(JOB, STREAM, header.sequence, [frame]), fsync)
+
+
+def test_after_a_failed_sync_no_sync_is_due_any_more() -> None:
+    world = World()
+    world.put(Fsync.INTERVAL)
+    world.commits.committed(world.commits.take(), False, 0.0)
+    assert world.commits.next_sync_s(0.0) == pytest.approx(0.1)
+    world.commits.gave_up(StorageFailed("a sync failed"), [], 0.2)
+    assert world.commits.next_sync_s(0.2) is None
+    assert not world.commits.work_to_do
+
+
+def test_a_full_disk_does_not_stand_for_a_sync_that_was_promised() -> None:
+    world = World()
+    world.put(Fsync.INTERVAL)
+    world.commits.committed(world.commits.take(), False, 0.0)
+    target = world.commits.ask_to_settle()
+    world.put(Fsync.INTERVAL)
+    world.commits.gave_up(StorageFull("no space left"), world.commits.take(), 0.01)
+    assert not world.commits.is_settled(target)
+    assert world.commits.work_to_do
+    batch = world.commits.take()
+    assert batch == []
+    assert world.commits.sync_due(batch, 0.01)
+    world.commits.committed(batch, True, 0.01)
+    assert world.commits.is_settled(target)
+    assert not world.commits.work_to_do
+
+
+class Bug(MemoryStorage):
+    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+        raise RuntimeError("made up")
+
+
+def test_a_bug_in_a_commit_closes_the_server_and_nobody_waits_for_it() -> None:
+    engine = LogEngine(Bug(), EngineConfig())
+    health: list[bool] = []
+    engine.state.on_health = health.append
+    engine.start([])
+    engine.administration.fence(JOB, 1)
+    session, _ = engine.attach()
+    with engine.state.changed:
+        stream = engine.state.core.open(JOB, STREAM, 1, 0)
+        assert isinstance(stream, StreamState)
+        header, frame = frame_of(0)
+        engine.state.core.append(stream, 1, header)
+        engine._committer.commits.put(session, stream, Write(JOB, STREAM, 0, [frame]), Fsync.ALWAYS)
+        engine.state.changed.notify_all()
+        assert engine.state.changed.wait_for(lambda: engine.state.failed, 10.0)
+    assert "made up" in engine.state.failed
+    assert health == [False]
+    with pytest.raises(Refused, match="internal error"):
+        engine.administration.fence(JOB, 2)
+    engine.detach(session)
+    engine.drain()
+    engine.close()
