@@ -42,7 +42,7 @@ class Appends:
         job = self._state.core.job(recovered.name)
         job.generation = recovered.meta.generation
         job.reset_generation = recovered.meta.reset_generation
-        job.trimmed_below_step = job.trim_wanted = recovered.meta.trimmed_below_step
+        job.trimmed_below_step = job.trim_wanted = job.trim_recorded = recovered.meta.trimmed_below_step
         for found in recovered.streams:
             stream = job.stream(found.name)
             stream.first = found.first

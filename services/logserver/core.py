@@ -124,6 +124,10 @@ class JobState:
     """The last generation whose reset is durable: asked for again, it drops nothing."""
     trim_wanted: int = 0
     """A trim that waits for readers of older steps."""
+    trim_recorded: int = 0
+    """The last trim that is durable: if less than `trimmed_below_step`, one could not be recorded, and is owed."""
+    uncleaned: "dict[str, StreamState]" = field(default_factory=dict)
+    """Streams with something dropped whose space nobody was told to give back, by their names."""
     streams: dict[str, StreamState] = field(default_factory=dict)
     readers: dict[int, int] = field(default_factory=dict)
     """Reader -> the oldest step it may still want."""

@@ -118,7 +118,11 @@ class RealDisk:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if not path.is_dir():
             path.mkdir()
-            self.sync_names(path.parent)
+            try:
+                self.sync_names(path.parent)
+            except OSError:
+                path.rmdir()  # or the next time it would be taken for safe
+                raise
 
     def create(self, path: Path) -> "RealFile":
         return RealFile(path, os.O_CREAT | os.O_EXCL, self._gatherer)

@@ -79,15 +79,16 @@ def fence(state: ServerState, job_name: str, generation: int, now: float) -> Pro
 
 
 def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
-    """Gives the step below which everything is trimmed."""
-    before = job.trimmed_below_step
+    """Gives the step below which everything is trimmed, durably."""
     if state.core.jobs.get(job.name) is not job:
-        return before  # dropped meanwhile
-    changed = state.core.trim(job, below_step)
+        return job.trimmed_below_step  # dropped meanwhile
+    job.uncleaned.update({stream.name: stream for stream in state.core.trim(job, below_step)})
     state.space.recount(state.core)
     trimmed = job.trimmed_below_step
-    if trimmed > before:
+    if trimmed > job.trim_recorded:
         yield Save(job.name, meta_of(job))
+        job.trim_recorded = trimmed
+        changed, job.uncleaned = list(job.uncleaned.values()), {}
         yield Clean(changed)
         yield Emit("trimmed", {"job": job.name, "below_step": trimmed})
     return trimmed

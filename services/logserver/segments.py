@@ -34,6 +34,11 @@ class Segment:
     def next_sequence(self) -> int:
         return self.first + len(self.offsets)
 
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
     def offsets_of(self, sizes: Iterable[int]) -> list[int]:
         """Where frames of these sizes will be."""
         ends = accumulate(sizes, initial=self.size)

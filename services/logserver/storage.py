@@ -20,24 +20,19 @@ and a full disk is found before anything is written.
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from services.logserver import manifests
 from services.logserver.core import STEP_UNKNOWN, Entry, Hole
 from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
 from services.logserver.segments import Segment, Unsound
 from swift.errors import ServiceError, UsageError
 from swift.log.directory import DROPPED, RESERVE, grave_of
 from swift.log.frame import Bytes
-from swift.log.manifest import (
-    MANIFEST,
-    JobMeta,
-    ManifestDamaged,
-    StreamMeta,
-    decode_manifest,
-    encode_manifest,
-)
+from swift.log.manifest import JobMeta, StreamMeta, encode_manifest
 from swift.log.record import NAME_PATTERN
 from swift.log.segment import (
     BLOCK_BYTES,
@@ -180,7 +175,14 @@ class DirectoryStorage:
             self._disk.remove(path)
 
     def _recover_job(self, job: str) -> RecoveredJob:
-        meta = self._load_manifest(job)
+        meta = manifests.load(self._disk, self.directory / job)
+        if meta is None:
+            if any(
+                self._segment_names(self.directory / job / name)
+                for name in self._folders(self.directory / job)
+            ):
+                raise manifests.missing(self.directory / job)
+            meta = JobMeta()
         # A kill may have come before its name, or a folder's, was safe: nothing is built on it before it is.
         self._disk.sync_names(self.directory / job)
         names = sorted({*self._folders(self.directory / job), *meta.streams})
@@ -189,26 +191,6 @@ class DirectoryStorage:
             for name in names
         ]
         return RecoveredJob(job, meta, streams)
-
-    def _load_manifest(self, job: str) -> JobMeta:
-        path = self.directory / job / MANIFEST
-        try:
-            file = self._disk.open(path)
-        except FileNotFoundError:
-            if any(self._segment_names(path.parent / name) for name in self._folders(path.parent)):
-                raise ServiceError(
-                    f"{path} is missing: the granted generation of job {job} is unknown; "
-                    "restore it, or move the job's directory away"
-                ) from None
-            return JobMeta()
-        try:
-            return decode_manifest(file.read(0, file.size))
-        except ManifestDamaged as error:
-            raise ServiceError(
-                f"{path} is damaged ({error}); restore it, or move the job's directory away"
-            ) from None
-        finally:
-            file.close()
 
     def _segment_names(self, folder: Path) -> list[str]:
         return [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
@@ -361,9 +343,7 @@ class DirectoryStorage:
             segment.go_back(size, tail)
             raise
         segment.size = size
-        segment.file.close()
-        segment.file = None
-        segment.dirty = False
+        segment.close()
 
     def _new_segment(self, stream: tuple[str, str], sequence: int) -> Segment:
         job, name = stream
@@ -394,30 +374,15 @@ class DirectoryStorage:
         data = encode_manifest(meta)
         with self._writing:
             try:
-                self._replace(job, data)
+                manifests.replace(self._disk, self.directory / job, data)
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise _as_storage_error(error) from None
                 self._disk.remove(self.directory / RESERVE)
                 try:
-                    self._replace(job, data)
+                    manifests.replace(self._disk, self.directory / job, data)
                 except OSError as again:
                     raise _as_storage_error(again) from None
-
-    def _replace(self, job: str, data: bytes) -> None:
-        folder = self.directory / job
-        self._disk.make_directory(folder)
-        aside = folder / f"{MANIFEST}.new"
-        self._disk.remove(aside)  # a kill may have left it
-        file = self._disk.create(aside)
-        try:
-            file.write(0, [data, padding(len(data))])
-            file.resize(len(data))
-            file.sync()
-        finally:
-            file.close()
-        self._disk.rename(aside, folder / MANIFEST)
-        self._disk.sync_names(folder)
 
     # -- reading and removing -------------------------------------------------------------------------
 
@@ -443,15 +408,20 @@ class DirectoryStorage:
         """Unlinks whole segments. The manifest tells where a stream goes on that has none left."""
         with self._writing:
             segments = self._streams.get((job, stream), [])
-            dead = [segment for segment in segments if segment.next_sequence <= below_sequence]
+            # An empty one at the end stays: the next record's file has its name.
+            dead = [
+                segment
+                for segment in segments
+                if segment.next_sequence <= below_sequence
+                and (segment.offsets or segment is not segments[-1])
+            ]
             with self._maps:
                 for segment in dead:
                     segments.remove(segment)
         freed = 0
         try:
             for segment in dead:
-                if segment.file is not None:
-                    segment.file.close()
+                segment.close()
                 self._disk.remove(segment.path)
                 freed += segment.size
             if freed:
@@ -462,19 +432,30 @@ class DirectoryStorage:
 
     def drop(self, job: str) -> Callable[[], None]:
         with self._writing:
+            there = self._bury(job)
             with self._maps:
                 gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
             for segment in (segment for segments in gone for segment in segments):
-                if segment.file is not None:
-                    segment.file.close()
-            try:
-                self._disk.rename(self.directory / job, grave_of(self.directory, job))
-                self._disk.sync_names(self.directory)
-            except FileNotFoundError:  # nothing of it was ever written
-                return lambda: None
-            except OSError as error:
-                raise _as_storage_error(error) from None
-        return self._remove_forgotten
+                segment.close()
+        return self._remove_forgotten if there else lambda: None
+
+    def _bury(self, job: str) -> bool:
+        """Puts its files where no job's are, durably; False: there are none."""
+        folder, grave = self.directory / job, grave_of(self.directory, job)
+        try:
+            self._disk.rename(folder, grave)
+        except FileNotFoundError:  # nothing of it was ever written
+            return False
+        except OSError as error:
+            raise _as_storage_error(error) from None
+        try:
+            self._disk.sync_names(self.directory)
+        except OSError as error:
+            self._failed = f"a sync failed: {error.strerror}; replace the disk, then start again"
+            with suppress(OSError):
+                self._disk.rename(grave, folder)
+            raise StorageFailed(self._failed) from None
+        return True
 
     def _remove_forgotten(self) -> None:
         for name, is_dir in self._disk.names(self.directory):
@@ -494,9 +475,7 @@ class DirectoryStorage:
                         self._seal(stream, last)
                 except (OSError, StorageFailed):  # unsealed is sound too: the next start scans it
                     pass
-                if last.file is not None:
-                    last.file.close()
-                    last.file = None
+                last.close()
         self._disk.close()
 
 

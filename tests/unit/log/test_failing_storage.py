@@ -11,7 +11,7 @@ from services.logserver.commits import Commits
 from services.logserver.core import StreamState
 from services.logserver.engine import LogEngine
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
-from services.logserver.storage import StorageFailed, StorageFull, Write
+from services.logserver.storage import DirectoryStorage, StorageFailed, StorageFull, Write
 from swift.log.assembly import Assembler
 from swift.log.segment import Ending, scan
 from swift.log.wire import Fsync
@@ -19,7 +19,16 @@ from tests.sim.server import Unlocked
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.test_appends import Nowhere
-from tests.unit.log.test_storage import files, fill, on_disk, write
+from tests.unit.log.test_storage import (
+    FIVE_A_SEGMENT,
+    files,
+    fill,
+    frame_in,
+    on_disk,
+    recovered,
+    sequences,
+    write,
+)
 
 
 def failing(number: int) -> Callable[..., int]:
@@ -115,6 +124,104 @@ def test_a_sync_that_failed_is_not_tried_again_whoever_asks(
         with pytest.raises(StorageFailed, match="a sync failed"):
             storage.commit([], True)
     assert len(asked) == 1
+    storage.close()
+
+
+def with_an_empty_segment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> DirectoryStorage:
+    """Records 0 to 4 fill a segment; for record 5 there was room for the next one's header alone."""
+    storage = on_disk(directory, FIVE_A_SEGMENT)
+    fill(storage, 0, 5)
+    real, room = os.pwritev, iter([True, True])  # the footer, the header
+
+    def full(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if next(room, False):
+            return real(fd, buffers, offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", full)
+        with pytest.raises(StorageFull):
+            storage.commit([write(5)], True)
+    assert [int(path.stem) for path in files(directory)] == [0, 5]
+    return storage
+
+
+def test_a_commit_in_the_midst_of_a_removal_finds_its_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = with_an_empty_segment(tmp_path / "data", monkeypatch)
+    real, first = Path.unlink, files(tmp_path / "data")[0]
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == first:
+            fill(storage, 5, 6)
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert storage.remove(JOB, STREAM, 5) > 0
+    monkeypatch.undo()
+    assert [int(path.stem) for path in files(tmp_path / "data")] == [5]
+    fill(storage, 6, 7)
+    for sequence in (5, 6):
+        assert frame_in(storage, STREAM, sequence) == frame_of(sequence)[1]
+    storage.close()
+    found = recovered(tmp_path / "data")
+    assert sequences(found) == [5, 6]
+
+
+def test_a_drop_that_the_disk_refuses_leaves_the_job_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 2)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "rename", failing(errno.EIO))
+        with pytest.raises(StorageFailed, match="Input/output error"):
+            storage.drop(JOB)
+    fill(storage, 2, 3)
+    assert [frame_in(storage, STREAM, at) for at in range(3)] == [frame_of(at)[1] for at in range(3)]
+    storage.drop(JOB)()
+    assert not (tmp_path / "data" / JOB).exists()
+    fill(storage, 0, 1)  # a later job of that name
+    assert frame_in(storage, STREAM, 0) == frame_of(0)[1]
+    storage.close()
+
+
+def test_a_drop_whose_sync_fails_closes_the_storage_and_leaves_what_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 2)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", failing(errno.EIO))
+        with pytest.raises(StorageFailed, match="a sync failed"):
+            storage.drop(JOB)
+    assert frame_in(storage, STREAM, 1) == frame_of(1)[1]
+    with pytest.raises(StorageFailed, match="a sync failed"):
+        storage.commit([write(2)], True)
+    storage.close()
+
+
+def test_a_directory_whose_name_is_not_safe_is_not_taken_for_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else records in it would be acknowledged the next time, and be gone with the power."""
+    storage = on_disk(tmp_path / "data")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", failing(errno.ENOSPC))
+        with pytest.raises(StorageFull):
+            storage.commit([write(0)], True)
+    assert not (tmp_path / "data" / JOB / STREAM).exists()
+    synced: list[str] = []
+    real = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    fill(storage, 0, 1)
+    assert str(tmp_path / "data" / JOB) in synced
     storage.close()
 
 

@@ -1,12 +1,16 @@
 """Fence, trim and reset step by step: what is durable before what."""
 
+import pytest
+
 from services.logserver import procedures
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits
-from services.logserver.core import StreamState
+from services.logserver.core import Refusal, StreamState
 from services.logserver.procedures import Clean, Emit, Procedure, Save, Settle
-from services.logserver.state import EngineConfig, ServerState
+from services.logserver.state import EngineConfig, Refused, ServerState
 from services.logserver.storage import RecoveredJob
+from swift.log.manifest import JobMeta
+from swift.log.wire import Reason
 from tests.sim.server import Unlocked
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
@@ -82,3 +86,28 @@ def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
         pass
     broken.close()  # the disk was full
     assert carry_out(state, procedures.reset(state, JOB, 1)) == ["Settle", "Save", "Clean", "Emit"]
+
+
+def test_a_trim_that_could_not_be_recorded_is_owed() -> None:
+    state = started(MemoryStorage())
+    carry_out(state, procedures.fence(state, JOB, 1, 0.0))
+    for sequence in range(3):
+        stream = append(state, sequence)
+    job = state.core.job(JOB)
+    refused = procedures.trim(state, job, 2)
+    assert isinstance(next(refused), Save)
+    with pytest.raises(Refused):
+        refused.throw(Refused(Refusal(Reason.FULL, "no space left")))
+    save, clean, said = procedures.trim(state, job, 2)
+    assert isinstance(save, Save)
+    assert (save.meta.trimmed_below_step, save.meta.streams[STREAM].first) == (2, 2)
+    assert clean == Clean([stream])
+    assert said == Emit("trimmed", {"job": JOB, "below_step": 2})
+    assert list(procedures.trim(state, job, 2)) == []
+
+
+def test_a_trim_of_before_the_start_is_not_owed() -> None:
+    storage = MemoryStorage()
+    storage.metas[JOB] = JobMeta(generation=1, trimmed_below_step=2)
+    state = started(storage)
+    assert list(procedures.trim(state, state.core.job(JOB), 2)) == []

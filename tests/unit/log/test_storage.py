@@ -12,7 +12,6 @@ import pytest
 
 from services.logserver.disk import LOCK, RealDisk
 from services.logserver.storage import (
-    MANIFEST,
     RESERVE,
     DirectoryStorage,
     RecoveredStream,
@@ -22,7 +21,7 @@ from services.logserver.storage import (
     Write,
 )
 from swift.errors import ServiceError, UsageError
-from swift.log.manifest import JobMeta, StreamMeta
+from swift.log.manifest import MANIFEST, JobMeta, StreamMeta
 from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, Ending, padding, scan
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
