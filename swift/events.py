@@ -5,8 +5,12 @@ own there. The clock is CLOCK_MONOTONIC, which all processes of one Linux machin
 the files by time. The drill builds its timeline from them. Without the variable nothing is written.
 
 Logs and metrics learn of the same events: whoever calls `listen` is told of each one.
+
+What cannot be written (no space, the directory is gone) is counted, and the next event that can be written stands
+behind an ``events_lost`` with that ``count``: whoever emits has something better to do than to fail with its trace.
 """
 
+import errno
 import json
 import os
 import threading
@@ -23,6 +27,7 @@ _lock = threading.Lock()
 _who = "process"
 _fd: int | None = None
 _fd_pid = 0
+_lost = 0
 _listeners: tuple[Listener, ...] = ()
 
 
@@ -59,20 +64,41 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Appends one event. One write of one line, so a SIGKILL tears nothing but the last line."""
-    global _fd, _fd_pid
+    """Appends one event. One write, so a SIGKILL tears nothing but the last line. Never raises OSError."""
     for listener in _listeners:
         listener(event, fields)
     directory = os.environ.get(ENV_EVENTS_DIR)
     if not directory:
         return
-    line = json.dumps({"t": now(), "who": _who, "pid": os.getpid(), "event": event, **fields}) + "\n"
+    at = now()
+    line = _line(at, event, fields)
     with _lock:
-        if _fd is None or _fd_pid != os.getpid():
-            path = Path(directory) / f"{_who}-{os.getpid()}.jsonl"
+        _append(Path(directory), at, line)
+
+
+def _line(at: float, event: str, fields: Mapping[str, Any]) -> bytes:
+    return (
+        json.dumps({"t": at, "who": _who, "pid": os.getpid(), "event": event, **fields}).encode() + b"\n"
+    )
+
+
+def _append(directory: Path, at: float, line: bytes) -> None:
+    """(holding the lock)"""
+    global _fd, _fd_pid, _lost
+    if _fd_pid != os.getpid():  # a child: what its parent lost is the parent's to say
+        _fd, _fd_pid, _lost = None, os.getpid(), 0
+    try:
+        if _fd is None:
+            path = directory / f"{_who}-{os.getpid()}.jsonl"
             _fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            _fd_pid = os.getpid()
-        os.write(_fd, line.encode())
+        whole = _line(at, "events_lost", {"count": _lost}) + line if _lost else line
+        written = os.write(_fd, whole)
+        if written < len(whole):  # the space was out in the middle of it
+            os.ftruncate(_fd, os.fstat(_fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _lost = 0
+    except OSError:
+        _lost += 1
 
 
 def read(directory: str | Path) -> list[dict[str, Any]]:

@@ -148,32 +148,39 @@ class Log:
         self.redactor = Redactor(os.environ)
         self._stream = stream
         self._lock = threading.Lock()
+        self._lost = 0
 
     def write(self, line: str) -> None:
-        """One write, so that lines of different threads do not mix."""
+        """One write, so that lines of different threads do not mix. If it fails, as on a full disk or a pipe that
+        nobody reads, the next line that can be written stands behind how many may be missing."""
         stream = self._stream if self._stream is not None else sys.stderr
         with self._lock:
-            stream.write(line + "\n")
-            stream.flush()
+            try:
+                if self._lost:
+                    line = f"{self._line('lines_lost', logging.WARNING, '', {'count': self._lost})}\n{line}"
+                stream.write(line + "\n")
+                stream.flush()
+                self._lost = 0
+            except OSError:
+                self._lost += 1
 
     def say(self, event: str, level: int, message: str = "", fields: Mapping[str, Any] | None = None) -> None:
         """One event or message, if its level is shown."""
-        if level < self.level:
-            return
+        if level >= self.level:
+            self.write(self._line(event, level, message, fields or {}))
+
+    def _line(self, event: str, level: int, message: str, fields: Mapping[str, Any]) -> str:
         if self.format == TEXT:
-            self.write(text_line(self.redactor, level=level, event=event, fields=fields or {}))
-            return
-        self.write(
-            json_line(
-                self.redactor,
-                wall_s=time.time(),
-                monotonic_s=events.now(),
-                level=level,
-                role=self.role,
-                event=event,
-                message=message,
-                fields=fields or {},
-            )
+            return text_line(self.redactor, level=level, event=event, fields=fields)
+        return json_line(
+            self.redactor,
+            wall_s=time.time(),
+            monotonic_s=events.now(),
+            level=level,
+            role=self.role,
+            event=event,
+            message=message,
+            fields=fields,
         )
 
     def fatal(self, message: str) -> None:

@@ -5,7 +5,7 @@ Call sequence of an append::
     (pump of a session)  handle(): parse, check, core.append -> queue of the committer
     (committer)          takes what waits: storage.commit (group commit), core.made_durable
     (committer)          acknowledgements and credit into the sessions' outboxes, readers are woken
-    (handler)            session.replies(): what is in the outbox, merged into one message
+    (handler)            Outgoing.replies(): what is in the outbox, merged into one message
 
 Memory is bounded by the credit: a session's frames that are not durable yet take at most ``credit_bytes``
 plus one frame.
@@ -123,16 +123,19 @@ class LogEngine:
     def handle(self, session: Session, frames: memoryview) -> None:
         """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
         parsed = self._appends.parse(session, frames)
-        with self._changed:
-            try:
-                self._appends.accept(session, parsed)
-            except Quarantined as refused:
-                stream = refused.stream
-                events.emit("quarantined", job=stream.job, stream=stream.name, reason=stream.quarantined)
-                self.administration.save_later(self.state.core.job(stream.job))
-                raise
-            finally:
-                self._changed.notify_all()
+        try:
+            with self._changed:
+                try:
+                    self._appends.accept(session, parsed)
+                except Quarantined as refused:
+                    self.administration.save_later(self.state.core.jobs[refused.stream.job])
+                    raise
+                finally:
+                    self._changed.notify_all()
+        except Quarantined as refused:
+            stream = refused.stream
+            events.emit("quarantined", job=stream.job, stream=stream.name, reason=stream.quarantined)
+            raise
 
     def finish(self, session: Session) -> None:
         """The writer has sent its last message. Raises Refused if that ended within a frame."""

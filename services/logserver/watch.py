@@ -20,8 +20,9 @@ class DiskWatch:
         """Alarms begin and end by what the disk has left."""
         free = self.free_bytes()
         with self._state.changed:
-            for notice in self._state.look_at_disk(free, self._clock()):
-                events.emit(notice.event, **notice.fields)
+            news = self._state.look_at_disk(free, self._clock())
+        for notice in news:
+            events.emit(notice.event, **notice.fields)
 
     def files_removed(self) -> None:
         """There may be room again: no reason to wait any longer."""

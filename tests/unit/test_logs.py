@@ -157,3 +157,36 @@ def test_whatever_the_token_is(token: str, quote: str) -> None:
     )
     assert said.count(REMOVED) == 3
     assert said.endswith(" end")
+
+
+class Full(io.StringIO):
+    """Fails at so many writes."""
+
+    full = 0
+
+    def write(self, text: str) -> int:
+        if self.full:
+            self.full -= 1
+            raise BrokenPipeError
+        return super().write(text)
+
+
+@pytest.mark.parametrize("log_format", [TEXT, JSON])
+def test_a_stderr_that_fails_troubles_nobody_and_says_what_is_missing(
+    log_format: str, environment: None
+) -> None:
+    stream = Full()
+    stop = Log("logserver", log_format, logging.INFO, stream).start()
+    stream.full = 2
+    for number in range(4):
+        events.emit("storage_failed", reason=f"EIO {number}")
+    stop()
+    lost, first, second = stream.getvalue().splitlines()
+    if log_format == TEXT:
+        assert (lost, first) == ("WARNING lines_lost count=2", "ERROR storage_failed reason=EIO 2")
+        assert second == "ERROR storage_failed reason=EIO 3"
+    else:
+        said = [json.loads(line) for line in (lost, first, second)]
+        assert [line["event"] for line in said] == ["lines_lost", "storage_failed", "storage_failed"]
+        assert said[0]["fields"] == {"count": 2}
+        assert said[1]["fields"] == {"reason": "EIO 2"}
