@@ -77,9 +77,7 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def _line(at: float, event: str, fields: Mapping[str, Any]) -> bytes:
-    return (
-        json.dumps({"t": at, "who": _who, "pid": os.getpid(), "event": event, **fields}).encode() + b"\n"
-    )
+    return json.dumps({"t": at, "who": _who, "pid": os.getpid(), "event": event, **fields}).encode() + b"\n"
 
 
 def _append(directory: Path, at: float, line: bytes) -> None:

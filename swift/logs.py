@@ -41,7 +41,15 @@ _SECRET_BYTES_MIN = 6
 
 _ERRORS = {"storage_failed", "fatal"}
 _WARNINGS = {
-    *("disk_full", "quarantined", "stream_corrupt", "torn_tail", "not_removed", "trim_failed"),
+    *(
+        "disk_full",
+        "storage_busy",
+        "quarantined",
+        "stream_corrupt",
+        "torn_tail",
+        "not_removed",
+        "trim_failed",
+    ),
     *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
     *("member_exited", "checkpoint_untold"),
 }

@@ -1,5 +1,6 @@
 """Fence, trim, reset; and the janitor, a thread that unlinks what they drop."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -7,11 +8,12 @@ from functools import partial
 from typing import TypeVar
 
 from services.logserver import procedures
+from services.logserver.commits import refusal_of
 from services.logserver.committer import Committer
 from services.logserver.core import JobState, Refusal, StreamState
 from services.logserver.procedures import Clean, Emit, Forget, Procedure, Save, Settle, Step, meta_of
 from services.logserver.state import Refused, ServerState, check_names
-from services.logserver.storage import StorageFailed, StorageFull
+from services.logserver.storage import StorageError
 from services.logserver.watch import DiskWatch
 from swift import events
 from swift.log.manifest import JobMeta
@@ -110,8 +112,8 @@ class Administration:
         try:
             with self._removing:
                 remove_files = self._state.storage.drop(job)
-        except (StorageFull, StorageFailed) as error:
-            raise Refused(Refusal(Reason.CLOSED, str(error))) from None
+        except StorageError as error:
+            raise Refused(refusal_of(error)) from None
         self._janitor_work.put(partial(self._remove_files, job, remove_files))
 
     def _remove_files(self, job_name: str, remove_files: Callable[[], None]) -> None:
@@ -150,9 +152,8 @@ class Administration:
     def _save(self, job: str, meta: JobMeta) -> None:
         try:
             self._state.storage.save(job, meta)
-        except (StorageFull, StorageFailed) as error:
-            reason = Reason.FULL if isinstance(error, StorageFull) else Reason.CLOSED
-            raise Refused(Refusal(reason, str(error))) from None
+        except StorageError as error:
+            raise Refused(refusal_of(error)) from None
 
     def _clean(self, streams: Iterable[StreamState]) -> None:
         for stream in streams:
@@ -164,7 +165,7 @@ class Administration:
                 if not self._is_there(stream):
                     return  # dropped meanwhile, with its files
                 freed = self._state.storage.remove(stream.job, stream.name, first)
-        except (StorageFull, StorageFailed) as error:
+        except StorageError as error:
             events.emit("not_removed", job=stream.job, stream=stream.name, reason=str(error))
             return
         if freed:
@@ -181,4 +182,7 @@ class Administration:
             work = self._janitor_work.get()
             if work is None:
                 return
-            work()
+            try:
+                work()
+            except Exception:  # a bug: what else there is to do is done
+                logging.getLogger(__name__).exception("the janitor failed")

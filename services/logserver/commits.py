@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from services.logserver.core import Refusal, StreamState
 from services.logserver.space import Notice
 from services.logserver.state import ServerState, Session
-from services.logserver.storage import StorageFailed, StorageFull, Write
+from services.logserver.storage import StorageBusy, StorageError, StorageFull, Write
 from swift._pb import log_pb2
 from swift.log.wire import Fsync, Reason
 
@@ -122,16 +122,16 @@ class Commits:
             session.underway_bytes -= size
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
 
-    def gave_up(self, error: StorageFull | StorageFailed, batch: list[Queued], now: float) -> list[Notice]:
+    def gave_up(self, error: StorageError, batch: list[Queued], now: float) -> list[Notice]:
         """Nothing of the batch, nor of what came after it, is in the log. Writers are told, and resend."""
         state = self._state
         if isinstance(error, StorageFull):
             news = state.space.disk_is_full(str(error), now)
-            refusal = Refusal(Reason.FULL, str(error))
+        elif isinstance(error, StorageBusy):
+            news = [Notice("storage_busy", {"reason": str(error)})]
         else:
             state.failed = str(error)
             news = [Notice("storage_failed", {"reason": str(error)})]
-            refusal = Refusal(Reason.CLOSED, str(error))
         state.core.abandon()
         state.space.recount(state.core, trimmed=False)
         self._settled += len(batch) + len(self._queue)
@@ -139,5 +139,11 @@ class Commits:
         if state.failed:  # no sync is tried any more
             self._unsynced_since = None
             self._synced = self._settled
-        state.end_sessions(refusal)
+        state.end_sessions(refusal_of(error))
         return news
+
+
+def refusal_of(error: StorageError) -> Refusal:
+    if isinstance(error, StorageFull):
+        return Refusal(Reason.FULL, str(error))
+    return Refusal(Reason.BUSY if isinstance(error, StorageBusy) else Reason.CLOSED, str(error))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.logserver.commits import Commits, Queued
 from services.logserver.space import Notice
 from services.logserver.state import ServerState
-from services.logserver.storage import StorageFailed, StorageFull
+from services.logserver.storage import StorageError, StorageFailed
 from swift import events
 
 
@@ -61,7 +61,7 @@ class Committer:
     def _commit(self, batch: list[Queued], sync: bool) -> None:
         try:
             self._state.storage.commit([queued.write for queued in batch], sync)
-        except (StorageFull, StorageFailed) as error:
+        except StorageError as error:
             self._give_up(error, batch)
             return
         with self._changed:
@@ -71,10 +71,10 @@ class Committer:
             self._changed.notify_all()
         self._tell(news)
 
-    def _give_up(self, error: StorageFull | StorageFailed, batch: list[Queued]) -> None:
+    def _give_up(self, error: StorageError, batch: list[Queued]) -> None:
         with self._changed:
             news = self.commits.gave_up(error, batch, self._clock())
-            self._state.on_health(False)
+            self._state.on_health(self._state.serves)
             self._changed.notify_all()
         self._tell(news)
 

@@ -12,6 +12,7 @@ Per job there is one granted generation, which only rises (`fence`), and one ste
 trimmed, which only rises too.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -104,6 +105,10 @@ class StreamState:
         self.durable = max(self.durable, hole.end_sequence)
         self.check()
 
+    def insert_hole(self, hole: Hole) -> None:
+        """Among records that are there. Holes stay in the order of their sequences."""
+        insort(self.holes, hole, key=lambda known: known.sequence)
+
     def bound_holes(self, step: int) -> None:
         """A record of this step stands behind all holes."""
         if self.holes and self.holes[-1].below_step == STEP_UNKNOWN:
@@ -145,7 +150,12 @@ class LogCore:
     def __init__(self) -> None:
         self.jobs: dict[str, JobState] = {}
 
+    def known(self, name: str) -> JobState:
+        """The job; of one that is not there, what anybody may know, and nothing is kept."""
+        return self.jobs.get(name) or JobState(name)
+
     def job(self, name: str) -> JobState:
+        """(a fence, or the start) The job, from now on."""
         state = self.jobs.get(name)
         if state is None:
             state = self.jobs[name] = JobState(name)
@@ -173,7 +183,7 @@ class LogCore:
 
     def open(self, job_name: str, stream_name: str, generation: int, acked: int) -> StreamState | Refusal:
         """A writer takes a stream. ``acked``: it was told that everything below is durable."""
-        job = self.job(job_name)
+        job = self.known(job_name)
         refusal = self.check_generation(job, generation)
         if refusal is not None:
             return refusal
@@ -190,7 +200,7 @@ class LogCore:
 
     def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> Entry | Refusal | None:
         """An entry: write it. None: it is there already, write nothing and acknowledge it again."""
-        job = self.job(stream.job)
+        job = self.known(stream.job)
         refusal = self.check_generation(job, generation)
         if refusal is not None:
             return refusal

@@ -97,8 +97,7 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
 def reset(state: ServerState, job_name: str, generation: int) -> Procedure[None]:
     """Drops every record of the job, under its granted generation; once, however late or often it is asked for."""
     check_names(job_name)
-    state.check_job(job_name)
-    job = state.core.job(job_name)
+    job = state.core.known(job_name)
     refusal = state.core.check_generation(job, generation)
     if refusal is not None:
         raise Refused(refusal)

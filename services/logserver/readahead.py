@@ -10,6 +10,7 @@ Records that follow each other in a file are read at once, up to a message; a la
 several messages.
 """
 
+import errno
 from collections import deque
 from concurrent import futures
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ from swift.log.assembly import MESSAGE_BYTES
 from swift.log.frame import HEADER_BYTES_MAX, FrameHeader, check_body, decode_header
 from swift.log.memory import page_aligned
 from swift.log.segment import BLOCK_BYTES
-from swift.log.wire import frames_message
+from swift.log.wire import Reason, frames_message
 
 _AHEAD = 2
 _PART_BYTES = MESSAGE_BYTES + HEADER_BYTES_MAX
 _BUFFER_BYTES = _PART_BYTES // BLOCK_BYTES * BLOCK_BYTES + 3 * BLOCK_BYTES
+_DAMAGED = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
+"""The disk, or a file system's checksum, says that the bytes are lost. Anything else is the server's own trouble."""
 _ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is today
 
 
@@ -45,8 +48,8 @@ class Damage:
     stream: StreamState
     sequence: int
     reason: str
-    gone: bool = False
-    """It was dropped meanwhile."""
+    kind: Reason = Reason.CORRUPT
+    """TRIMMED: it was dropped meanwhile; BUSY: nobody can tell now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +198,11 @@ class ReadAhead:
 def _unreadable(wanted: Wanted, error: OSError) -> Damage:
     if isinstance(error, FileNotFoundError):
         reason = f"record {wanted.sequence} of {wanted.stream.name} was dropped while it was read"
-        return Damage(wanted.stream, wanted.sequence, reason, gone=True)
-    return Damage(wanted.stream, wanted.sequence, f"it cannot be read: {error.strerror}")
+        return Damage(wanted.stream, wanted.sequence, reason, Reason.TRIMMED)
+    if error.errno in _DAMAGED:
+        return Damage(wanted.stream, wanted.sequence, f"it cannot be read: {error.strerror}")
+    reason = f"record {wanted.sequence} of {wanted.stream.name} cannot be read now: {error.strerror}"
+    return Damage(wanted.stream, wanted.sequence, reason, Reason.BUSY)
 
 
 def _header(frame: memoryview, wanted: Wanted) -> FrameHeader:

@@ -37,8 +37,10 @@ class Reading:
         """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it."""
         check_names(request.job, request.stream)
         with self._changed:
-            self._state.check_job(request.job)
-            job = self._state.core.job(request.job)
+            while (job := self._state.core.jobs.get(request.job)) is None:
+                if not request.follow or not alive():
+                    return
+                self._wait()
             refusal = self._state.core.check_readable(job, request.from_step)
             if refusal is not None:
                 raise Refused(refusal)
@@ -47,6 +49,8 @@ class Reading:
             job.readers[reader] = request.from_step
         try:
             yield from self._follow(job, request, alive)
+        except OSError as error:  # no memory to read into
+            raise Refused(Refusal(Reason.BUSY, f"cannot read now: {error.strerror}")) from None
         finally:
             with self._changed:
                 del job.readers[reader]
@@ -66,9 +70,7 @@ class Reading:
                     if not run and ahead.is_empty and refusal is None:
                         if not request.follow:
                             return
-                        if self._state.draining:
-                            self._state.check_open()
-                        self._changed.wait(_POLL_S)
+                        self._wait()
                         continue
                 for entry in run:
                     ahead.add(entry)
@@ -78,14 +80,20 @@ class Reading:
                 if refusal is not None:
                     raise Refused(refusal)
 
+    def _wait(self) -> None:
+        """(holding ``changed``) For what comes next. Raises Refused if nothing will."""
+        if self._state.draining:
+            self._state.check_open()
+        self._changed.wait(_POLL_S)
+
     def _take(self, ahead: ReadAhead) -> Iterator[bytes]:
         """The oldest message that was read ahead."""
         message, damage = ahead.take()
         if message:
             yield message
         if damage is not None:
-            if damage.gone:
-                raise Refused(Refusal(Reason.TRIMMED, damage.reason))
+            if damage.kind is not Reason.CORRUPT:
+                raise Refused(Refusal(damage.kind, damage.reason))
             raise Refused(self._found_damage(damage.stream, damage.sequence, damage.reason))
 
     def _plan_read(
@@ -112,15 +120,14 @@ class Reading:
             name = f"{stream.name} {entry.key}" if entry is not None else stream.name
             reason = f"record {sequence} of {name}: {reason}"
             if entry is not None and stream.hole_at(sequence) is None:
-                stream.holes.insert(0, Hole(sequence, sequence + 1, entry.key.step + 1, reason))
+                stream.insert_hole(Hole(sequence, sequence + 1, entry.key.step + 1, reason))
         events.emit("stream_corrupt", job=stream.job, stream=stream.name, reason=reason)
         return Refusal(Reason.CORRUPT, reason)
 
     def digests(self, request: log_pb2.DigestsRequest) -> list[log_pb2.RecordDigest]:
         check_names(request.job, request.stream)
         with self._changed:
-            self._state.check_job(request.job)
-            job = self._state.core.job(request.job)
+            job = self._state.core.known(request.job)
             refusal = self._state.core.check_readable(job, request.from_step)
             stream = job.streams.get(request.stream)
             if refusal is None and stream is not None:

@@ -4,6 +4,7 @@ One thread. It looks at the disk twice a second. With an age limit (off unless i
 left alone for so long; a job that lives is never dropped by age.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -50,11 +51,16 @@ class Retention:
         keep_s = self._state.config.keep_s
         ages_due_s = 0.0
         while not self._stop.wait(_EVERY_S):
-            self._watch.look()
             ages_due_s -= _EVERY_S
-            if keep_s and ages_due_s <= 0:
+            drop_old = bool(keep_s) and ages_due_s <= 0
+            if drop_old:
                 ages_due_s = min(_AGES_EVERY_S, keep_s)
-                self.drop_old(keep_s)
+            try:
+                self._watch.look()
+                if drop_old:
+                    self.drop_old(keep_s)
+            except Exception:  # without it an alarm would never end
+                logging.getLogger(__name__).exception("looking at the disk, or for old jobs, failed")
 
     def drop_old(self, keep_s: float) -> None:
         """Jobs that nobody has touched for so long."""

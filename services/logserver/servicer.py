@@ -36,6 +36,7 @@ _STATUS = {
     Reason.LIVES: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.UNKNOWN: grpc.StatusCode.NOT_FOUND,
     Reason.TRIMMED: grpc.StatusCode.NOT_FOUND,
+    Reason.BUSY: grpc.StatusCode.UNAVAILABLE,
     Reason.CLOSED: grpc.StatusCode.UNAVAILABLE,
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -63,7 +64,9 @@ class LogServicer:
         except Refused as refused:
             _abort(context, refused.refusal)
             return
-        context.add_callback(lambda: self.engine.detach(session))
+        if not context.add_callback(lambda: self.engine.detach(session)):
+            self.engine.detach(session)  # the call is over already: nobody would call back
+            return
         arguments = (session, requests, visit_of())
         pump = threading.Thread(target=self._pump, args=arguments, name="pump", daemon=True)
         pump.start()

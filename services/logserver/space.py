@@ -136,15 +136,19 @@ class Space:
     def job(self, name: str) -> Account:
         account = self.jobs.get(name)
         if account is None:
-            quota = self.config.job_quota_bytes
-            account = self.jobs[name] = Account(f"job {name}", quota, limit_bytes=quota)
+            account = self.jobs[name] = self._account(name)
         return account
+
+    def _account(self, name: str) -> Account:
+        """Of a job that nothing is kept of."""
+        quota = self.config.job_quota_bytes
+        return Account(f"job {name}", quota, limit_bytes=quota)
 
     def refuses(self, job_name: str, frame_bytes: int) -> Refusal | None:
         """May a new record of this size come in? With 0: may a writer begin?"""
         if self._trouble.disk is DiskState.FULL:
             return Refusal(Reason.FULL, self._trouble.reason)
-        for account in (self.job(job_name), self.server):
+        for account in (self.jobs.get(job_name) or self._account(job_name), self.server):
             over = account.used_bytes + frame_bytes > account.quota_bytes
             if account.quota_bytes and (over or account.alarm is Alarm.FULL):
                 account.alarm = Alarm.FULL

@@ -172,7 +172,9 @@ class ServerState:
         return news
 
     def touch(self, job: str, now: float) -> None:
-        self.touched[job] = now
+        """(only jobs that are there)"""
+        if job in self.core.jobs:
+            self.touched[job] = now
 
     def idle_s(self, name: str, now: float) -> float | None:
         """For how long nobody has wanted the job; None: there is none. 0 while a stream of it is open."""

@@ -17,6 +17,7 @@ A segment takes its space when it is made, and more in steps of 32 MiB, so that 
 and a full disk is found before anything is written.
 """
 
+import errno
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -49,14 +50,23 @@ from swift.log.segment import (
 )
 
 RESERVE_BYTES = 1 << 20
+_BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
 
 
-class StorageFull(ServiceError):
+class StorageError(ServiceError):
+    """One of the three below."""
+
+
+class StorageFull(StorageError):
     """No space. Everything is back on the last record boundary; reads and trims still work."""
 
 
-class StorageFailed(ServiceError):
+class StorageBusy(StorageError):
+    """The process has no descriptor or no memory to spare. Everything is back on the last record boundary."""
+
+
+class StorageFailed(StorageError):
     """A write or a sync failed for another reason. It is not tried again: what was written is unknown."""
 
 
@@ -107,7 +117,7 @@ class Place:
 
 
 class Storage(Protocol):
-    """Keeps frames and manifests. Raises StorageFull or StorageFailed. One caller writes; any may read."""
+    """Keeps frames and manifests. Raises StorageError. One caller writes; any may read."""
 
     def commit(self, writes: Sequence[Write], sync: bool) -> None:
         """Writes frames, in order; with ``sync`` all that was ever committed is durable after it."""
@@ -280,7 +290,7 @@ class DirectoryStorage:
                 placed = self._write(groups)
                 if sync:
                     self._sync()
-            except StorageFull:
+            except (StorageFull, StorageBusy):
                 raise
             except Exception as error:  # whatever it was
                 self._failed = self._failed or str(error)
@@ -479,7 +489,9 @@ class DirectoryStorage:
         self._disk.close()
 
 
-def _as_storage_error(error: OSError) -> ServiceError:
+def _as_storage_error(error: OSError) -> StorageError:
+    if error.errno in _BUSY and not isinstance(error, Unsound):
+        return StorageBusy(f"cannot write now: {error.strerror}; raise what the process may have (ulimit -n)")
     if error.errno in NO_SPACE and not isinstance(error, Unsound):
         return StorageFull(f"no space left: {error.strerror}; free some, or trim the log")
     return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")

@@ -93,7 +93,11 @@ def age_s(directory: Path, job: str) -> float | None:
     """For how long nothing of the job was written, by the wall clock. None: there is no such job."""
     newest = 0.0
     folder = directory / job
-    for path in (folder, *folder.glob("*"), *folder.glob("*/*"), folder / MANIFEST):
+    try:
+        paths = [folder, *folder.glob("*"), *folder.glob("*/*"), folder / MANIFEST]
+    except FileNotFoundError:  # it was dropped meanwhile
+        return None
+    for path in paths:
         try:
             newest = max(newest, path.stat().st_mtime)
         except FileNotFoundError:

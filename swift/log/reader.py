@@ -235,7 +235,7 @@ class StreamCursor:
         # Only members of the job read, so the token was good once: a newer one may be on its way into the file.
         if reason == Reason.UNAUTHENTICATED or (reason == Reason.DENIED and self._next_sequence):
             return True
-        if reason in ("", Reason.DRAINING) and code_of(error) in (
+        if reason in ("", Reason.BUSY, Reason.DRAINING) and code_of(error) in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.CANCELLED,
             grpc.StatusCode.UNKNOWN,

@@ -30,6 +30,7 @@ _ERRORS: dict[str, type[SwiftError]] = {
     Reason.OVER_QUOTA: LogUnavailable,
     Reason.LIVES: ServiceError,
     Reason.UNKNOWN: UsageError,
+    Reason.BUSY: LogUnavailable,
     Reason.CLOSED: LogUnavailable,
     Reason.DRAINING: LogUnavailable,
     Reason.LIMIT: LogUnavailable,

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     OVER_QUOTA = "over-quota"
     LIVES = "job-lives"
     UNKNOWN = "unknown-job"
+    BUSY = "busy"
     CLOSED = "closed"
     DRAINING = "draining"
     LIMIT = "limit"

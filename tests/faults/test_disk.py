@@ -348,7 +348,7 @@ def test_f28_read_only_file_system_is_named_and_not_serving(faulty: Server, faul
     assert b"".join(reply.frames for reply in replies) == frame_of(0)[1]
 
 
-def test_f28_too_many_open_files_are_named_and_not_serving(server: Server) -> None:
+def test_f28_too_many_open_files_are_named_and_the_writer_comes_again(server: Server) -> None:
     """The process's own limit is lowered to what it has open."""
     one(server, 0).until_acked(1)
     call = Call(server)
@@ -357,13 +357,19 @@ def test_f28_too_many_open_files_are_named_and_not_serving(server: Server) -> No
     soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (in_use, hard))
     call.send(frame_of(0, stream="s1.F")[1])
-    assert call.refused()[:2] == (grpc.StatusCode.UNAVAILABLE, "closed")
+    code, reason, message = call.refused()
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "busy")
+    assert "Too many open files" in message
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
-    closed(server, "Too many open files")
+    assert server.serving()
+    again = Call(server)
+    again.open("s1.F")
+    again.send(frame_of(0, stream="s1.F")[1])
+    again.until_acked(1, "s1.F")
     server.kill()
     server.start()
     assert server.serving()
-    assert server.inventory("s0.F").records == 1
+    assert [server.inventory(stream).records for stream in ("s0.F", "s1.F")] == [1, 1]
 
 
 def test_f28_read_only_file_system_at_the_start_is_one_line(tmp_path: Path, faults: Faults) -> None:

@@ -1,0 +1,310 @@
+"""What comes at a bad moment, or asks for what is not there: it costs nobody but itself, and leaves nothing."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.logserver.core import Hole, LogCore, Refusal
+from services.logserver.engine import LogEngine
+from services.logserver.readahead import ReadAhead, Wanted
+from services.logserver.servicer import LogServicer
+from services.logserver.space import SpaceConfig
+from services.logserver.state import EngineConfig
+from services.logserver.storage import Place, StorageBusy, Write
+from swift._pb import log_pb2
+from swift.log.directory import age_s
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.rpc import reason_of
+from swift.log.wire import Reason
+from swift.log.writer import LogWriter
+from tests.unit.log.append_call import Call
+from tests.unit.log.frames import JOB, STREAM, frame_of
+from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.service import InProcess, eventually
+from tests.unit.log.test_storage import fill, frame_in, on_disk, write
+
+TIMEOUT_S = 10.0
+
+
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+# -- jobs that are not there ----------------------------------------------------------------------------
+
+
+def kept(engine: LogEngine) -> tuple[set[str], set[str], set[str]]:
+    state = engine.state
+    return set(state.core.jobs), set(state.touched), set(state.space.jobs)
+
+
+def test_asking_for_a_job_makes_none() -> None:
+    config = EngineConfig(jobs_max=1, space=SpaceConfig(job_quota_bytes=1 << 20))
+    with InProcess(config=config) as server:
+        before = kept(server.engine)
+        stub = server.stub
+        assert list(stub.Read(log_pb2.ReadRequest(job="nobody", stream=STREAM), timeout=TIMEOUT_S)) == []
+        assert (
+            list(stub.Digests(log_pb2.DigestsRequest(job="nobody", stream=STREAM), timeout=TIMEOUT_S)) == []
+        )
+        with pytest.raises(grpc.RpcError) as reset:
+            stub.Reset(log_pb2.ResetRequest(job="nobody", generation=1), timeout=TIMEOUT_S)
+        assert reason_of(reset.value) == Reason.NOT_GRANTED
+        call = Call(server)
+        opening = log_pb2.Open(job="nobody", stream=STREAM, generation=1)
+        call.raw(log_pb2.AppendRequest(opens=[opening]).SerializeToString())
+        assert call.refused()[1] == Reason.LIMIT
+        assert kept(server.engine) == before == ({JOB}, {JOB}, set())
+
+
+def test_an_open_that_no_generation_allows_makes_no_job() -> None:
+    with InProcess() as server:
+        before = kept(server.engine)
+        call = Call(server)
+        opening = log_pb2.Open(job="nobody", stream=STREAM, generation=1)
+        call.raw(log_pb2.AppendRequest(opens=[opening]).SerializeToString())
+        assert call.refused()[1] == Reason.NOT_GRANTED
+        assert kept(server.engine) == before
+
+
+def test_a_reader_that_follows_may_come_before_its_job() -> None:
+    with InProcess() as server:
+        replies = server.stub.Read(
+            log_pb2.ReadRequest(job="late", stream=STREAM, follow=True), timeout=TIMEOUT_S
+        )
+        found: list[bytes] = []
+        reader = threading.Thread(target=lambda: found.append(next(replies).frames))
+        reader.start()
+        server.engine.administration.fence("late", 1)
+        writer = LogWriter([server.address], "late", 1)
+        writer.append(STREAM, RecordKey(0, 0, 0), "uint8", (3,), b"abc")
+        writer.close()
+        reader.join(TIMEOUT_S)
+        assert found
+        assert found[0].endswith(b"abc")
+        assert list(server.engine.state.core.jobs["late"].readers.values()) == [0]
+        replies.cancel()
+
+
+# -- calls that are over --------------------------------------------------------------------------------
+
+
+class Over:
+    """The context of a call that ended before its handler began."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return False
+
+
+def test_a_call_that_is_over_already_leaves_no_session() -> None:
+    engine = LogEngine(MemoryStorage(), EngineConfig())
+    replies = LogServicer(engine).append(iter([]), Over())  # type: ignore[arg-type]
+    assert list(replies) == []
+    assert not engine.state.sessions
+
+
+# -- reads that fail ------------------------------------------------------------------------------------
+
+
+class Unreadable(MemoryStorage):
+    """``errors`` come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[int] = []
+
+    def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
+        if self.errors:
+            raise os_error(self.errors.pop())
+        return super().read(place, size, buffer)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_a_read_that_the_server_has_no_means_for_makes_no_hole(number: int) -> None:
+    storage = Unreadable()
+    with InProcess(storage) as server:
+        fill_stream(server, 2)
+        storage.errors = [number]
+        with pytest.raises(grpc.RpcError, match=os.strerror(number)) as caught:
+            list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
+        assert reason_of(caught.value) == Reason.BUSY
+        assert server.engine.state.core.jobs[JOB].streams[STREAM].holes == []
+        # A reader asks again.
+        storage.errors = [number]
+        reader = LogReader([server.address], JOB)
+        cursor = reader.follow(STREAM, 0)
+        assert [bytes(cursor.get(RecordKey(at, 0, 0), TIMEOUT_S, lambda: False).body) for at in range(2)] == [
+            b"\0",
+            b"\1",
+        ]
+        cursor.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EBADMSG])
+def test_bytes_that_are_lost_are_a_hole(number: int) -> None:
+    storage = Unreadable()
+    with InProcess(storage) as server:
+        fill_stream(server, 2)
+        storage.errors = [number]
+        for _ in range(2):
+            with pytest.raises(grpc.RpcError, match=os.strerror(number)) as caught:
+                list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
+            assert reason_of(caught.value) == Reason.CORRUPT
+        (hole,) = server.engine.state.core.jobs[JOB].streams[STREAM].holes
+        assert (hole.sequence, hole.end_sequence) == (0, 1)
+
+
+def test_no_memory_to_read_into_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    with InProcess() as server:
+        fill_stream(server, 1)
+
+        def add(self: ReadAhead, wanted: Wanted) -> None:
+            raise os_error(errno.ENOMEM)
+
+        with monkeypatch.context() as short:
+            short.setattr(ReadAhead, "add", add)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
+        assert reason_of(caught.value) == Reason.BUSY
+        assert list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM), timeout=TIMEOUT_S))
+
+
+def fill_stream(server: InProcess, count: int) -> None:
+    writer = LogWriter([server.address], JOB, 1)
+    for step in range(count):
+        writer.append(STREAM, RecordKey(step, 0, 0), "uint8", (1,), bytes([step]))
+    writer.close()
+
+
+@given(st.permutations(range(6)))
+def test_holes_stay_in_order_however_they_are_found(order: list[int]) -> None:
+    """A trim goes up to the first one that it does not cover."""
+    core = LogCore()
+    core.fence(JOB, 1)
+    stream = core.open(JOB, STREAM, 1, 0)
+    assert not isinstance(stream, Refusal)
+    for sequence in range(6):
+        core.append(stream, 1, frame_of(sequence)[0])
+    core.made_durable(stream, 6)
+    for sequence in order:
+        stream.insert_hole(Hole(sequence, sequence + 1, sequence + 1, f"hole {sequence}"))
+    for below in range(6):
+        core.trim(core.jobs[JOB], below)
+        assert stream.first == below
+        assert stream.corrupt_reason == f"hole {below}"
+
+
+# -- no descriptor to spare -----------------------------------------------------------------------------
+
+
+class Busy(MemoryStorage):
+    busy = 0
+
+    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+        if writes and self.busy:
+            self.busy -= 1
+            raise StorageBusy("made up")
+        super().commit(writes, sync)
+
+
+def test_a_writer_comes_again_after_the_server_was_short_of_descriptors() -> None:
+    storage = Busy()
+    with InProcess(storage) as server:
+        health: list[bool] = []
+        call = Call(server)
+        call.open()
+        server.engine.state.on_health = health.append
+        storage.busy = 1
+        call.send(frame_of(0)[1])
+        assert call.refused()[:2] == (grpc.StatusCode.UNAVAILABLE, "busy")
+        storage.busy = 2
+        fill_stream(server, 3)
+        assert storage.busy == 0
+        assert sorted(storage.frames[JOB, STREAM]) == [0, 1, 2]
+        assert server.engine.state.condition() == "serving"
+        assert False not in health
+
+
+def test_without_a_descriptor_the_storage_is_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+    real = os.open
+
+    def none_left(path: Path, flags: int, mode: int = 0o777) -> int:
+        raise os_error(errno.EMFILE)
+
+    with monkeypatch.context() as short:
+        short.setattr(os, "open", none_left)
+        with pytest.raises(StorageBusy, match="Too many open files"):
+            storage.commit([write(1), write(0, "s1.F")], True)
+    assert os.open is real
+    storage.commit([write(1), write(0, "s1.F")], True)
+    for stream, count in ((STREAM, 2), ("s1.F", 1)):
+        for at in range(count):
+            assert frame_in(storage, stream, at) == frame_of(at, stream=stream)[1]
+    storage.close()
+
+
+# -- threads that go on ---------------------------------------------------------------------------------
+
+
+def test_the_janitor_outlives_its_work(caplog: pytest.LogCaptureFixture) -> None:
+    engine = LogEngine(MemoryStorage(), EngineConfig())
+    engine.start([])
+    done = threading.Event()
+
+    def broken() -> None:
+        raise KeyError("made up")
+
+    engine.administration._janitor_work.put(broken)
+    engine.administration._janitor_work.put(done.set)
+    assert done.wait(TIMEOUT_S)
+    assert "the janitor failed" in caplog.text
+    engine.drain()
+    engine.close()
+
+
+def test_the_disk_is_looked_at_whatever_happened_the_last_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = LogEngine(MemoryStorage(), EngineConfig())
+    engine.start([])
+    looks = [0]
+
+    def look() -> None:
+        looks[0] += 1
+        raise KeyError("made up")
+
+    monkeypatch.setattr(engine.watch, "look", look)
+    eventually(lambda: looks[0] >= 2)
+    assert "looking at the disk" in caplog.text
+    monkeypatch.undo()
+    engine.drain()
+    engine.close()
+
+
+def test_a_job_that_is_dropped_while_its_age_is_asked_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / JOB / STREAM).mkdir(parents=True)
+    age = age_s(tmp_path, JOB)
+    assert age is not None
+    assert age < time.time()
+
+    def gone(self: Path, pattern: str) -> list[Path]:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    monkeypatch.setattr(Path, "glob", gone)
+    assert age_s(tmp_path, JOB) is None
