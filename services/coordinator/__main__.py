@@ -239,8 +239,9 @@ async def serve(
     """Serves until SIGTERM. ServiceError: the store failed."""
     driver = make_driver()
     gate.generation_of = driver.generation_of
-    servicer = Servicer(driver)
-    if watch is not None:
+    if watch is None:
+        servicer = Servicer(driver)
+    else:
         servicer = Servicer(driver, watch.metrics.refused)
         gate.on_denied = watch.metrics.refused
     stopped = asyncio.Event()

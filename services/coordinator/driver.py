@@ -70,8 +70,9 @@ class Driver:
         self._clock = clock
         self._after_durable = after_durable
         self._jobs_max = jobs_max
-        # More than enough for calls that hang until their timeout, while others must go through.
+        # Calls may hang until their timeout: what a recovery waits for does not queue behind a question about space.
         self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="logs")
+        self._pollers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="space")
         self._jobs: dict[str, Job] = {}
         self._stored: dict[str, int] = {}
         self._views: dict[str, pb.View] = {}
@@ -132,7 +133,8 @@ class Driver:
                 changed.set()
         for task in self._tasks.values():
             task.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._pollers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # --- for the servicer ---
 
@@ -197,6 +199,8 @@ class Driver:
     def _step(self, job: Job, command: m.Command, now: float) -> None:
         if self.failed.done():
             raise Unavailable(self.failed.result())
+        if self._stopping:
+            raise Unavailable("the coordinator is shutting down")
         try:
             self._carry_out(job, job.step(command, now))
         except (Refusal, Unavailable):
@@ -318,15 +322,17 @@ class Driver:
                 self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
                 return answer
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    async def _in_thread(self, call: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool or self._threads, call)
 
     async def _space(self, name: str, generation: int) -> None:
         """A server that does not answer is asked again soon enough: nothing waits for this."""
 
         async def one(address: str) -> None:
             try:
-                space = await self._in_thread(lambda: self._logs.space(address, name, generation))
+                space = await self._in_thread(
+                    lambda: self._logs.space(address, name, generation), self._pollers
+                )
             except ServiceError as error:
                 logger.info("log server %s does not say how much room it has: %s", address, error)
                 return

@@ -279,3 +279,39 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
     assert not (await view_with(driver, lambda _: True)).HasField("checkpoint_at")
     ticks.cancel()
     driver.stop()
+
+
+@scenario
+async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store, tuple(f"l{number}" for number in range(40)))
+    await run_to_running(driver)
+    hanging = threading.Event()
+
+    def space(address: str, job: str, generation: int) -> JobSpace:
+        hanging.wait(30)
+        return JobSpace(0, "")
+
+    logs.space = space  # type: ignore[method-assign]
+    driver._look_at_logs(driver._jobs["j"])
+    await asyncio.sleep(0.05)
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    try:
+        assert (await view_with(driver, lambda view: view.state == pb.PLANNING)).generation == 2
+    finally:
+        hanging.set()
+        driver.stop()
+
+
+@scenario
+async def test_a_coordinator_that_stops_takes_no_command(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    revision = driver._jobs["j"].row.revision
+    driver.stop()
+    with pytest.raises(Unavailable, match="shutting down"):
+        driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    with pytest.raises(Unavailable, match="shutting down"):
+        driver.join("k", join())
+    await asyncio.sleep(0.05)
+    assert not driver.failed.done()
+    assert (driver._jobs["j"].row.revision, set(driver._jobs)) == (revision, {"j"})
