@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 
-from services.logserver.disk import RealDisk
+from services.logserver.disk import RealDisk, allow_open_files
 from services.logserver.engine import LogEngine
 from services.logserver.servicer import make_server
 from services.logserver.space import HIGH_WATER, LOW_WATER, SpaceConfig
@@ -231,6 +231,7 @@ def _assembled(
 def run(config: ServerConfig) -> int:
     """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0. A second signal ends it at once."""
     keep_freed_memory()
+    allow_open_files()
     protection = config.protection
     gate = protection.gate()
     with ExitStack() as stack:

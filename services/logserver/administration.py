@@ -82,7 +82,7 @@ class Administration:
                     with self._changed:
                         step = next(procedure)
                         if isinstance(step, Settle):
-                            self._settle()
+                            self._settle(procedure)
                 except StopIteration as done:
                     result: T = done.value
                     return result
@@ -144,10 +144,10 @@ class Administration:
             if job.generation:
                 self._save_now(job)
 
-    def _settle(self) -> None:
+    def _settle(self, procedure: Procedure[T]) -> None:
         self._committer.settle()
         if self._state.failed:
-            raise Refused(Refusal(Reason.CLOSED, self._state.failed))
+            procedure.throw(Refused(Refusal(Reason.CLOSED, self._state.failed)))
 
     def _save(self, job: str, meta: JobMeta) -> None:
         try:

@@ -82,6 +82,7 @@ class Appends:
             message = f"fsync {request.fsync!r} is not known; there are {', '.join(Fsync)}"
             raise Refused(Refusal(Reason.INVALID, message)) from None
         self._state.check_open()
+        self._state.check_not_cut_off(request.job)
         self._state.check_space(request.job)
         _check_session(session)
         self._state.check_writer(session, request.job, request.stream)

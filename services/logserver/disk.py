@@ -10,12 +10,14 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -92,6 +94,13 @@ class Disk(Protocol):
         """A directory with all that is in it."""
 
     def close(self) -> None: ...
+
+
+def allow_open_files() -> None:
+    """Takes as many descriptors as the system lets this process have: a stream that is written takes two."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # the kernel's own bound may be lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class RealDisk:

@@ -149,7 +149,6 @@ class LogEngine:
             accepted, settled, synced = self._committer.commits.progress()
             return EngineSnapshot(
                 state=self.state.condition(),
-                accepted_records=accepted,
                 queued_records=accepted - settled,
                 unsynced_records=accepted - synced,
                 sessions=len(self.state.sessions),

@@ -154,13 +154,16 @@ def _check_droppable(state: ServerState, job_name: str, now: float, force: bool)
 
 
 def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]:
-    """Ends the job's writers; over when nothing of it is on its way to the disk any more."""
+    """Ends the job's writers, and lets none in; over when nothing of it is on its way to the disk any more."""
     for session in state.sessions:
-        if any(stream.job == job.name for stream, _ in session.streams.values()):
+        if session.writes(job.name):
             session.end(why)
-    yield Settle()
-    while any(stream.durable < stream.appended for stream in job.streams.values()):
-        yield Settle()  # a writer came back meanwhile
+    state.cut_off[job.name] = why
+    try:
+        yield Settle()
+    finally:
+        del state.cut_off[job.name]
+    assert all(stream.durable == stream.appended for stream in job.streams.values())
 
 
 def meta_of(job: JobState) -> JobMeta:

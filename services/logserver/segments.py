@@ -17,7 +17,7 @@ class Unsound(OSError):
     """A write failed, and so did the way back from it: nobody knows what the file holds."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Segment:
     path: Path
     first: int
@@ -28,7 +28,6 @@ class Segment:
     tail: bytes = b""
     """Of the last block, what the frames fill: the next write begins with it."""
     reserved: int = 0
-    dirty: bool = False
 
     @property
     def next_sequence(self) -> int:
@@ -56,7 +55,6 @@ class Segment:
         except OSError as error:
             self._cut(self.size, error)
             raise
-        self.dirty = True
         self.tail = _last_bytes([self.tail, *parts], end % BLOCK_BYTES)
         self.size = end
 

@@ -47,7 +47,6 @@ class JobSnapshot:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSnapshot:
     state: str
-    accepted_records: int
     queued_records: int
     """Accepted, and not acknowledged yet."""
     unsynced_records: int

@@ -1,7 +1,7 @@
 """What the parts of the server share: the core behind its one lock, the storage, who is connected.
 
-``changed`` guards the core and everything in `ServerState`; it is never held during disk work. Nothing here
-knows of threads: the server gives a condition variable, a simulation nothing of the kind.
+``changed`` guards the core and everything in `ServerState`; no record is written or read, and nothing is synced, while
+it is held. Nothing here knows of threads: the server gives a condition variable, a simulation nothing of the kind.
 """
 
 from collections.abc import Callable
@@ -106,6 +106,8 @@ class ServerState:
         """In the order in which they came."""
         self.holders: dict[int, Session] = {}
         """Stream tag -> the session that writes it."""
+        self.cut_off: dict[str, Refusal] = {}
+        """Job -> why nobody may write it for the moment."""
         self.failed = ""
         """Why nothing is written any more, until a person has seen to it."""
         self.draining = False
@@ -120,6 +122,12 @@ class ServerState:
             raise Refused(Refusal(Reason.CLOSED, self.failed))
         if self.draining:
             raise Refused(Refusal(Reason.DRAINING, "the log server is shutting down"))
+
+    def check_not_cut_off(self, job: str) -> None:
+        """Raises Refused while its writers are kept out."""
+        refusal = self.cut_off.get(job)
+        if refusal is not None:
+            raise Refused(refusal)
 
     def check_space(self, job: str) -> None:
         """Raises Refused while there is none for this job."""

@@ -152,6 +152,8 @@ class DirectoryStorage:
         self._disk: Disk = RealDisk(directory) if disk is None else disk
         self._streams: dict[tuple[str, str], list[Segment]] = {}
         self._maps = threading.Lock()  # guards the lists; held for moments
+        self._unsynced: dict[Segment, None] = {}
+        """Written since the last sync, in that order."""
         self._writing = threading.RLock()  # one commit, roll or removal at a time
         self._failed = ""  # what the files hold is unknown: no record is written any more, and none sealed
 
@@ -309,6 +311,7 @@ class DirectoryStorage:
                 before.append((segment, segment.size, segment.tail))
                 placed.append((segment, segment.offsets_of(write.size for write in group)))
                 segment.write([part for write in group for part in write.frame])
+                self._unsynced[segment] = None
         except OSError as error:
             try:
                 for segment, size, tail in before:
@@ -319,10 +322,10 @@ class DirectoryStorage:
         return placed
 
     def _sync(self) -> None:
-        for segments in list(self._streams.values()):
-            if segments and segments[-1].dirty and segments[-1].file is not None:
-                self._sync_file(segments[-1].file)
-                segments[-1].dirty = False
+        for segment in self._unsynced:
+            assert segment.file is not None
+            self._sync_file(segment.file)
+        self._unsynced.clear()
 
     def _sync_file(self, file: File) -> None:
         """A failed sync is never tried again: the kernel may have dropped the pages (ATC'20)."""
@@ -354,6 +357,7 @@ class DirectoryStorage:
             raise
         segment.size = size
         segment.close()
+        self._unsynced.pop(segment, None)
 
     def _new_segment(self, stream: tuple[str, str], sequence: int) -> Segment:
         job, name = stream
@@ -428,6 +432,7 @@ class DirectoryStorage:
             with self._maps:
                 for segment in dead:
                     segments.remove(segment)
+                    self._unsynced.pop(segment, None)
         freed = 0
         try:
             for segment in dead:
@@ -447,6 +452,7 @@ class DirectoryStorage:
                 gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
             for segment in (segment for segments in gone for segment in segments):
                 segment.close()
+                self._unsynced.pop(segment, None)
         return self._remove_forgotten if there else lambda: None
 
     def _bury(self, job: str) -> bool:

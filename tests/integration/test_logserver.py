@@ -288,3 +288,18 @@ def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:
     assert serving["insecure"] is True
     process.terminate()
     assert process.wait(TIMEOUT_S) == 0
+
+
+def test_a_server_takes_the_descriptors_that_it_may_have(tmp_path: Path) -> None:
+    """Its shell gave it 128; a hundred streams that are written need more."""
+    server = LogServer(tmp_path / "log")
+    server.prefix = ("sh", "-c", 'ulimit -Sn 128; exec "$@"', "sh")
+    with server:
+        server.fence(1)
+        writer = LogWriter([server.address], JOB, 1, patience_s=TIMEOUT_S)
+        for stream in range(100):
+            writer.append(f"s{stream}.F", RecordKey(0, 0, 0), "uint8", (1,), b"x")
+        writer.flush(TIMEOUT_S)
+        writer.close()
+        found = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert [one.records for one in found] == [1] * 100

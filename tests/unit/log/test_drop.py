@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 
 from services.logserver import procedures
+from services.logserver.appends import Appends
+from services.logserver.commits import Commits
 from services.logserver.core import StreamState
 from services.logserver.procedures import Clean, Emit, Forget, Save, Settle
 from services.logserver.space import SpaceConfig
-from services.logserver.state import EngineConfig, Refused, ServerState
+from services.logserver.state import EngineConfig, Refused, ServerState, Session
 from services.logserver.storage import DirectoryStorage
+from swift._pb import log_pb2
+from swift.log.assembly import Assembler
 from swift.log.directory import DROPPED, LIVES_S
 from swift.log.manifest import JobMeta
 from swift.log.wire import Reason
@@ -18,6 +22,7 @@ from tests.sim.kernel import Kernel
 from tests.sim.server import Unlocked
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.test_appends import Nowhere
 from tests.unit.log.test_storage import fill
 
 SEGMENT_BYTES = 600
@@ -112,3 +117,27 @@ def test_after_a_crash_all_of_the_job_is_there_or_nothing(power_cut: bool, seed:
         assert not [name for name, _ in disk.names(Path(ROOT)) if name.startswith(DROPPED)]
         seen.add((forgotten, bool(found)))
     assert {(False, True), (True, False)} <= seen
+
+
+def test_nobody_comes_back_while_writers_are_cut_off(state: ServerState) -> None:
+    """Else one that is quick is there again before all of it is durable, for ever."""
+    appends = Appends(state, Commits(state))
+    session = Session(Nowhere(), Assembler(1 << 20))
+    appends.attach(session)
+    opening = log_pb2.Open(job=JOB, stream=STREAM, generation=1)
+    drop = procedures.drop(state, JOB, 0.0, force=True, why="")
+    assert isinstance(next(drop), Settle)
+    with pytest.raises(Refused, match="was dropped"):
+        appends.open(session, opening, 0.0)
+    with pytest.raises(Refused):
+        drop.throw(Refused(procedures.Refusal(Reason.CLOSED, "made up")))
+    appends.open(session, opening, 0.0)  # it was not dropped
+    reset = procedures.reset(state, JOB, 1)
+    assert isinstance(next(reset), Settle)
+    assert session.refusal is not None
+    again = Session(Nowhere(), Assembler(1 << 20))
+    appends.attach(again)
+    with pytest.raises(Refused, match="was reset"):
+        appends.open(again, opening, 0.0)
+    assert isinstance(next(reset), Save)  # having settled once
+    appends.open(again, opening, 0.0)

@@ -538,3 +538,33 @@ def test_a_damaged_segment_header_behind_a_trim_is_a_hole_not_a_short_log(tmp_pa
     path.write_bytes(bytes(changed))
     (hole,) = recovered(tmp_path / "data").holes
     assert hole.sequence <= 1 < hole.end_sequence
+
+
+def test_a_sync_covers_what_was_written_since_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    for stream in ("s0.F", "s1.F", "s2.F"):
+        fill(storage, 0, 1, stream)
+    storage.commit([write(1, "s0.F"), write(1, "s2.F")], False)
+    synced: list[str] = []
+    real = os.fdatasync
+
+    def noted(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).parent.name)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", noted)
+    storage.commit([write(1, "s1.F")], True)
+    assert sorted(synced) == ["s0.F", "s1.F", "s2.F"]
+    storage.commit([], True)
+    assert len(synced) == 3
+    # What was sealed was synced with it, what was dropped needs none.
+    storage.commit([write(2, "s0.F"), write(2, "s1.F")], False)
+    for sequence in range(3, 6):
+        storage.commit([write(sequence, "s0.F")], False)
+    storage.remove(JOB, "s1.F", 3)
+    synced.clear()
+    storage.commit([], True)
+    assert synced == ["s0.F"]
+    storage.close()
