@@ -94,6 +94,7 @@ class Appends:
         )
         if isinstance(stream, Refusal):
             raise Refused(stream)
+        self._state.space.job(request.job)  # an account of its own, from now on
         session.streams[stream.tag] = (stream, request.generation)
         session.fsync[stream.tag] = fsync
         self._state.holders[stream.tag] = session

@@ -43,17 +43,17 @@ class Committer:
 
     def _loop(self) -> None:
         while True:
-            with self._changed:
-                timeout_s = self.commits.next_sync_s(self._clock())
-                self._changed.wait_for(lambda: self._stop or self.commits.work_to_do, timeout_s)
-                if self._stop and self.commits.empty:
-                    return
-                batch = self.commits.take()
-                sync = self.commits.sync_due(batch, self._clock())
-            if not batch and not sync:
-                continue
+            batch: list[Queued] = []
             try:
-                self._commit(batch, sync)
+                with self._changed:
+                    timeout_s = self.commits.next_sync_s(self._clock())
+                    self._changed.wait_for(lambda: self._stop or self.commits.work_to_do, timeout_s)
+                    if self._stop and self.commits.empty:
+                        return
+                    batch = self.commits.take()
+                    sync = self.commits.sync_due(batch, self._clock())
+                if batch or sync:
+                    self._commit(batch, sync)
             except Exception as error:  # a bug: writers and fences must not wait for it in silence
                 logging.getLogger(__name__).exception("commit failed")
                 self._give_up(StorageFailed(f"internal error: {error!r}; start the server again"), batch)
