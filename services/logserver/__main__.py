@@ -207,7 +207,7 @@ def _assembled(
         )
 
     if where is None:
-        storage = DirectoryStorage(config.directory, config.segment_bytes)
+        storage = DirectoryStorage(config.directory, config.segment_bytes, open_max=allow_open_files())
         engine = engine_on(storage)
         return storage, engine, make_server(engine, gate)[0], lambda: None
     # Imported here: without --metrics-listen nothing of it is there.
@@ -215,7 +215,7 @@ def _assembled(
     from swift.metrics import Exposition
 
     disk = ObservedDisk(RealDisk(config.directory))
-    storage = DirectoryStorage(config.directory, config.segment_bytes, disk.as_disk())
+    storage = DirectoryStorage(config.directory, config.segment_bytes, disk.as_disk(), allow_open_files())
     metrics = LogMetrics(config.directory, storage, disk)
     stack.callback(metrics.close)
     engine = engine_on(metrics.watched_storage)
@@ -231,7 +231,6 @@ def _assembled(
 def run(config: ServerConfig) -> int:
     """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0. A second signal ends it at once."""
     keep_freed_memory()
-    allow_open_files()
     protection = config.protection
     gate = protection.gate()
     with ExitStack() as stack:

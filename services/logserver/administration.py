@@ -11,9 +11,9 @@ from services.logserver import procedures
 from services.logserver.commits import refusal_of
 from services.logserver.committer import Committer
 from services.logserver.core import JobState, Refusal, StreamState
+from services.logserver.failures import StorageError
 from services.logserver.procedures import Clean, Emit, Forget, Procedure, Save, Settle, Step, meta_of
 from services.logserver.state import Refused, ServerState, check_names
-from services.logserver.storage import StorageError
 from services.logserver.watch import DiskWatch
 from swift import events
 from swift.log.manifest import JobMeta

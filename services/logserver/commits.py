@@ -15,9 +15,10 @@ Call sequence (`services.logserver.committer` is the shell, and holds the server
 from dataclasses import dataclass
 
 from services.logserver.core import Refusal, StreamState
+from services.logserver.failures import StorageBusy, StorageError, StorageFull
 from services.logserver.space import Notice
 from services.logserver.state import ServerState, Session
-from services.logserver.storage import StorageBusy, StorageError, StorageFull, Write
+from services.logserver.storage import Write
 from swift._pb import log_pb2
 from swift.log.wire import Fsync, Reason
 

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 
 from services.logserver.commits import Commits, Queued
+from services.logserver.failures import StorageError, StorageFailed
 from services.logserver.space import Notice
 from services.logserver.state import ServerState
-from services.logserver.storage import StorageError, StorageFailed
 from swift import events
 
 

@@ -29,6 +29,8 @@ from swift.log.segment import BLOCK_BYTES
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
+_OTHER_FILES = 256
+_STREAMS_OPEN_MIN, _STREAMS_OPEN_MAX = 64, 1 << 17
 _BUFFER_BYTES = 4 << 20
 _BUFFERS = 3
 _KEEP_SIZE = 1  # <linux/falloc.h>
@@ -96,11 +98,15 @@ class Disk(Protocol):
     def close(self) -> None: ...
 
 
-def allow_open_files() -> None:
-    """Takes as many descriptors as the system lets this process have: a stream that is written takes two."""
+def allow_open_files() -> int:
+    """Takes as many descriptors as the system lets this process have, and gives how many streams may keep theirs, two
+    each: some are left for readers and calls."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # the kernel's own bound may be lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    many = _STREAMS_OPEN_MAX if soft == resource.RLIM_INFINITY else (soft - _OTHER_FILES) // 2
+    return max(_STREAMS_OPEN_MIN, min(_STREAMS_OPEN_MAX, many))
 
 
 class RealDisk:

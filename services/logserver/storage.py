@@ -17,10 +17,9 @@ A segment takes its space when it is made, and more in steps of 32 MiB, so that 
 and a full disk is found before anything is written.
 """
 
-import errno
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +28,9 @@ from typing import Protocol
 from services.logserver import manifests
 from services.logserver.core import STEP_UNKNOWN, Entry, Hole
 from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
+from services.logserver.failures import StorageBusy, StorageFailed, StorageFull, as_storage_error
 from services.logserver.segments import Segment, Unsound
-from swift.errors import ServiceError, UsageError
+from swift.errors import UsageError
 from swift.log.directory import DROPPED, RESERVE, grave_of
 from swift.log.frame import Bytes
 from swift.log.manifest import JobMeta, StreamMeta, encode_manifest
@@ -50,24 +50,7 @@ from swift.log.segment import (
 )
 
 RESERVE_BYTES = 1 << 20
-_BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
-
-
-class StorageError(ServiceError):
-    """One of the three below."""
-
-
-class StorageFull(StorageError):
-    """No space. Everything is back on the last record boundary; reads and trims still work."""
-
-
-class StorageBusy(StorageError):
-    """The process has no descriptor or no memory to spare. Everything is back on the last record boundary."""
-
-
-class StorageFailed(StorageError):
-    """A write or a sync failed for another reason. It is not tried again: what was written is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +128,21 @@ class Storage(Protocol):
 class DirectoryStorage:
     """Segment files under one directory, which it holds alone."""
 
-    def __init__(self, directory: Path, segment_bytes: int, disk: Disk | None = None) -> None:
-        """Takes the directory. UsageError: it cannot be used; ServiceError: another server holds it."""
+    def __init__(
+        self, directory: Path, segment_bytes: int, disk: Disk | None = None, open_max: int = 1 << 30
+    ) -> None:
+        """Takes the directory. UsageError: it cannot be used; ServiceError: another server holds it.
+
+        ``open_max``: segments that stay open; beyond it those that were not written for longest are sealed.
+        """
         self.directory = directory
         self.segment_bytes = segment_bytes
+        self.open_max = open_max
         self._disk: Disk = RealDisk(directory) if disk is None else disk
         self._streams: dict[tuple[str, str], list[Segment]] = {}
         self._maps = threading.Lock()  # guards the lists; held for moments
+        self._open: dict[Segment, tuple[str, str]] = {}
+        """Not sealed, with their streams; what was written last is the last one."""
         self._unsynced: dict[Segment, None] = {}
         """Written since the last sync, in that order."""
         self._writing = threading.RLock()  # one commit, roll or removal at a time
@@ -231,6 +222,11 @@ class DirectoryStorage:
             self._hole(out, out.next_sequence, meta.next_at_least, reason)
         self._streams[job, name] = segments
         self.remove(job, name, meta.first)
+        try:
+            self._seal_idle({(job, name)})
+        except OSError as error:  # on a full disk they stay open
+            if error.errno not in NO_SPACE or isinstance(error, Unsound):
+                raise
         return out
 
     def _take_segment(
@@ -266,6 +262,7 @@ class DirectoryStorage:
             file.close()
             return segment
         segment.file = file
+        self._open[segment] = (scanned.path.parent.parent.name, scanned.path.parent.name)
         if scanned.torn_bytes:
             file.resize(scanned.end)
         file.sync()
@@ -306,19 +303,21 @@ class DirectoryStorage:
         before: list[tuple[Segment, int, bytes]] = []
         placed = []
         try:
+            self._seal_idle(groups.keys())
             for stream, group in groups.items():
                 segment = self._segment_for(stream, group[0].sequence)
                 before.append((segment, segment.size, segment.tail))
                 placed.append((segment, segment.offsets_of(write.size for write in group)))
                 segment.write([part for write in group for part in write.frame])
                 self._unsynced[segment] = None
+                self._open[segment] = self._open.pop(segment)
         except OSError as error:
             try:
                 for segment, size, tail in before:
                     segment.go_back(size, tail)
             except Unsound as unsound:
                 error = error if isinstance(error, Unsound) else unsound
-            raise _as_storage_error(error) from None
+            raise as_storage_error(error) from None
         return placed
 
     def _sync(self) -> None:
@@ -344,6 +343,21 @@ class DirectoryStorage:
             self._seal(stream, last)
         return self._new_segment(stream, sequence)
 
+    def _seal_idle(self, wanted: Set[tuple[str, str]]) -> None:
+        """Before these streams are written: a job that is over, or waits, keeps no descriptors that others need."""
+        if len(self._open) + len(wanted) <= self.open_max:
+            return
+        excess = len({*wanted, *self._open.values()}) - self.open_max
+        # An empty one stays open for the record that it is named after.
+        idle = [segment for segment, stream in self._open.items() if segment.offsets and stream not in wanted]
+        for segment in idle[: max(0, excess)]:
+            self._seal(self._open[segment], segment)
+
+    def _close(self, segment: Segment) -> None:
+        segment.close()
+        self._unsynced.pop(segment, None)
+        self._open.pop(segment, None)
+
     def _seal(self, stream: tuple[str, str], segment: Segment) -> None:
         assert segment.file is not None
         size, tail = segment.size, segment.tail
@@ -356,8 +370,7 @@ class DirectoryStorage:
             segment.go_back(size, tail)
             raise
         segment.size = size
-        segment.close()
-        self._unsynced.pop(segment, None)
+        self._close(segment)
 
     def _new_segment(self, stream: tuple[str, str], sequence: int) -> Segment:
         job, name = stream
@@ -382,6 +395,7 @@ class DirectoryStorage:
             raise
         with self._maps:
             self._streams.setdefault(stream, []).append(segment)
+        self._open[segment] = stream
         return segment
 
     def save(self, job: str, meta: JobMeta) -> None:
@@ -391,12 +405,12 @@ class DirectoryStorage:
                 manifests.replace(self._disk, self.directory / job, data)
             except OSError as error:
                 if error.errno not in NO_SPACE:
-                    raise _as_storage_error(error) from None
+                    raise as_storage_error(error) from None
                 self._disk.remove(self.directory / RESERVE)
                 try:
                     manifests.replace(self._disk, self.directory / job, data)
                 except OSError as again:
-                    raise _as_storage_error(again) from None
+                    raise as_storage_error(again) from None
 
     # -- reading and removing -------------------------------------------------------------------------
 
@@ -433,6 +447,7 @@ class DirectoryStorage:
                 for segment in dead:
                     segments.remove(segment)
                     self._unsynced.pop(segment, None)
+                    self._open.pop(segment, None)
         freed = 0
         try:
             for segment in dead:
@@ -442,7 +457,7 @@ class DirectoryStorage:
             if freed:
                 self._reserve()
         except OSError as error:
-            raise _as_storage_error(error) from None
+            raise as_storage_error(error) from None
         return freed
 
     def drop(self, job: str) -> Callable[[], None]:
@@ -451,8 +466,7 @@ class DirectoryStorage:
             with self._maps:
                 gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
             for segment in (segment for segments in gone for segment in segments):
-                segment.close()
-                self._unsynced.pop(segment, None)
+                self._close(segment)
         return self._remove_forgotten if there else lambda: None
 
     def _bury(self, job: str) -> bool:
@@ -463,7 +477,7 @@ class DirectoryStorage:
         except FileNotFoundError:  # nothing of it was ever written
             return False
         except OSError as error:
-            raise _as_storage_error(error) from None
+            raise as_storage_error(error) from None
         try:
             self._disk.sync_names(self.directory)
         except OSError as error:
@@ -481,23 +495,10 @@ class DirectoryStorage:
 
     def close(self) -> None:
         with self._writing:
-            for stream, segments in self._streams.items():
-                last = segments[-1] if segments else None
-                if last is None or last.file is None:
-                    continue
-                try:
-                    # An empty one stays open for the record that it is named after.
-                    if last.offsets and not self._failed:
-                        self._seal(stream, last)
-                except (OSError, StorageFailed):  # unsealed is sound too: the next start scans it
-                    pass
-                last.close()
+            for segment, stream in list(self._open.items()):
+                # Unsealed is sound too: the next start scans it. An empty one waits for the record it is named after.
+                with suppress(OSError, StorageFailed):
+                    if segment.offsets and not self._failed:
+                        self._seal(stream, segment)
+                self._close(segment)
         self._disk.close()
-
-
-def _as_storage_error(error: OSError) -> StorageError:
-    if error.errno in _BUSY and not isinstance(error, Unsound):
-        return StorageBusy(f"cannot write now: {error.strerror}; raise what the process may have (ulimit -n)")
-    if error.errno in NO_SPACE and not isinstance(error, Unsound):
-        return StorageFull(f"no space left: {error.strerror}; free some, or trim the log")
-    return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")

@@ -10,10 +10,11 @@ from services.logserver import procedures
 from services.logserver.appends import Appends, Quarantined, join
 from services.logserver.commits import Commits, Queued
 from services.logserver.core import JobState, Refusal, StreamState
+from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.procedures import Clean, Forget, Save, Settle
 from services.logserver.reading import Reading
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
-from services.logserver.storage import DirectoryStorage, StorageFailed, StorageFull, Write
+from services.logserver.storage import DirectoryStorage, Write
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.record import stream_tag
@@ -24,6 +25,7 @@ from tests.sim.kernel import Kernel, Network, Process
 
 JOB = "job"
 SEGMENT_BYTES = 1000
+OPEN_MAX = 3
 STREAMS_MAX = 6
 """Of a job of four ranks."""
 WRITERS_MAX = 8
@@ -158,7 +160,7 @@ class ServerProcess(Process):
         self._busy = False
         self.calls: set[Call] = set()
         """All that were begun and have not ended: their writers notice a crash."""
-        storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk)
+        storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk, OPEN_MAX)
         self.storage = storage
         config = EngineConfig(
             fsync=fsync,

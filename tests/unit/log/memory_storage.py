@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.logserver.storage import Place, StorageFailed, StorageFull, Write
+from services.logserver.failures import StorageFailed, StorageFull
+from services.logserver.storage import Place, Write
 from swift.log.manifest import JobMeta
 
 

@@ -10,8 +10,9 @@ import pytest
 from services.logserver.commits import Commits
 from services.logserver.core import StreamState
 from services.logserver.engine import LogEngine
+from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
-from services.logserver.storage import DirectoryStorage, StorageFailed, StorageFull, Write
+from services.logserver.storage import DirectoryStorage, Write
 from swift.log.assembly import Assembler
 from swift.log.segment import Ending, scan
 from swift.log.wire import Fsync

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from services.logserver.core import Hole, LogCore, Refusal
 from services.logserver.engine import LogEngine
+from services.logserver.failures import StorageBusy
 from services.logserver.readahead import ReadAhead, Wanted
 from services.logserver.servicer import LogServicer
 from services.logserver.space import SpaceConfig
 from services.logserver.state import EngineConfig
-from services.logserver.storage import Place, StorageBusy, Write
+from services.logserver.storage import Place, Write
 from swift._pb import log_pb2
 from swift.log.directory import age_s
 from swift.log.reader import LogReader

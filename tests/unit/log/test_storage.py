@@ -11,15 +11,8 @@ from pathlib import Path
 import pytest
 
 from services.logserver.disk import LOCK, RealDisk
-from services.logserver.storage import (
-    RESERVE,
-    DirectoryStorage,
-    RecoveredStream,
-    Storage,
-    StorageFailed,
-    StorageFull,
-    Write,
-)
+from services.logserver.failures import StorageBusy, StorageFailed, StorageFull
+from services.logserver.storage import RESERVE, DirectoryStorage, RecoveredStream, Storage, Write
 from swift.errors import ServiceError, UsageError
 from swift.log.manifest import MANIFEST, JobMeta, StreamMeta
 from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, Ending, padding, scan
@@ -389,7 +382,7 @@ def test_a_sync_that_fails_when_a_segment_is_sealed_is_final_too(
 
 
 def test_fault_28_another_error_is_not_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in (errno.EROFS, errno.EMFILE):
+    for number, failure in ((errno.EROFS, StorageFailed), (errno.EMFILE, StorageBusy)):
         storage = on_disk(tmp_path / str(number))
 
         def broken(*_: object, number: int = number) -> int:
@@ -397,7 +390,7 @@ def test_fault_28_another_error_is_not_a_full_disk(tmp_path: Path, monkeypatch: 
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", broken)
-            with pytest.raises(StorageFailed, match=os.strerror(number)):
+            with pytest.raises(failure, match=os.strerror(number)):
                 storage.commit([write(0)], True)
         storage.close()
 
@@ -568,3 +561,37 @@ def test_a_sync_covers_what_was_written_since_the_last_one(
     storage.commit([], True)
     assert synced == ["s0.F"]
     storage.close()
+
+
+def test_streams_that_are_idle_keep_no_files_open(tmp_path: Path) -> None:
+    storage = DirectoryStorage(tmp_path / "data", 1 << 20, open_max=4)
+    storage.recover()
+    storage.save(JOB, JobMeta(generation=1))
+    streams = [f"s{index}.F" for index in range(10)]
+
+    def open_files() -> set[str]:
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return {Path(link).parent.name for link in links if link.startswith(str(tmp_path)) and ".seg" in link}
+
+    for sequence in range(2):
+        for stream in streams:
+            fill(storage, sequence, sequence + 1, stream)
+            assert stream in open_files()
+            assert len(open_files()) <= 4
+    assert open_files() == set(streams[-4:])
+    # What is written stays open, however much it is; and nothing of it is sealed in the midst of it.
+    storage.commit([write(2, stream) for stream in streams], True)
+    assert open_files() == set(streams)
+    storage.commit([write(3, "s0.F")], True)
+    assert open_files() == {"s0.F", *streams[-3:]}
+    for stream in streams:
+        for sequence in range(3):
+            assert frame_in(storage, stream, sequence) == frame_of(sequence, stream=stream)[1]
+    crash(storage)
+    again = DirectoryStorage(tmp_path / "data", 1 << 20, open_max=4)
+    (job,) = again.recover()
+    assert len(open_files()) <= 4
+    for found in job.streams:
+        assert (sequences(found), found.holes) == (list(range(4 if found.name == "s0.F" else 3)), [])
+    again.close()
+    assert open_files() == set()

@@ -6,8 +6,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.logserver.disk import RealDisk
+from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.metrics import ObservedDisk, ObservedFile, ObservedStorage, usage
-from services.logserver.storage import DirectoryStorage, JobMeta, StorageFailed, StorageFull, Write
+from services.logserver.storage import DirectoryStorage, JobMeta, Write
 from swift.errors import LogUnavailable
 from swift.log.record import RecordKey
 from swift.log.wire import SERVICE
