@@ -595,3 +595,24 @@ def test_streams_that_are_idle_keep_no_files_open(tmp_path: Path) -> None:
         assert (sequences(found), found.holes) == (list(range(4 if found.name == "s0.F" else 3)), [])
     again.close()
     assert open_files() == set()
+
+
+def test_a_full_disk_at_the_start_leaves_idle_streams_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    for index in range(4):
+        fill(storage, 0, 1, f"s{index}.F")
+    crash(storage)
+
+    def full(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    again = DirectoryStorage(tmp_path / "data", 1 << 20, open_max=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        (job,) = again.recover()
+    assert [sequences(found) for found in job.streams] == [[0]] * 4
+    fill(again, 1, 2, "s0.F")
+    assert frame_in(again, "s0.F", 1) == frame_of(1, stream="s0.F")[1]
+    again.close()
