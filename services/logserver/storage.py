@@ -292,7 +292,7 @@ class DirectoryStorage:
             except (StorageFull, StorageBusy):
                 raise
             except Exception as error:  # whatever it was
-                self._failed = self._failed or str(error)
+                self._failed = self._failed or str(error) or repr(error)
                 raise
             with self._maps:
                 for segment, offsets in placed:
@@ -406,8 +406,8 @@ class DirectoryStorage:
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise as_storage_error(error) from None
-                self._disk.remove(self.directory / RESERVE)
                 try:
+                    self._disk.remove(self.directory / RESERVE)
                     manifests.replace(self._disk, self.directory / job, data)
                 except OSError as again:
                     raise as_storage_error(again) from None

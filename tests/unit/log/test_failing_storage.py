@@ -11,9 +11,11 @@ from services.logserver.commits import Commits
 from services.logserver.core import StreamState
 from services.logserver.engine import LogEngine
 from services.logserver.failures import StorageFailed, StorageFull
+from services.logserver.segments import Segment
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
-from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.storage import RESERVE, DirectoryStorage, Write
 from swift.log.assembly import Assembler
+from swift.log.manifest import JobMeta
 from swift.log.segment import Ending, scan
 from swift.log.wire import Fsync
 from tests.sim.server import Unlocked
@@ -125,6 +127,36 @@ def test_a_sync_that_failed_is_not_tried_again_whoever_asks(
         with pytest.raises(StorageFailed, match="a sync failed"):
             storage.commit([], True)
     assert len(asked) == 1
+    storage.close()
+
+
+def test_a_bug_in_a_write_closes_the_storage_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 1)
+
+    def broken(self: Segment, sizes: object) -> list[int]:
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "offsets_of", broken)
+        with pytest.raises(AssertionError):
+            storage.commit([write(1)], True)
+    with pytest.raises(StorageFailed, match="AssertionError"):
+        storage.commit([write(1)], True)
+    storage.close()
+
+
+def test_a_reserve_that_cannot_be_given_up_is_told_as_the_disks_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", failing(errno.ENOSPC))
+        broken.setattr(
+            Path, "unlink", lambda path, missing_ok=False: path.name == RESERVE and failing(errno.EIO)()
+        )
+        with pytest.raises(StorageFailed, match="Input/output error"):
+            storage.save(JOB, JobMeta(generation=2))
     storage.close()
 
 
