@@ -450,13 +450,15 @@ class DirectoryStorage:
                     self._open.pop(segment, None)
         freed = 0
         try:
-            for segment in dead:
-                segment.close()
-                self._disk.remove(segment.path)
-                freed += segment.size
+            while dead:
+                dead[0].close()
+                self._disk.remove(dead[0].path)
+                freed += dead.pop(0).size
             if freed:
                 self._reserve()
         except OSError as error:
+            with self._maps:
+                segments[:0] = dead  # the next removal tries again
             raise as_storage_error(error) from None
         return freed
 

@@ -202,6 +202,30 @@ def test_a_commit_in_the_midst_of_a_removal_finds_its_segment(
     assert sequences(found) == [5, 6]
 
 
+def test_what_could_not_be_unlinked_is_unlinked_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 15)
+    real, allowed = Path.unlink, iter([True])
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".seg" and not next(allowed, False):
+            raise OSError(errno.EIO, "Input/output error")
+        real(path, missing_ok)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", unlink)
+        with pytest.raises(StorageFailed):
+            storage.remove(JOB, STREAM, 15)
+    assert [int(path.stem) for path in files(tmp_path / "data")] == [5, 10]
+    fill(storage, 15, 16)
+    assert storage.remove(JOB, STREAM, 15) > 0
+    assert [int(path.stem) for path in files(tmp_path / "data")] == [15]
+    assert frame_in(storage, STREAM, 15) == frame_of(15)[1]
+    storage.close()
+
+
 def test_a_drop_that_the_disk_refuses_leaves_the_job_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
