@@ -71,6 +71,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> SequentialLR
     return SequentialLR(optimizer, parts, [warm_up])
 
 
+LOG_QUEUE_BYTES = 32 << 20
+"""Many times what a step of these models logs; the default is for larger ones, and every rank's takes memory."""
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     config = MODELS[args.model]
@@ -84,6 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         undo=args.undo,
         reduction=args.reduction,
         bucket_bytes=config.bucket_bytes,
+        log_queue_bytes=LOG_QUEUE_BYTES,
     ) as session:
         indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
         modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
