@@ -15,6 +15,7 @@ OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
     "token": "make signing keys, and job tokens signed with them",
     "inspect": "show, verify and export what is in the log; drop a job's log",
+    "logs": "show where a job's log is kept; give a log server up, or name another one",
     "doctor": "check whether this machine is fit, and whether the services answer",
     "bench": "measure one part against the limit of the machine: undo, replica, log, codec, overhead; soak the log",
     "version": "print the version",
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(importlib.import_module("swift.inspect.command").main(rest))
     if command == "doctor":
         return int(importlib.import_module("swift.doctor.command").main(rest))
+    if command == "logs":
+        return int(importlib.import_module("swift.control.logs").main(rest))
     if command in ("version", "--version"):
         print(f"swift-ft {metadata.version('swift-ft')}")
         return 0

@@ -25,11 +25,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.coordinator import messages as m
 from services.coordinator.driver import JOBS_MAX, Driver
 from services.coordinator.logs import LogServers
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.servicer import Servicer
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import SqliteStore, StoreFailed
-from services.coordinator.timing import LEASE_HEARTBEATS, Timing
+from services.coordinator.timing import LEASE_HEARTBEATS, Timing, usual_log_lost_s
 from services.health import TellingAioHealth
 from services.security import listening
 from services.security.gate import Gate
@@ -39,6 +39,8 @@ from swift import events, logs
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.arguments import Parser, add_metrics_arguments, metrics_address, write_address
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.log.address import parse_server
+from swift.log.placement import COPIES_MAX, machines
 
 SERVICES = ("", "swift.coordinator.v1.Coordinator")
 STOP_GRACE_S = 2.0
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         log.start()
         metrics = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
         timing = checked_timing(arguments)
-        log_servers = checked_log_servers(arguments.log_servers)
+        log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
         protection = listening.protection_of(arguments)
         gate = protection.gate()
         with contextlib.ExitStack() as stack:
@@ -82,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
                 if watch is not None:
                     watch.metrics.after_durable(row, persist)
 
-            driver = driver_maker(store, timing, log_servers, after_durable, arguments.jobs_max)
+            driver = driver_maker(
+                store, timing, log_servers, arguments.copies, after_durable, arguments.jobs_max
+            )
             asyncio.run(serve(driver, protection, gate, arguments.address_file, watch))
     except SwiftError as error:
         log.fatal(str(error))
@@ -101,8 +105,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--log-servers",
         default="",
-        metavar="HOST:PORT,...",
-        help="the log servers that it fences and trims; none: every recovery restores the checkpoint",
+        metavar="[MACHINE=]HOST:PORT,...",
+        help="the log servers, one per machine at best. MACHINE is the name by which the ranks there call their host "
+        "(default: HOST, or this machine if that is loopback): what a rank sends is kept on its own machine first. "
+        "None: every recovery restores the checkpoint",
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        metavar="C",
+        help="log servers, on as many machines, that have a record before it counts as durable (default "
+        "%(default)s). Of a job that begins; one that is there keeps its own",
+    )
+    parser.add_argument(
+        "--log-lost-s",
+        type=float,
+        help="a log server that has not answered for so long is lost, if another one is left: nobody uses it again, "
+        "its streams move; 0: only an operator says so, with swift-ft logs (default: 30 s, at least two calls to it)",
     )
     parser.add_argument("--address-file", type=Path, help="gets host:port once it serves")
     parser.add_argument("--heartbeat-s", type=float, default=0.5, help="default %(default)s")
@@ -132,18 +152,32 @@ def checked_timing(arguments: argparse.Namespace) -> Timing:
     lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * arguments.heartbeat_s
     bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
     try:
-        return Timing(heartbeat_s=arguments.heartbeat_s, lease_s=lease_s, step_bound_s=bound_s)
+        return Timing(
+            heartbeat_s=arguments.heartbeat_s,
+            lease_s=lease_s,
+            step_bound_s=bound_s,
+            log_lost_s=usual_log_lost_s(arguments.heartbeat_s)
+            if arguments.log_lost_s is None
+            else arguments.log_lost_s,
+        )
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def checked_log_servers(text: str) -> list[str]:
-    addresses = [address.strip() for address in text.split(",") if address.strip()]
-    for address in addresses:
-        split_address(address, "--log-servers")
+def checked_log_servers(text: str, copies: int) -> list[LogServer]:
+    servers = [parse_server(word.strip(), "--log-servers") for word in text.split(",") if word.strip()]
+    addresses = [address for _, address in servers]
     if len(set(addresses)) < len(addresses):
         raise UsageError(f"--log-servers {text}: the same address twice")
-    return addresses
+    if not 1 <= copies <= COPIES_MAX:
+        raise UsageError(f"--copies must be 1 to {COPIES_MAX}, not {copies}")
+    there = machines([host for host, _ in servers])
+    if copies > 1 and there < copies:
+        raise UsageError(
+            f"--copies {copies} needs log servers on {copies} machines, --log-servers names {there}: a machine that "
+            "is lost must not take all copies with it; name more, say where they are (MACHINE=HOST:PORT), or take fewer"
+        )
+    return [LogServer(address=address, host=host) for host, address in servers]
 
 
 def split_address(text: str, flag: str) -> tuple[str, int]:
@@ -189,13 +223,22 @@ def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist],
 def driver_maker(
     store: SqliteStore,
     timing: Timing,
-    log_servers: list[str],
+    log_servers: list[LogServer],
+    copies: int,
     after_durable: Callable[[JobRow, m.Persist], None],
     jobs_max: int,
 ) -> Callable[[], Driver]:
     """A driver belongs to the loop that it is made on."""
     control = LogServers(timing.log_call_s)
-    return lambda: Driver(store, control, timing, log_servers, after_durable=after_durable, jobs_max=jobs_max)
+    return lambda: Driver(
+        store,
+        control,
+        timing,
+        log_servers,
+        copies=copies,
+        after_durable=after_durable,
+        jobs_max=jobs_max,
+    )
 
 
 class Watch:

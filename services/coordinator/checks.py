@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from services.coordinator import messages as m
 from services.coordinator.messages import Refusal, Refused
+from services.coordinator.planning import config_of
 from services.coordinator.row import JobRow, State
 
 
@@ -60,6 +61,27 @@ def check_join(row: JobRow, join: m.Join) -> None:
             Refused.TAKEN,
             f"rank {join.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
         )
+
+
+def check_first(join: m.Join) -> None:
+    """Of the Join that makes a job."""
+    if join.world_size < 1:
+        raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
+    try:
+        config_of(join.config)
+    except ValueError as error:
+        raise Refusal(Refused.INVALID, str(error)) from None
+
+
+def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
+    """Of the log servers, by an operator. What was done already may be said again."""
+    if row.state is State.FORMING or row.state.is_over:
+        raise Refusal(Refused.INVALID, f"job {row.job} is {row.state}: its log servers cannot be changed now")
+    known = {server.address: server for server in row.log_servers}
+    if change.lost and change.lost not in known:
+        raise Refusal(Refused.INVALID, f"{change.lost} is none of the log servers: {', '.join(known)}")
+    if change.lost == change.add:
+        raise Refusal(Refused.INVALID, "name a log server that is lost, one that has come, or one of each")
 
 
 def check_stages(row: JobRow, ready: m.Ready) -> None:

@@ -16,14 +16,24 @@ with all ranks ready at one version; a View is a function of the row, so it show
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.coordinator import messages as m
 from services.coordinator.checkpoints import Checkpoints
-from services.coordinator.checks import check_holder, check_join, check_stages, is_stale
-from services.coordinator.hang import StepClock
+from services.coordinator.checks import (
+    check_change,
+    check_first,
+    check_holder,
+    check_join,
+    check_stages,
+    is_stale,
+)
+from services.coordinator.hang import StepClock, Suspicions
+from services.coordinator.leases import Leases
 from services.coordinator.messages import Effect, Refusal, Refused
-from services.coordinator.planning import config_of, count_refusal, decide, layout_of
-from services.coordinator.row import Holder, JobRow, State
+from services.coordinator.places import Places
+from services.coordinator.planning import count_refusal, decide, give_up_log, layout_of
+from services.coordinator.row import Holder, JobRow, LogServer, State
 from services.coordinator.timing import Timing
 from services.coordinator.words import exit_words, plan_fields, report_fields, versions_words
 from swift.recovery import Refusals, Report
@@ -51,27 +61,25 @@ class Job:
         self.row = row
         self.steps = StepClock(timing)
         self.checkpoints = Checkpoints(row, self.steps, timing)
+        self.places = Places(row, timing, now)
+        self.leases = Leases(row.holders, now)
         self._timing = timing
-        self._seen = dict.fromkeys(row.holders, now)
-        """When each holder was heard last."""
         self._looked = now
-        self._suspicions: dict[int, tuple[str, float]] = {}
+        self.suspicions = Suspicions(self.steps)
 
     @staticmethod
-    def create(job: str, log_servers: list[str], join: m.Join, timing: Timing, now: float) -> "Job":
+    def create(
+        job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
+    ) -> "Job":
         """The job that a first Join makes. `step` it with that Join."""
-        if join.world_size < 1:
-            raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
-        try:
-            config_of(join.config)
-        except ValueError as error:
-            raise Refusal(Refused.INVALID, str(error)) from None
+        check_first(join)
         row = JobRow(
             job=job,
             world_size=join.world_size,
             config=dict(join.config),
             fingerprint=dict(join.fingerprint),
-            log_servers=log_servers,
+            log_servers=[replace(server) for server in log_servers],
+            copies=copies,
         )
         return Job(row, timing, now)
 
@@ -98,7 +106,7 @@ class Job:
                 return self._exited(command)
             case m.Suspect():
                 check_holder(self.row, command.sender)
-                self._suspicions[command.sender.rank] = (command.reason, now)
+                self.suspicions.say(command.sender.rank, command.reason, now)
                 return [self._event("suspect", rank=command.sender.rank, reason=command.reason)]
             case m.Finish():
                 return self._finish(command)
@@ -116,15 +124,18 @@ class Job:
                 return self._logs_reset(command)
             case m.LogsPressed():
                 return self._logs_pressed(command)
+            case m.LogHeard():
+                self.places.hear(command.address, now)
+                return []
+            case m.ChangeLogServers():
+                return self._change_log_servers(command, now)
 
     def resume(self) -> list[Effect]:
         """The effects of the state this row is in, said again after a restart."""
         row = self.row
         match row.state:
-            case State.FORMING if row.granted < row.generation:
-                return [m.FenceLogs(generation=row.generation)]
-            case State.FENCING:
-                return [m.FenceLogs(generation=row.generation)]
+            case State.FORMING | State.FENCING if row.granted < row.generation:
+                return self._fence_logs()
             case State.PLANNING if row.plan is not None:
                 return [m.ResetLogs(generation=row.generation)]
             case State.PLANNING if self._all_reported():
@@ -135,9 +146,11 @@ class Job:
                 return self._trim()
         return []
 
-    def relocate(self, log_servers: list[str]) -> list[Effect]:
-        """The log servers are the same ones under other addresses."""
-        self.row.log_servers = log_servers
+    def relocate(self, log_servers: Mapping[int, LogServer]) -> list[Effect]:
+        """These are the same ones under other addresses."""
+        for number, server in log_servers.items():
+            known = self.row.log_servers[number]
+            known.address, known.host = server.address, server.host
         self.row.blocked = {}
         return [self._persist(), m.PublishView()]
 
@@ -148,10 +161,12 @@ class Job:
         self.row.refused = Refusals()
         self.row.refusals = 0
         self.row.distrusted = []
-        self._suspicions.clear()
+        self.suspicions.clear()
         self.steps.restart(now)
-        self.checkpoints.run_on(max(self.row.ready.values()))
-        return [*self._transition(), *self._trim()]
+        version = max(self.row.ready.values())
+        self.checkpoints.run_on(version)
+        asked = self._asked(version, self.places.settle(version))
+        return [*self._transition(), *asked, *self._trim()]
 
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         """A new generation without the holders of the `dead` ranks (rank -> why)."""
@@ -159,16 +174,20 @@ class Job:
         self._enter(State.FENCING)
         row.generation += 1
         row.reason = reason
-        row.reports, row.ready, row.finished, row.blocked, row.plan = {}, {}, {}, {}, None
+        row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
         events = []
         for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
             holder = row.holders.pop(rank)
             row.fenced.append(holder)
-            self._seen.pop(rank, None)
+            self.leases.forget(rank)
             self.steps.forget(rank)
             why = dead.get(rank, "had finished and exited")
             events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
-        return [*self._transition(), *events, m.FenceLogs(generation=row.generation)]
+        return [*self._transition(), *events, *self._fence_logs()]
+
+    def _fence_logs(self) -> list[Effect]:
+        """Nothing, if all log servers are lost: then it is waited for another one."""
+        return [] if self.row.lacks_log_server() else [m.FenceLogs(generation=self.row.generation)]
 
     def become_planning(self) -> list[Effect]:
         self._enter(State.PLANNING)
@@ -229,16 +248,17 @@ class Job:
             host=join.host,
             since_generation=row.generation,
         )
-        self._seen[join.rank] = now
+        self.leases.hear(join.rank, now)
+        self.places.seat(join.rank, join.host)
         joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
         if first:
-            return [*self._transition(), joined, m.FenceLogs(generation=row.generation)]
+            return [*self._transition(), joined, *self._fence_logs()]
         return [self._persist(), joined, m.PublishView()]
 
     def _heartbeat(self, heartbeat: m.Heartbeat, now: float) -> list[Effect]:
         rank = heartbeat.sender.rank
         check_holder(self.row, heartbeat.sender)
-        self._seen[rank] = now
+        self.leases.hear(rank, now)
         self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
         return []
 
@@ -329,10 +349,13 @@ class Job:
         return self._early(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}")
 
     def _early(self, after_version: int, reason: str) -> list[Effect]:
-        if not self.checkpoints.ask(after_version, reason):
+        asked = self._asked(after_version, reason)
+        return [self._persist(), *asked, m.PublishView()] if asked else []
+
+    def _asked(self, after_version: int, reason: str) -> list[Effect]:
+        if not reason or not self.checkpoints.ask(after_version, reason):
             return []
-        asked = self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)
-        return [self._persist(), asked, m.PublishView()]
+        return [self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)]
 
     def _finish(self, finish: m.Finish) -> list[Effect]:
         row = self.row
@@ -374,30 +397,32 @@ class Job:
         if exited.exit_code == 0 and rank in row.finished:
             holder.gone = True
             return [event, self._persist()]
-        return [event, *self._deaths({rank: exit_words(exited.exit_code)})]
+        return [event, *self._deaths({rank: exit_words(exited.exit_code)}, {})]
 
     def _tick(self, now: float) -> list[Effect]:
         looked, self._looked = self._looked, now
         if now - looked > self._timing.stall_s:
             # This process was stopped, or its disk was: the silence was not the ranks'.
-            self._seen = dict.fromkeys(self._seen, now)
+            self.leases.start_afresh(now)
+            self.places.start_afresh(now)
         if self.row.state.is_over:
             return []
-        late = {
-            rank: f"was silent for {now - self._seen[rank]:.1f} s"
-            for rank, holder in self.row.holders.items()
-            if not holder.gone and now - self._seen[rank] > self._timing.lease_s
-        }
-        if not late:
+        there = [rank for rank, holder in self.row.holders.items() if not holder.gone]
+        late = self.leases.overdue(there, self._timing.lease_s, now)
+        lost = self.places.overdue(now) if self.row.state is not State.FORMING else {}
+        if not late and not lost:
             return []
         events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
-        return [*self._deaths(late), *events]
+        return [*self._deaths(late, lost), *events]
 
-    def _deaths(self, dead: Mapping[int, str]) -> list[Effect]:
+    def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
+        """Of ranks, and the loss of log servers, found together."""
         reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
         if self.row.state is State.FORMING:
             return self.become_failed(f"{reason} before the job was formed")
-        return self.become_fencing(dead, reason)
+        words = self.places.lose(lost)
+        events = [self._event("log_server_lost", server=n, reason=words[n]) for n in lost]
+        return [*self.become_fencing(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
 
     # --- answers of the log servers ---
 
@@ -406,6 +431,7 @@ class Job:
         if fenced.generation != row.generation or row.state not in (State.FORMING, State.FENCING):
             return []
         row.granted = row.generation
+        self.places.granted()
         row.blocked = {}
         if row.state is State.FENCING:
             return self.become_planning()
@@ -416,19 +442,25 @@ class Job:
         waits = row.state in (State.FORMING, State.FENCING, State.PLANNING)
         if blocked.generation != row.generation or not waits:
             return []
-        if row.blocked.get(blocked.address, "") == blocked.reason:
+        if not self.places.block(blocked.address, blocked.reason):
             return []
-        if blocked.reason:
-            row.blocked[blocked.address] = blocked.reason
-        else:
-            del row.blocked[blocked.address]
         event = self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)
         return [self._persist(), event, m.PublishView()]
 
     def _logs_refused(self, refused: m.LogsRefused) -> list[Effect]:
         if refused.generation != self.row.generation or self.row.state.is_over:
             return []
+        number = self.places.number_of(refused.address)
+        if number is not None and self.row.log_servers[number].fresh:
+            return self._deaths({}, {number: f"cannot be used: {refused.reason}"})
         return self.become_failed(refused.reason)
+
+    def _change_log_servers(self, change: m.ChangeLogServers, now: float) -> list[Effect]:
+        check_change(self.row, change)
+        added, lost = self.places.change(change, now)
+        if lost:
+            return self._deaths({}, lost)
+        return self.become_fencing({}, f"log server {change.add} has come") if added else []
 
     def _inventory(self, inventory: m.InventoryTaken) -> list[Effect]:
         row = self.row
@@ -439,17 +471,14 @@ class Job:
         ):
             return []
         row.blocked = {}
-        row.plan, reason = decide(row, inventory.streams)
+        streams, sources = self.places.combined(inventory.servers)
+        row.plan, reason = decide(row, streams)
+        row.sources = sources if row.plan is not None and row.plan.reads_log else {}
         if row.plan is None:
             return self.become_failed(reason)
         if not row.plan.gives_up_log:
             return self.become_recovering()
-        # What is in the log belongs to a history that is given up. It goes before anybody restores, and
-        # whatever comes before RUNNING restores as well.
-        if row.plan.restores:
-            row.refused = row.refused.and_everything(row.plan.ranks[0].reason)
-        row.rolled_back_in = row.generation
-        row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
+        give_up_log(row, row.plan)
         return [self._persist(), m.ResetLogs(generation=row.generation)]
 
     def _logs_reset(self, reset: m.LogsReset) -> list[Effect]:
@@ -457,6 +486,7 @@ class Job:
         if reset.generation != row.generation or row.state is not State.PLANNING or row.plan is None:
             return []
         row.blocked = {}
+        self.places.empty()
         return self.become_recovering()
 
     def _logs_pressed(self, pressed: m.LogsPressed) -> list[Effect]:
@@ -469,22 +499,6 @@ class Job:
         return self._early(self.checkpoints.newest_known(), reason)
 
     # --- ---
-
-    def suspicions(self, now: float) -> list[tuple[int, str, float]]:
-        """(rank, why, since how many seconds): what was said, and steps that run too long."""
-        said = [(rank, reason, now - at) for rank, (reason, at) in sorted(self._suspicions.items())]
-        if self.row.state is not State.RUNNING:
-            return said
-        bound_s = self.steps.bound_s
-        hung = [
-            (rank, f"its step has run for {age_s:.1f} s, past the bound of {bound_s:.1f} s", age_s - bound_s)
-            for rank, age_s in self.steps.overdue(now)
-            if rank in self.row.holders
-        ]
-        return said + hung
-
-    def lease_age_s(self, rank: int, now: float) -> float:
-        return now - self._seen.get(rank, now)
 
     def _all_reported(self) -> bool:
         return len(self.row.reports) == self.row.world_size

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from services.coordinator import messages as m
 from services.coordinator.core import Job
-from services.coordinator.logs import GenerationRefused, LogControl, merged
+from services.coordinator.logs import GenerationRefused, LogControl
 from services.coordinator.messages import Refusal
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import JobRow, LogServer
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
@@ -55,8 +55,9 @@ class Driver:
         store: MetadataStore,
         logs: LogControl,
         timing: Timing,
-        log_servers: list[str],
+        log_servers: list[LogServer],
         *,
+        copies: int = 1,
         clock: Callable[[], float] = events.now,
         after_durable: Callable[[JobRow, m.Persist], None] = lambda row, persist: None,
         jobs_max: int = JOBS_MAX,
@@ -67,6 +68,7 @@ class Driver:
         self._store = store
         self._logs = logs
         self._log_servers = log_servers
+        self._copies = copies
         self._clock = clock
         self._after_durable = after_durable
         self._jobs_max = jobs_max
@@ -101,29 +103,39 @@ class Driver:
     def _relocate(self, job: Job) -> None:
         """Log servers may come back under other addresses; a stream's place is a position in their list."""
         row = job.row
-        if row.state.is_over or row.log_servers == self._log_servers:
+        named = {server.address for server in self._log_servers}
+        known = {server.address: number for number, server in enumerate(row.log_servers)}
+        if row.state.is_over or set(row.addresses()) <= named <= set(known):
             return
-        if len(row.log_servers) != len(self._log_servers):
-            raise UsageError(
-                f"--log-servers names {len(self._log_servers)}, job {row.job} was begun with "
-                f"{len(row.log_servers)} ({','.join(row.log_servers)}): name as many, in the same order"
-            )
-        self._carry_out(job, job.relocate(self._log_servers))
+        for numbers in (row.living(), range(len(row.log_servers))):  # those that are lost may be left out
+            moved = dict(zip(numbers, self._log_servers, strict=False))
+            others = [known.get(server.address, number) for number, server in moved.items()]
+            if len(named) == len(numbers) and others == list(moved):
+                self._carry_out(job, job.relocate(moved))
+                return
+        raise UsageError(
+            f"--log-servers names {','.join(sorted(named))}, job {row.job} is kept on {','.join(row.addresses())}: "
+            "name as many, in the same order; those that are lost may be left out"
+        )
 
     async def run_ticks(self) -> None:
         while True:
             await asyncio.sleep(self.timing.tick_s)
-            for job in list(self._jobs.values()):
-                self._step(job, m.Tick(), self._clock())
-                self._look_at_logs(job)
+            self.tick()
+
+    def tick(self) -> None:
+        """Leases may have run out; the log servers are asked how they are."""
+        for job in list(self._jobs.values()):
+            self._step(job, m.Tick(), self._clock())
+            self._look_at_logs(job)
 
     def _look_at_logs(self, job: Job) -> None:
-        """How much room the log servers have: not a transition, so it is asked while training goes on."""
+        """Whether the log servers are there, and how much room they have: asked all the time."""
         name, now = job.row.job, self._clock()
         due = now - self._looked_at_logs.get(name, -math.inf) >= self.timing.space_s
-        if job.row.state is State.RUNNING and due and (name, "space") not in self._tasks:
+        if not job.row.state.is_over and due and (name, "space") not in self._tasks:
             self._looked_at_logs[name] = now
-            self._ask(job, "space", self._space(name, job.row.generation))
+            self._ask(job, "space", self._space(job, job.row.generation))
 
     def stop(self) -> None:
         """Ends the views under way and the questions to log servers."""
@@ -144,7 +156,7 @@ class Driver:
             live = sum(not other.row.state.is_over for other in self._jobs.values())
             if live >= self._jobs_max:
                 raise TooMany(f"{live} jobs are under way here: no more (--jobs-max)")
-            job = Job.create(name, self._log_servers, join, self.timing, self._clock())
+            job = Job.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
             self._step(job, join, self._clock())
             self._jobs[name] = job
         else:
@@ -224,13 +236,13 @@ class Driver:
                 case m.Emit():
                     events.emit(effect.event, **effect.fields)
                 case m.FenceLogs():
-                    self._ask(job, "fence", self._fence(job.row.job, effect.generation))
+                    self._ask(job, "fence", self._fence(job, effect.generation))
                 case m.FetchInventory():
-                    self._ask(job, "inventory", self._inventory(job.row.job, effect.generation))
+                    self._ask(job, "inventory", self._inventory(job, effect.generation))
                 case m.ResetLogs():
-                    self._ask(job, "reset", self._reset(job.row.job, effect.generation))
+                    self._ask(job, "reset", self._reset(job, effect.generation))
                 case m.TrimLogs():
-                    self._ask(job, "trim", self._trim(job.row.job, effect.below_step))
+                    self._ask(job, "trim", self._trim(job, effect.below_step))
 
     def _persist(self, row: JobRow, persist: m.Persist) -> None:
         expected = self._stored.get(row.job, 0)
@@ -268,42 +280,52 @@ class Driver:
 
     # --- questions to log servers ---
 
-    async def _fence(self, name: str, generation: int) -> None:
-        def fence(address: str) -> None:
-            self._logs.fence(address, name, generation)
+    async def _fence(self, job: Job, generation: int) -> None:
+        name = job.row.job
+        fresh = {server.address for server in job.row.log_servers if server.fresh}
 
-        if await self._ask_all(name, generation, fence) is not None:
+        def fence(address: str) -> None:
+            # What a new one has of this job was not written by it, or long ago.
+            (self._logs.reset if address in fresh else self._logs.fence)(address, name, generation)
+
+        if await self._ask_all(job, generation, fence) is not None:
             self.apply(name, m.LogsFenced(generation=generation))
 
-    async def _reset(self, name: str, generation: int) -> None:
+    async def _reset(self, job: Job, generation: int) -> None:
+        name = job.row.job
+
         def reset(address: str) -> None:
             self._logs.reset(address, name, generation)
 
-        if await self._ask_all(name, generation, reset) is not None:
+        if await self._ask_all(job, generation, reset) is not None:
             self.apply(name, m.LogsReset(generation=generation))
 
-    async def _inventory(self, name: str, generation: int) -> None:
+    async def _inventory(self, job: Job, generation: int) -> None:
+        name = job.row.job
+
         def inventory(address: str) -> list[StreamSummary]:
             return self._logs.inventory(address, name)
 
-        answers = await self._ask_all(name, generation, inventory)
+        answers = await self._ask_all(job, generation, inventory)
         if answers is not None:
-            self.apply(name, m.InventoryTaken(generation=generation, streams=merged(answers)))
+            self.apply(name, m.InventoryTaken(generation=generation, servers=answers))
 
-    async def _ask_all(self, name: str, generation: int, call: Callable[[str], T]) -> list[T] | None:
-        """The answer of every log server; None: one refused the generation, and the job has failed."""
+    async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
+        """The answer of every log server in use; None: one refused the generation, and the job has heard of it."""
+        name = job.row.job
         refusal: GenerationRefused | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._until_answered(name, generation, address, call))
-                    for address in self._log_servers
-                ]
+                tasks = {
+                    address: group.create_task(self._until_answered(name, generation, address, call))
+                    for address in job.row.addresses()
+                }
         except* GenerationRefused as errors:
             refusal = next(error for error in errors.exceptions if isinstance(error, GenerationRefused))
         if refusal is None:
-            return [task.result() for task in tasks]
-        self.apply(name, m.LogsRefused(generation=generation, reason=str(refusal)))
+            return {address: task.result() for address, task in tasks.items()}
+        refused = m.LogsRefused(generation=generation, reason=str(refusal), address=refusal.address)
+        self.apply(name, refused)
         return None
 
     async def _until_answered(self, name: str, generation: int, address: str, call: Callable[[str], T]) -> T:
@@ -312,21 +334,24 @@ class Driver:
         while True:
             try:
                 answer = await self._in_thread(lambda: call(address))
-            except GenerationRefused:
+            except GenerationRefused as refusal:
+                refusal.address = address
                 raise
             except ServiceError as error:
                 self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=str(error)))
                 await asyncio.sleep(pause_s)
                 pause_s = min(RETRY_LAST_S, 2 * pause_s)
             else:
+                self.apply(name, m.LogHeard(address=address))
                 self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
                 return answer
 
     async def _in_thread(self, call: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool or self._threads, call)
 
-    async def _space(self, name: str, generation: int) -> None:
+    async def _space(self, job: Job, generation: int) -> None:
         """A server that does not answer is asked again soon enough: nothing waits for this."""
+        name = job.row.job
 
         async def one(address: str) -> None:
             try:
@@ -336,6 +361,7 @@ class Driver:
             except ServiceError as error:
                 logger.info("log server %s does not say how much room it has: %s", address, error)
                 return
+            self.apply(name, m.LogHeard(address=address))
             if space.wants_checkpoint:
                 self.apply(
                     name,
@@ -347,11 +373,12 @@ class Driver:
                 )
 
         async with asyncio.TaskGroup() as group:
-            for address in self._log_servers:
+            for address in job.row.addresses():
                 group.create_task(one(address))
 
-    async def _trim(self, name: str, below_step: int) -> None:
+    async def _trim(self, job: Job, below_step: int) -> None:
         """A few times only: the next checkpoint trims again, and records too many do no harm."""
+        name = job.row.job
 
         async def one(address: str) -> None:
             for attempt in range(TRIM_ATTEMPTS):
@@ -364,5 +391,5 @@ class Driver:
                     return
 
         async with asyncio.TaskGroup() as group:
-            for address in self._log_servers:
+            for address in job.row.addresses():
                 group.create_task(one(address))

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from services.coordinator.row import JobRow, State
 from services.coordinator.timing import Timing
 
 RECENT_STEPS = 32
@@ -54,3 +55,30 @@ class StepClock:
         return [
             (rank, now - since) for rank, (_, since) in sorted(self._at.items()) if now - since > self.bound_s
         ]
+
+
+class Suspicions:
+    """What is shown and fences nobody: what ranks said, and steps that run too long."""
+
+    def __init__(self, steps: StepClock) -> None:
+        self._steps = steps
+        self._said: dict[int, tuple[str, float]] = {}
+
+    def say(self, rank: int, reason: str, now: float) -> None:
+        self._said[rank] = (reason, now)
+
+    def clear(self) -> None:
+        self._said.clear()
+
+    def all(self, row: JobRow, now: float) -> list[tuple[int, str, float]]:
+        """(rank, why, since how many seconds)."""
+        said = [(rank, reason, now - at) for rank, (reason, at) in sorted(self._said.items())]
+        if row.state is not State.RUNNING:
+            return said
+        bound_s = self._steps.bound_s
+        hung = [
+            (rank, f"its step has run for {age_s:.1f} s, past the bound of {bound_s:.1f} s", age_s - bound_s)
+            for rank, age_s in self._steps.overdue(now)
+            if rank in row.holders
+        ]
+        return said + hung

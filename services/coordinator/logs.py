@@ -1,6 +1,6 @@
 """LogControl: what the coordinator asks of a log server. Calls block; the driver runs them in threads."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,6 +11,8 @@ from swift.recovery import StreamSummary
 
 class GenerationRefused(ServiceError):
     """The log server knows a higher generation of this job: asking again will not help."""
+
+    address = ""
 
 
 class LogControl(Protocol):
@@ -93,18 +95,3 @@ def _summary(stream: admin.StreamInventory) -> StreamSummary:
         reason=stream.reason,
         unlogged=stream.unlogged,
     )
-
-
-def merged(inventories: Iterable[Iterable[StreamSummary]]) -> Mapping[str, StreamSummary]:
-    """By stream name. Of a stream that two servers have, the one with less: a plan must not count on more."""
-    streams: dict[str, StreamSummary] = {}
-    for inventory in inventories:
-        for summary in inventory:
-            known = streams.get(summary.stream)
-            if known is None or _worth(summary) < _worth(known):
-                streams[summary.stream] = summary
-    return streams
-
-
-def _worth(summary: StreamSummary) -> tuple[bool, int, int]:
-    return (not summary.corrupt, summary.last_step, -summary.first_step)

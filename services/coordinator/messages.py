@@ -1,7 +1,7 @@
 """What goes into the core (commands), what comes out (effects), and how it says no (Refusal)."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.coordinator.row import State
@@ -134,12 +134,30 @@ class LogsRefused:
 
     generation: int
     reason: str
+    address: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InventoryTaken:
     generation: int
-    streams: Mapping[str, StreamSummary]
+    servers: Mapping[str, Sequence[StreamSummary]]
+    """Address -> what it has of each stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogHeard:
+    """A log server has answered, whatever it was asked."""
+
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeLogServers:
+    """(operator) One is lost, another one is there; either may be empty."""
+
+    lost: str = ""
+    add: str = ""
+    add_host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +196,8 @@ Command = (
     | InventoryTaken
     | LogsReset
     | LogsPressed
+    | LogHeard
+    | ChangeLogServers
 )
 
 # --- effects, to be carried out in their order; all idempotent ---

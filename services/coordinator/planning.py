@@ -77,6 +77,15 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
     row.distrusted = sorted({*row.distrusted, *_touched(row, row.plan, mine)})
 
 
+def give_up_log(row: JobRow, plan: Plan) -> None:
+    """What is in the log belongs to a history that is given up. It goes before anybody restores, and whatever comes
+    before RUNNING restores as well."""
+    if plan.restores:
+        row.refused = row.refused.and_everything(plan.ranks[0].reason)
+    row.rolled_back_in = row.generation
+    row.shards = {v: ranks for v, ranks in row.shards.items() if v <= plan.target_version}
+
+
 def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:
     """The ranks whose state may have come of what was refused, whatever they report.
 

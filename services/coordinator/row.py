@@ -10,7 +10,7 @@ from typing import Any
 
 from swift.recovery import Plan, RankPlan, Refusals, Report, Strategy
 
-FORMAT = 2
+FORMAT = 3
 
 
 class State(enum.StrEnum):
@@ -44,6 +44,39 @@ class Holder:
 
 
 @dataclass(kw_only=True, slots=True)
+class LogServer:
+    """A log server, for good: its number is its place in `JobRow.log_servers`."""
+
+    address: str
+    host: str = ""
+    """Its machine."""
+    lost: str = ""
+    """Why nobody reads or writes it any more; empty: it is in use."""
+    fresh: bool = False
+    """It came while the job ran: it is emptied before it is used."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Copy:
+    """The streams of one rank on one log server."""
+
+    server: int
+    whole_from: int | None = None
+    """The step from which on it was written; None: the generation that began it has not got to RUNNING."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RankLogs:
+    """Where the streams that a rank writes are kept."""
+
+    host: str
+    """The rank's machine."""
+    copies: list[Copy] = field(default_factory=list)
+    lost: str = ""
+    """Why older records are gone: all servers that had them are lost."""
+
+
+@dataclass(kw_only=True, slots=True)
 class JobRow:
     """All durable state of a job."""
 
@@ -51,7 +84,12 @@ class JobRow:
     world_size: int
     config: dict[str, str]
     fingerprint: dict[str, str]
-    log_servers: list[str]
+    log_servers: list[LogServer]
+    """All there ever were; their numbers do not change."""
+    copies: int = 1
+    """On how many of them each stream is wanted."""
+    placement: dict[int, RankLogs] = field(default_factory=dict)
+    """rank -> where its streams are; from the moment that all have joined."""
 
     state: State = State.FORMING
     generation: int = 1
@@ -81,6 +119,8 @@ class JobRow:
     """Of this generation: the version each rank finished at."""
     plan: Plan | None = None
     """Of this generation, since PLANNING."""
+    sources: dict[str, list[int]] = field(default_factory=dict)
+    """Of this generation's plan: stream -> the log servers to read it from, the best first."""
     refused: Refusals = field(default_factory=Refusals)
     """What this recovery does without; nothing once RUNNING."""
     distrusted: list[int] = field(default_factory=list)
@@ -99,6 +139,17 @@ class JobRow:
     """The last generation that restored a checkpoint, or undid a step inexactly: what was saved after that version,
     and what is saved in older generations, belongs to a history that was given up."""
 
+    def living(self) -> list[int]:
+        """The log servers that are in use."""
+        return [number for number, server in enumerate(self.log_servers) if not server.lost]
+
+    def lacks_log_server(self) -> bool:
+        """All are lost."""
+        return bool(self.log_servers) and not self.living()
+
+    def addresses(self) -> list[str]:
+        return [self.log_servers[number].address for number in self.living()]
+
     def dead_ranks(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self.holders]
 
@@ -113,6 +164,11 @@ class JobRow:
         values["state"] = State(values["state"])
         values["holders"] = {int(rank): Holder(**holder) for rank, holder in values["holders"].items()}
         values["fenced"] = [Holder(**holder) for holder in values["fenced"]]
+        values["log_servers"] = [LogServer(**server) for server in values["log_servers"]]
+        values["placement"] = {
+            int(rank): RankLogs(**{**logs, "copies": [Copy(**copy) for copy in logs["copies"]]})
+            for rank, logs in values["placement"].items()
+        }
         for name in ("stages", "stage_shards", "reports", "ready", "finished", "shards"):
             values[name] = {int(key): value for key, value in values[name].items()}
         values["reports"] = {rank: Report(**report) for rank, report in values["reports"].items()}

@@ -140,6 +140,13 @@ class Servicer(pb_grpc.CoordinatorServicer):
             ),
         )
 
+    async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.ChangeLogServers(lost=request.lost, add=request.add, add_host=request.add_host[:LONGEST_ID]),
+        )
+
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.Ack:
         command = m.Suspect(sender=_sender(request), reason=request.reason[:LONGEST_REASON])
         return await self._ack(context, request.job, command)

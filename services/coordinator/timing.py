@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
+from swift.log.placement import PATIENCE_S
+
 HEARTBEAT_S = 0.5
 LEASE_HEARTBEATS = 20
+LOG_LOST_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """heartbeat_s < lease_s < step_bound_s, with room between them."""
+    """heartbeat_s < lease_s < step_bound_s, and calls to log servers < log_lost_s < PATIENCE_S, with room between."""
 
     heartbeat_s: float = HEARTBEAT_S
     """How often a rank renews its lease."""
@@ -19,6 +22,10 @@ class Timing:
     """No step is called hung before it has run for so long, however short the steps before it were."""
     step_bound_factor: float = 10.0
     """A step is called hung once it has run for so many times the longest of the last steps."""
+
+    log_lost_s: float = LOG_LOST_S
+    """A log server that has not answered for so long is lost, if another one is left; 0: never. Long enough for one
+    that is started again, and shorter than ranks wait for it."""
 
     def __post_init__(self) -> None:
         if not 0.01 <= self.heartbeat_s <= 60:
@@ -33,13 +40,18 @@ class Timing:
                 f"step bound of {self.step_bound_s:g} s is too short for a lease of {self.lease_s:g} s: "
                 "a step is called hung after at least 2 leases"
             )
+        if self.log_lost_s and not 2 * self.log_call_s <= self.log_lost_s <= PATIENCE_S:
+            raise ValueError(
+                f"a log server is lost after {self.log_lost_s:g} s: choose {2 * self.log_call_s:g} to "
+                f"{PATIENCE_S:g} s (two calls to it at least, and no longer than ranks wait for it), or 0: never"
+            )
         if self.step_bound_factor < 2:
             raise ValueError(f"step bound factor {self.step_bound_factor:g}: choose at least 2")
 
     @property
     def log_call_s(self) -> float:
         """One attempt of a call to a log server, which may have to sync its disk. Then it is tried again."""
-        return max(1.0, 6 * self.heartbeat_s)
+        return _log_call_s(self.heartbeat_s)
 
     @property
     def space_s(self) -> float:
@@ -55,3 +67,13 @@ class Timing:
     def stall_s(self) -> float:
         """The coordinator itself was not running if it has not looked for so long: leases start afresh."""
         return self.lease_s / 2
+
+
+def _log_call_s(heartbeat_s: float) -> float:
+    return max(1.0, 6 * heartbeat_s)
+
+
+def usual_log_lost_s(heartbeat_s: float) -> float:
+    """What --log-lost-s is unless it is said; 0 if calls take too long for anything else."""
+    least_s = max(LOG_LOST_S, 2 * _log_call_s(heartbeat_s))
+    return least_s if least_s <= PATIENCE_S else 0.0

@@ -16,8 +16,17 @@ def view_of(row: JobRow) -> pb.View:
         world_size=row.world_size,
         members=[_member(row.holders[rank]) for rank in sorted(row.holders)],
         fenced=[_member(holder) for holder in row.fenced],
-        plan=_plan(row.plan, row.generation) if shows_plan and row.plan is not None else None,
-        log_servers=row.log_servers,
+        plan=_plan(row.plan, row) if shows_plan and row.plan is not None else None,
+        log_servers=row.addresses(),
+        log_places=[
+            pb.LogServerPlace(address=server.address, host=server.host, lost=server.lost)
+            for server in row.log_servers
+        ],
+        log_copies=[
+            pb.LogCopies(rank=rank, servers=_addresses(row, [copy.server for copy in logs.copies]))
+            for rank, logs in sorted(row.placement.items())
+        ],
+        copies_wanted=row.copies,
         reason=row.reason,
         revision=row.revision,
         checkpoints=row.checkpoints,
@@ -32,22 +41,31 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
         pb.RankStatus(
             rank=rank,
             version=job.steps.version(rank),
-            lease_age_s=job.lease_age_s(rank, now),
+            lease_age_s=job.leases.age_s(rank, now),
             stages=job.row.stages.get(rank, []),
         )
         for rank in sorted(job.row.holders)
     ]
     suspicions = [
-        pb.Suspicion(rank=rank, reason=reason, age_s=age_s) for rank, reason, age_s in job.suspicions(now)
+        pb.Suspicion(rank=rank, reason=reason, age_s=age_s)
+        for rank, reason, age_s in job.suspicions.all(job.row, now)
     ]
-    return pb.StatusReply(view=view_of(job.row), ranks=ranks, suspicions=suspicions)
+    servers = [
+        pb.LogServerStatus(address=address, silent_s=age_s)
+        for address, age_s in job.places.ages_s(now).items()
+    ]
+    return pb.StatusReply(view=view_of(job.row), ranks=ranks, suspicions=suspicions, log_servers=servers)
 
 
 def _member(holder: Holder) -> pb.Member:
     return pb.Member(rank=holder.rank, incarnation=holder.incarnation, pid=holder.pid, host=holder.host)
 
 
-def _plan(plan: Plan, generation: int) -> pb.Plan:
+def _addresses(row: JobRow, numbers: list[int]) -> list[str]:
+    return [row.log_servers[number].address for number in numbers]
+
+
+def _plan(plan: Plan, row: JobRow) -> pb.Plan:
     ranks = [
         pb.RankPlan(
             rank=r.rank,
@@ -59,10 +77,14 @@ def _plan(plan: Plan, generation: int) -> pb.Plan:
         for r in plan.ranks
     ]
     return pb.Plan(
-        generation=generation,
+        generation=row.generation,
         target_version=plan.target_version,
         ranks=ranks,
         collective_source=plan.collective_source,
         reason=plan.reason,
         exact=plan.exact,
+        sources=[
+            pb.StreamSources(stream=stream, servers=_addresses(row, numbers))
+            for stream, numbers in sorted(row.sources.items())
+        ],
     )

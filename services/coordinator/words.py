@@ -9,6 +9,9 @@ from swift.recovery import Plan, RankPlan, Report
 def waiting_for(row: JobRow) -> str:
     """What the state waits for, for people."""
     waits = [f"log server {address}: {why}" for address, why in sorted(row.blocked.items())]
+    if row.lacks_log_server() and not row.state.is_over:
+        lost = "; ".join(f"{server.address} {server.lost}" for server in row.log_servers)
+        waits.append(f"a log server, since none is left ({lost}): name one with swift-ft logs --add")
     if row.state in (State.FORMING, State.FENCING) and row.granted < row.generation and not waits:
         waits.append(f"the log servers to hold generation {row.generation}")
     if row.state in (State.FORMING, State.FENCING, State.PLANNING):

@@ -186,6 +186,7 @@ class Plan(_message.Message):
     COLLECTIVE_SOURCE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     target_version: _builtins.int
     collective_source: _builtins.int
@@ -195,6 +196,10 @@ class Plan(_message.Message):
     """false: an undo that is not bit for bit is used"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlan]: ...
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamSources]:
+        """where to read the streams, if anything of the log is read"""
+
     def __init__(
         self,
         *,
@@ -204,14 +209,92 @@ class Plan(_message.Message):
         collective_source: _builtins.int = ...,
         reason: _builtins.str = ...,
         exact: _builtins.bool = ...,
+        sources: _abc.Iterable[Global___StreamSources] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "ranks", b"ranks", "reason", b"reason", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "ranks", b"ranks", "reason", b"reason", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class StreamSources(_message.Message):
+    """The log servers to read a stream from, the best first; the next one where one fails."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    stream: _builtins.str
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        stream: _builtins.str = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["servers", b"servers", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamSources: _TypeAlias = StreamSources  # noqa: Y015
+
+@_typing.final
+class LogServerPlace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    host: _builtins.str
+    """its machine"""
+    lost: _builtins.str
+    """why nobody reads or writes it any more; empty: it is in use"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        host: _builtins.str = ...,
+        lost: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogServerPlace: _TypeAlias = LogServerPlace  # noqa: Y015
+
+@_typing.final
+class LogCopies(_message.Message):
+    """Where everything that a rank writes is kept: a record is durable once all of them have it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "servers", b"servers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogCopies: _TypeAlias = LogCopies  # noqa: Y015
 
 @_typing.final
 class View(_message.Message):
@@ -231,6 +314,9 @@ class View(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     CHECKPOINT_AT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_REASON_FIELD_NUMBER: _builtins.int
+    LOG_PLACES_FIELD_NUMBER: _builtins.int
+    LOG_COPIES_FIELD_NUMBER: _builtins.int
+    COPIES_WANTED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -244,6 +330,8 @@ class View(_message.Message):
     checkpoint_at: _builtins.int
     """Every rank saves a checkpoint when it gets to this version, whatever the interval says; and why."""
     checkpoint_reason: _builtins.str
+    copies_wanted: _builtins.int
+    """so many servers for each rank; there may be fewer"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -257,10 +345,20 @@ class View(_message.Message):
         """of this generation; only in RECOVERING and RUNNING"""
 
     @_builtins.property
-    def log_servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def log_servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """addresses of those in use"""
+
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """complete, durable versions, ascending; the newest two"""
+
+    @_builtins.property
+    def log_places(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogServerPlace]:
+        """all there ever were"""
+
+    @_builtins.property
+    def log_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogCopies]:
+        """by rank; from the moment that all have joined"""
 
     def __init__(
         self,
@@ -279,10 +377,13 @@ class View(_message.Message):
         waiting_for: _builtins.str = ...,
         checkpoint_at: _builtins.int | None = ...,
         checkpoint_reason: _builtins.str = ...,
+        log_places: _abc.Iterable[Global___LogServerPlace] | None = ...,
+        log_copies: _abc.Iterable[Global___LogCopies] | None = ...,
+        copies_wanted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "fenced", b"fenced", "generation", b"generation", "job", b"job", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
@@ -701,6 +802,37 @@ class SuspectRequest(_message.Message):
 Global___SuspectRequest: _TypeAlias = SuspectRequest  # noqa: Y015
 
 @_typing.final
+class ChangeLogServersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    ADD_FIELD_NUMBER: _builtins.int
+    ADD_HOST_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    lost: _builtins.str
+    """address; empty: none"""
+    add: _builtins.str
+    """address; empty: none"""
+    add_host: _builtins.str
+    """its machine; empty: not known"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        lost: _builtins.str = ...,
+        add: _builtins.str = ...,
+        add_host: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "add_host", b"add_host", "job", b"job", "lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeLogServersRequest: _TypeAlias = ChangeLogServersRequest  # noqa: Y015
+
+@_typing.final
 class FinishRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -830,28 +962,55 @@ class RankStatus(_message.Message):
 Global___RankStatus: _TypeAlias = RankStatus  # noqa: Y015
 
 @_typing.final
+class LogServerStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    silent_s: _builtins.float
+    """since it answered last; of those in use"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        silent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "silent_s", b"silent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogServerStatus: _TypeAlias = LogServerStatus  # noqa: Y015
+
+@_typing.final
 class StatusReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VIEW_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     SUSPICIONS_FIELD_NUMBER: _builtins.int
+    LOG_SERVERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def view(self) -> Global___View: ...
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
     @_builtins.property
     def suspicions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Suspicion]: ...
+    @_builtins.property
+    def log_servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogServerStatus]: ...
     def __init__(
         self,
         *,
         view: Global___View | None = ...,
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
         suspicions: _abc.Iterable[Global___Suspicion] | None = ...,
+        log_servers: _abc.Iterable[Global___LogServerStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "suspicions", b"suspicions", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_servers", b"log_servers", "ranks", b"ranks", "suspicions", b"suspicions", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

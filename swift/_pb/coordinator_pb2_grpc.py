@@ -89,6 +89,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.FinishRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.ChangeLogServers = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/ChangeLogServers',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
         self.Fail = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Fail',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
@@ -189,6 +194,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeLogServers(self, request, context):
+        """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
+        INVALID_ARGUMENT: there is no such log server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fail(self, request, context):
         """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left).
         """
@@ -259,6 +272,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'Finish': grpc.unary_unary_rpc_method_handler(
                     servicer.Finish,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.FinishRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'ChangeLogServers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeLogServers,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
             ),
             'Fail': grpc.unary_unary_rpc_method_handler(
@@ -568,6 +586,33 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/Finish',
             swift_dot___pb_dot_coordinator__pb2.FinishRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeLogServers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/ChangeLogServers',
+            swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -76,6 +76,10 @@ class CoordinatorStub:
     """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
     a member whose View moves on to FENCING takes part, and says it again once RUNNING.
     """
+    ChangeLogServers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeLogServersRequest, _coordinator_pb2.Ack]
+    """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
+    INVALID_ARGUMENT: there is no such log server.
+    """
     Fail: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
@@ -118,6 +122,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Finish: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FinishRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
     a member whose View moves on to FENCING takes part, and says it again once RUNNING.
+    """
+    ChangeLogServers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeLogServersRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
+    INVALID_ARGUMENT: there is no such log server.
     """
     Fail: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
@@ -224,6 +232,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
         a member whose View moves on to FENCING takes part, and says it again once RUNNING.
+        """
+
+    @_abc_1.abstractmethod
+    def ChangeLogServers(
+        self,
+        request: _coordinator_pb2.ChangeLogServersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
+        INVALID_ARGUMENT: there is no such log server.
         """
 
     @_abc_1.abstractmethod

@@ -232,6 +232,13 @@ class CoordinatorClient:
             ),
         )
 
+    def change_log_servers(self, lost: str = "", add: str = "", add_host: str = "") -> None:
+        """(operator) A log server is lost for good, another one has come, or both. UsageError: that cannot be."""
+        self._call(
+            self._stub.ChangeLogServers,
+            pb.ChangeLogServersRequest(job=self.job, lost=lost, add=add, add_host=add_host),
+        )
+
     def suspect(self, generation: int, reason: str) -> None:
         """A communication error. It is shown; it never fences anybody."""
         self._call(

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,11 +143,15 @@ class Cluster:
         digests_every: bool = False,
         settings: Mapping[str, str] | None = None,
         security: Security | None = None,
+        log_servers: int = 1,
+        copies: int = 1,
+        log_lost_s: float | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) of the coordinator, one after the other.
-        `settings`: more of the environment. `security`: keys and certificates of this run; None: plain.
+        `settings`: more of the environment. `security`: keys and certificates of this run; None: plain. `log_servers`
+        of them, each as if on a machine of its own.
 
         `check_stop` is called while waiting and raises to end the run.
         """
@@ -155,6 +160,15 @@ class Cluster:
         self._trainer = [*trainer, *trainer_arguments]
         self._die_at = list(die_at)
         self._security = security
+        self._log_servers = [
+            f"{LOG_SERVER}{n}" if log_servers > 1 else LOG_SERVER for n in range(log_servers)
+        ]
+        self._copies = copies
+        self._log_lost_s = log_lost_s
+        self._lost: set[str] = set()
+        """Killed for good."""
+        self._gone: set[str] = set()
+        """And reaped."""
         self._check_stop = check_stop
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
@@ -179,8 +193,13 @@ class Cluster:
             self._env["SWIFT_DIGESTS_EVERY"] = "1"
 
     @property
-    def log_directory(self) -> Path:
-        return self.directory / "log"
+    def log_directories(self) -> list[Path]:
+        """One for each log server."""
+        return [self.directory / _directory_of(name) for name in self._log_servers]
+
+    @property
+    def log_addresses(self) -> list[str]:
+        return [self._addresses[name] for name in self._log_servers]
 
     @property
     def fault_directory(self) -> Path:
@@ -198,8 +217,10 @@ class Cluster:
         self.stop()
 
     def _start(self) -> None:
-        self._start_service(LOG_SERVER)
-        self._await_service(LOG_SERVER)
+        for name in self._log_servers:
+            self._start_service(name)
+        for name in self._log_servers:
+            self._await_service(name)
         self._start_service(COORDINATOR)
         self._await_service(COORDINATOR)
         arguments = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
@@ -209,15 +230,15 @@ class Cluster:
 
     def _start_service(self, name: str) -> None:
         """With the address it had before, if it had one."""
-        arguments = [
-            f"services.{name}",
-            "--directory",
-            str(self.directory / ("log" if name == LOG_SERVER else name)),
-        ]
+        service = COORDINATOR if name == COORDINATOR else LOG_SERVER
+        arguments = [f"services.{service}", "--directory", str(self.directory / _directory_of(name))]
         arguments += ["--address-file", str(self.directory / f"{name}.address")]
         arguments += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
         if name == COORDINATOR:
-            arguments += ["--log-servers", self._addresses[LOG_SERVER]]
+            named = [f"machine{n}={address}" for n, address in enumerate(self.log_addresses)]
+            arguments += ["--log-servers", ",".join(named), "--copies", str(self._copies)]
+            if self._log_lost_s is not None:
+                arguments += ["--log-lost-s", str(self._log_lost_s)]
             if self._die_at:
                 arguments += ["--die-at", self._die_at[0][1]]
                 self._to_be_killed.add(name)
@@ -254,7 +275,9 @@ class Cluster:
     def poll(self) -> int | None:
         """Starts killed services again. The launcher's exit code once it has ended."""
         self._look_around()
-        for name in (LOG_SERVER, COORDINATOR):
+        for name in (*self._log_servers, COORDINATOR):
+            if name in self._gone:
+                continue
             code = self._processes[name].poll()
             if code is None:
                 continue
@@ -262,6 +285,10 @@ class Cluster:
                 tail = self._processes[name].tail()
                 raise ServiceError(f"the {name} ended by itself (exit code {code})\n{tail}")
             self._to_be_killed.discard(name)
+            if name in self._lost:
+                self._gone.add(name)
+                shutil.rmtree(self.directory / _directory_of(name))  # its disk is gone as well
+                continue
             if name == COORDINATOR:
                 fault, state = self._die_at.pop(0)
                 self.trace("service_killed", service=name, state=state, id=fault)
@@ -273,11 +300,19 @@ class Cluster:
         for name in self._security.renew() if self._security is not None else ():
             self.trace("token_renewed", service=name)
 
-    def kill_log_server(self, fault: str) -> None:
-        """SIGKILL; the next `poll` starts it again."""
-        self._to_be_killed.add(LOG_SERVER)
-        self._processes[LOG_SERVER].kill()
-        self.trace("service_killed", service=LOG_SERVER, id=fault)
+    def kill_log_server(self, fault: str, server: int = 0, *, for_good: bool = False) -> None:
+        """SIGKILL; the next `poll` starts it again, unless it is `for_good`."""
+        name = self._log_servers[server]
+        self._to_be_killed.add(name)
+        if for_good:
+            self._lost.add(name)
+        self._processes[name].kill()
+        self.trace(
+            "service_killed",
+            service=name,
+            id=fault,
+            **({"lost": True, "number": server, "address": self._addresses[name]} if for_good else {}),
+        )
 
     def output_tail(self) -> str:
         """The last lines of every process, for a person who has to find out."""
@@ -285,7 +320,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends and reaps all processes: first those that would complain about the others' end."""
-        for name in (LAUNCHER, COORDINATOR, LOG_SERVER):
+        for name in (LAUNCHER, COORDINATOR, *self._log_servers):
             if name in self._processes:
                 self._processes[name].stop(STOP_GRACE_S.get(name, STOP_GRACE_S_DEFAULT))
         for pid in self.strays():
@@ -301,3 +336,7 @@ class Cluster:
                 if mark in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
         return [pid for pid in found if pid != os.getpid()]
+
+
+def _directory_of(name: str) -> str:
+    return name.replace(LOG_SERVER, "log", 1)

@@ -39,6 +39,9 @@ make victims at once):
   rank=2,phase=replay                           at the first replay that runs while rank 2 lives
   rank=2,phase=copy                             while rank 2 sends or receives a replica's state for the first time
   service=logserver,step=12                     SIGKILL of the log server; it is started again
+  log=0,step=12                                 SIGKILL of that log server for good (needs --log-servers 2 or more),
+                                                together with the ranks that are killed in that step
+  log=0,phase=replay                            the same at the first replay
   service=coordinator,state=recovering          the coordinator kills itself there: fencing, planning,
                                                 recovering, running
   corrupt=copy,rank=3                           a bit of the state that a replica gives to that rank
@@ -78,6 +81,8 @@ def make_parser() -> Parser:
     add("--random-kills", type=int, metavar="N", help="that many ranks, at coordinates that --seed decides")
     add("--strategy", default="auto", metavar="NAME", help=f"{', '.join(STRATEGIES)} (default %(default)s)")
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default %(default)s)")
+    add("--log-servers", type=int, default=1, metavar="N", help="as if on N machines (default %(default)s)")
+    add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
     add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
     add("--model", default="default", metavar="NAME", help=f"{' or '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
@@ -139,6 +144,8 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         strategy=args.strategy.lower(),
         seed=args.seed,
         spares=args.spares,
+        log_servers=args.log_servers,
+        copies=args.copies,
         model=args.model.lower(),
         updates=updates,
         data_parallel=args.data_parallel.lower(),

@@ -12,6 +12,7 @@ from swift.drill import faults as fault_specs
 from swift.drill.faults import Fault
 from swift.drill.topology import Topology
 from swift.errors import UsageError
+from swift.log.placement import COPIES_MAX
 
 MODELS = ("tiny", "default")
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")
@@ -44,6 +45,10 @@ class DrillConfig:
     faults: tuple[Fault, ...]
     strategy: str = "auto"
     seed: int = 0
+    log_servers: int = 1
+    """Each as if on a machine of its own."""
+    copies: int = 1
+    """Of every record, on as many log servers."""
     spares: int = 1
     """Warm spare processes the launcher keeps."""
     model: str = "default"
@@ -83,11 +88,30 @@ class DrillConfig:
             raise UsageError(f"--spares must be 0 to 64, not {self.spares}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
+        if not 1 <= self.log_servers <= 16:
+            raise UsageError(f"--log-servers must be 1 to 16, not {self.log_servers}")
+        copies_max = min(COPIES_MAX, self.log_servers)
+        if not 1 <= self.copies <= copies_max:
+            raise UsageError(
+                f"--copies must be 1 to {copies_max} (--log-servers {self.log_servers}), not {self.copies}"
+            )
         if not self.faults:
             raise UsageError("a drill without a fault shows nothing: give at least one --kill")
         self._check_optimizer()
         self._check_data_parallelism()
-        fault_specs.check(self.faults, self.topology, strategy=self.strategy, updates=self.updates)
+        fault_specs.check(
+            self.faults,
+            self.topology,
+            strategy=self.strategy,
+            updates=self.updates,
+            log_servers=self.log_servers,
+        )
+
+        corrupt = next((f for f in self.faults if isinstance(f, fault_specs.CorruptFault)), None)
+        if corrupt is not None and self.copies > 1:
+            raise UsageError(
+                f"--kill {corrupt}: with --copies {self.copies} a replay reads another copy: leave --copies out"
+            )
 
     def _check_optimizer(self) -> None:
         versions = OPTIMIZERS[self.optimizer]
@@ -140,6 +164,8 @@ class DrillConfig:
             words += ["--undo", self.undo]
         if self.secure:
             words.append("--secure")
+        if self.log_servers > 1:
+            words += ["--log-servers", str(self.log_servers), "--copies", str(self.copies)]
         for fault in self.faults:
             words += ["--kill", str(fault)]
         return words
@@ -186,6 +212,8 @@ class DrillConfig:
             "microbatches": shape.microbatches,
             "steps": shape.steps,
             "checkpoint_every": shape.checkpoint_every,
+            "log_servers": self.log_servers,
+            "copies": self.copies,
             "spares": self.spares,
             "model": self.model,
             "updates": self.updates,

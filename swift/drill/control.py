@@ -7,7 +7,7 @@ Every drill copies a segment file of its run, flips one bit of the copy and read
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ BOUNDARIES, EXTERNAL = "s*.[FB]", "s*.[XT]"
 """Streams between stages; and, all there is in a pipeline of one stage, what comes from outside."""
 
 
-def segment_files(log_directory: Path, stream: str = BOUNDARIES) -> Iterator[Path]:
+def segment_files(log_directories: Iterable[Path], stream: str = BOUNDARIES) -> Iterator[Path]:
     """Of every job, those with anything behind their header, the smallest first: a copy should cost little."""
     sized = []
-    for path in log_directory.glob(f"*/{stream}/*{segment.SUFFIX}"):
+    for path in (p for place in log_directories for p in place.glob(f"*/{stream}/*{segment.SUFFIX}")):
         try:
             size = path.stat().st_size
         except FileNotFoundError:
@@ -33,10 +33,10 @@ def segment_files(log_directory: Path, stream: str = BOUNDARIES) -> Iterator[Pat
     return (path for _, path in sorted(sized))
 
 
-def snapshot(log_directory: Path, into: Path) -> Path | None:
+def snapshot(log_directories: Sequence[Path], into: Path) -> Path | None:
     """A copy of a segment file with at least one record. None: there is none yet."""
     into.mkdir(parents=True, exist_ok=True)
-    files = (*segment_files(log_directory), *segment_files(log_directory, EXTERNAL))
+    files = (*segment_files(log_directories), *segment_files(log_directories, EXTERNAL))
     for path in files[:FILES_TRIED_MAX]:
         # The file's name is part of its format: it is the first sequence.
         copy = into / path.parent.name / path.name
@@ -80,12 +80,14 @@ def flip(path: Path, bit: int) -> None:
         os.close(fd)
 
 
-def corrupt_stream(log_directory: Path, stream: str, step: int, seed: int) -> dict[str, Any] | None:
+def corrupt_stream(
+    log_directories: Sequence[Path], stream: str, step: int, seed: int
+) -> dict[str, Any] | None:
     """Flips a bit in the body of a live record of the newest step below `step`: the replay needs that record.
 
     None: the log has no record of step - 1 in that stream yet.
     """
-    for path in segment_files(log_directory, stream):
+    for path in segment_files(log_directories, stream):
         records = segment.walk(path, verify_bodies=False).records
         wanted = [r for r in records if r.header.key.step == step - 1 and r.header.stored_bytes]
         if not wanted:

@@ -4,6 +4,8 @@
     rank=2,phase=replay                            at the first replay that runs while rank 2 lives
     rank=2,phase=copy                              while rank 2 sends or receives a replica's state for the first time
     service=logserver,step=12                      the log server is killed when training reaches that step
+    log=0,step=17                                  that log server is killed for good
+    log=0,phase=replay                             at the first replay there is
     service=coordinator,state=recovering           the coordinator kills itself when it enters that state
     corrupt=log,step=17,stream=s1.F                a bit of that stream is flipped before that kill
     corrupt=copy,rank=2                            a bit of the first state that rank 2 is given by a replica is flipped
@@ -72,6 +74,18 @@ class LogServerFault:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LogLossFault:
+    """SIGKILL of a log server that is not started again: at a step, together with the ranks that are killed in it;
+    or, without a step, when the first replay begins."""
+
+    server: int
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"log={self.server}," + ("phase=replay" if self.step is None else f"step={self.step}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorFault:
     """The coordinator kills itself when it has made this state durable; it is started again."""
 
@@ -103,7 +117,7 @@ class CorruptCopyFault:
         return f"corrupt=copy,rank={self.rank}"
 
 
-Fault = RankFault | LogServerFault | CoordinatorFault | CorruptFault | CorruptCopyFault
+Fault = RankFault | LogServerFault | LogLossFault | CoordinatorFault | CorruptFault | CorruptCopyFault
 
 
 def parse(spec: str) -> Fault:
@@ -121,11 +135,13 @@ def parse(spec: str) -> Fault:
         return _corrupt_fault(spec, fields)
     if "rank" in fields:
         return _rank_fault(spec, fields)
+    if "log" in fields:
+        return _log_loss(spec, fields)
     if "service" in fields:
         return _service_fault(spec, fields)
     raise UsageError(
-        f"--kill {spec!r} names no victim: rank=N, service=logserver, service=coordinator, corrupt=log or "
-        "corrupt=copy"
+        f"--kill {spec!r} names no victim: rank=N, log=N, service=logserver, service=coordinator, corrupt=log "
+        "or corrupt=copy"
     )
 
 
@@ -148,6 +164,15 @@ def _rank_fault(spec: str, fields: dict[str, str]) -> RankFault:
         microbatch=microbatch if phase in MICROBATCH_PHASES else 0,
         phase=phase,
     )
+
+
+def _log_loss(spec: str, fields: dict[str, str]) -> LogLossFault:
+    _only(spec, fields, "log", "step", "phase")
+    phase = fields.get("phase", "").lower()
+    if ("step" in fields) == bool(phase) or phase not in ("", "replay"):
+        raise UsageError(f"--kill {spec!r}: give a step, or phase=replay")
+    step = None if phase else _number(spec, fields, "step")
+    return LogLossFault(server=_number(spec, fields, "log"), step=step)
 
 
 def _service_fault(spec: str, fields: dict[str, str]) -> Fault:
@@ -196,7 +221,12 @@ def _number(spec: str, fields: dict[str, str], key: str) -> int:
 
 
 def check(
-    faults: Sequence[Fault], topology: Topology, *, strategy: str = "auto", updates: str = "after_backward"
+    faults: Sequence[Fault],
+    topology: Topology,
+    *,
+    strategy: str = "auto",
+    updates: str = "after_backward",
+    log_servers: int = 1,
 ) -> None:
     """Refuses faults that this topology cannot have. Raises `UsageError`."""
     for fault in faults:
@@ -207,6 +237,8 @@ def check(
                     _check_recovery_fault(fault, faults, topology, strategy)
             case LogServerFault(step=step):
                 _check_step(fault, step, topology)
+            case LogLossFault():
+                _check_log_loss(fault, faults, topology, log_servers)
             case CorruptFault():
                 _check_corrupt_fault(fault, faults, topology, strategy)
             case CorruptCopyFault():
@@ -247,6 +279,20 @@ def _check_rank_fault(fault: RankFault, topology: Topology, updates: str) -> Non
         "copy": "there is nothing to copy without replicas",
     }
     raise UsageError(f"--kill {fault}: {why[fault.phase]}; phases here: {', '.join(phases)}")
+
+
+def _check_log_loss(
+    fault: LogLossFault, faults: Sequence[Fault], topology: Topology, log_servers: int
+) -> None:
+    if fault.server >= log_servers:
+        raise UsageError(f"--kill {fault}: log must be 0 to {log_servers - 1} (--log-servers {log_servers})")
+    lost = {other.server for other in faults if isinstance(other, LogLossFault)}
+    if len(lost) >= log_servers:
+        raise UsageError(f"--kill {fault}: no log server would be left: add --log-servers {len(lost) + 1}")
+    if fault.step is not None:
+        _check_step(fault, fault.step, topology)
+    elif not any(isinstance(other, RankFault) for other in faults):
+        raise UsageError(f"--kill {fault}: nothing replays unless another --kill makes a rank fail first")
 
 
 def _check_recovery_fault(
@@ -373,13 +419,13 @@ def fault_id(index: int) -> str:
 
 def held_together(faults: Sequence[Fault]) -> list[list[int]]:
     """Indices of rank faults that wait for the drill's word, those that get it at the same moment together: the
-    victims of one step, if they are several or their log is corrupted before."""
+    victims of one step, if they are several, or if their log is corrupted or a log server lost before."""
     by_step: dict[int, list[int]] = {}
     for index, fault in enumerate(faults):
         if isinstance(fault, RankFault) and fault.step is not None and fault.phase not in RECOVERY_PHASES:
             by_step.setdefault(fault.step, []).append(index)
-    corrupted = {fault.step for fault in faults if isinstance(fault, CorruptFault)}
-    return [group for step, group in by_step.items() if len(group) > 1 or step in corrupted]
+    beside = {fault.step for fault in faults if isinstance(fault, CorruptFault | LogLossFault)}
+    return [group for step, group in by_step.items() if len(group) > 1 or step in beside]
 
 
 def to_environment(faults: Sequence[Fault]) -> str:

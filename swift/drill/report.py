@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import loss, replicas, timeline
+from swift.drill import logs, loss, replicas, timeline
 from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -67,6 +67,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         *([loss.check(curves)] if at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
+        *logs.checks(config, found),
         _negative_control_check(evidence),
     ]
     verdict = _verdict(checks)
@@ -96,7 +97,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         "survivors_freed_seconds": max(
             (r.freed_seconds for r in found if r.freed_seconds is not None), default=None
         ),
-        "log": _log(evidence, found),
+        "log": {**_log(evidence, found), **logs.places(evidence.events)},
         "corruption": evidence.corruption,
         "negative_control": _negative_control(evidence, found),
         "throughput": timeline.throughput(evidence.events, found, config.topology.ranks),
@@ -190,7 +191,7 @@ def _unplanned_check(evidence: Evidence, found: Sequence[Recovery]) -> Check:
         for event in evidence.events
         if event["event"] == "child_exit" and event.get("code") != 0 and event["pid"] not in told
     }
-    causeless = [recovery for recovery in found if not recovery.faults and evidence.corruption is None]
+    causeless = [r for r in found if not (r.faults or r.servers_killed) and evidence.corruption is None]
     detail = ", ".join([*sorted(died), *(f"a recovery of itself ({r.reasons[0]})" for r in causeless)])
     if evidence.exit_code != 0 and not evidence.fired:
         return Check("nothing else failed", None, detail or "the run did not get to its first fault")
@@ -237,7 +238,7 @@ def _strategy_check(config: DrillConfig, evidence: Evidence, found: Sequence[Rec
         return Check(name, None, "no plan in the trace")
     if config.strategy == "checkpoint":
         return Check(name, all(r.fell_back for r in found), "something was replayed")
-    if fell_back:
+    if fell_back and not logs.may_fall_back(config, found):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
     other = {"replay": {"replica"}, "replica": {"replay", "catch_up"}}.get(config.strategy, set()) & used
     return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")

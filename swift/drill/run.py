@@ -18,7 +18,7 @@ from swift.drill import control, faults, loss, timeline
 from swift.drill.checks import Digest
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
-from swift.drill.faults import CoordinatorFault, CorruptFault, LogServerFault, fault_id
+from swift.drill.faults import CoordinatorFault, CorruptFault, LogLossFault, LogServerFault, fault_id
 from swift.drill.report import Evidence
 from swift.drill.security import Security
 from swift.errors import UsageError
@@ -31,6 +31,8 @@ TOGETHER_S = 2.0
 """Victims of one step wait for each other so long: one of them may not get there while another stands still."""
 TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
 # A run that hangs may go on saying these.
+LOG_LOST_S = 6.0
+"""A log server that was killed for good is given up after so long, in drills that do that."""
 _NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "trim_failed")
 
 
@@ -62,6 +64,8 @@ class _Watch:
         self.cluster = cluster
         self.step = -1
         """The highest that any rank has begun."""
+        self.replayed = False
+        """A replay has begun."""
         self.stalled = False
         self._progress = progress
         self._moved = time.monotonic()
@@ -84,6 +88,7 @@ class _Watch:
     def _see(self, event: dict[str, Any]) -> None:
         if event["event"] == "step_begin" and not event.get("replay"):
             self.step = max(self.step, int(event["step"]))
+        self.replayed = self.replayed or event["event"] == "replay_begin"
         if event["event"] not in _NO_PROGRESS:
             self._moved = time.monotonic()
         self._progress.see(event)
@@ -121,6 +126,9 @@ class FaultedRun:
             settings={"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {},
             security=Security(directory / "security", JOB) if config.secure else None,
             check_stop=check_stop,
+            log_servers=config.log_servers,
+            copies=config.copies,
+            log_lost_s=LOG_LOST_S if any(isinstance(f, LogLossFault) for f in config.faults) else None,
         )
         self._watch = _Watch(self._cluster, progress)
 
@@ -132,7 +140,7 @@ class FaultedRun:
             if code != 0:
                 self.output = self._cluster.output_tail()
             if self._copy is None:
-                self._copy = control.snapshot(self._cluster.log_directory, self.directory / "control")
+                self._copy = control.snapshot(self._cluster.log_directories, self.directory / "control")
         trace = events.read(self.directory / "events")
         without = twin()
         return Evidence(
@@ -157,13 +165,18 @@ class FaultedRun:
             if isinstance(fault, LogServerFault) and self._watch.step >= fault.step:
                 self._done.add(index)
                 self._cluster.kill_log_server(fault_id(index))
+            elif isinstance(fault, LogLossFault):
+                due = self._watch.replayed if fault.step is None else self._watch.step >= fault.step
+                if due:
+                    self._done.add(index)
+                    self._cluster.kill_log_server(fault_id(index), fault.server, for_good=True)
             elif isinstance(fault, CorruptFault):
                 self._corrupt(index, fault)
         self._held = [group for group in self._held if not self._let_go(group)]
         # In the third step the records of the first ones have long been acknowledged.
         if self._copy is None and self._watch.step >= 2 and time.monotonic() - self._copy_tried > 0.2:
             self._copy_tried = time.monotonic()
-            self._copy = control.snapshot(self._cluster.log_directory, self.directory / "control")
+            self._copy = control.snapshot(self._cluster.log_directories, self.directory / "control")
 
     def _reached(self, index: int) -> bool:
         """This victim stands where it dies."""
@@ -180,7 +193,7 @@ class FaultedRun:
         if not self._reached(held):
             return
         stream = faults.corrupted_stream(fault, self._config.faults, self._config.topology)
-        flipped = control.corrupt_stream(self._cluster.log_directory, stream, fault.step, self._config.seed)
+        flipped = control.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
         if flipped is None and time.monotonic() - self._held_since[held] < HOLD_S:
             return
         if flipped is not None:
@@ -195,7 +208,8 @@ class FaultedRun:
             return False
         step = getattr(self._config.faults[group[0]], "step", None)
         for index, fault in enumerate(self._config.faults):
-            if isinstance(fault, CorruptFault) and fault.step == step and index not in self._done:
+            beside = isinstance(fault, CorruptFault | LogLossFault) and fault.step == step
+            if beside and index not in self._done:
                 return False
         waited = time.monotonic() - min(self._held_since[index] for index in there)
         if len(there) < len(group) and waited < TOGETHER_S:

@@ -35,6 +35,10 @@ class Recovery:
     reasons: list[str] = field(default_factory=list)
     faults: list[Event] = field(default_factory=list)
     """"fault" events of ranks that this recovery answers."""
+    servers_killed: list[Event] = field(default_factory=list)
+    """"service_killed" events of the log servers that were given up in it."""
+    servers_lost: list[Event] = field(default_factory=list)
+    """"log_server_lost" events."""
     exits: list[Event] = field(default_factory=list)
     planned: dict[int, Event] = field(default_factory=dict)
     """generation -> its plan."""
@@ -64,7 +68,7 @@ class Recovery:
 
     @property
     def kill_t(self) -> float | None:
-        times = [event["t"] for event in (self.faults or self.exits)]
+        times = [event["t"] for event in (self.faults or self.exits or self.servers_killed)]
         return min(times) if times else None
 
     @property
@@ -190,6 +194,11 @@ def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
 
 def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: Sequence[Event]) -> None:
     recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
+    recovery.servers_lost = _named(window, "log_server_lost")
+    numbers = {event["server"] for event in recovery.servers_lost}
+    # It may have died long before: in an earlier recovery, say.
+    killed = [e for e in _named(events, "service_killed") if e.get("lost")]
+    recovery.servers_killed = [event for event in killed if event.get("number") in numbers]
     plans = _named(window, "plan")
     for event in plans:
         recovery.planned[int(event.get("generation") or 0)] = event

@@ -97,6 +97,14 @@ class Link:
             self._cancel_call()
             return freed
 
+    def take_pending(self) -> list[Outgoing]:
+        """Gives what was not acknowledged to the caller, in its order, and sends nothing any more."""
+        with self._cond:
+            self._closed = True
+            self._core.end_call()
+            self._cancel_call()
+            return self._core.take_pending()
+
     def close(self) -> None:
         with self._cond:
             self._closed = True

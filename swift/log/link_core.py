@@ -147,6 +147,15 @@ class LinkCore:
             return min(stream.acked, self._rest_of[1])
         return stream.acked
 
+    def take_pending(self) -> list[Outgoing]:
+        """Gives up what was not acknowledged, in its order by stream: others are to have it."""
+        left = [record for stream in self._streams.values() for record in (*stream.sent, *stream.unsent)]
+        for stream in self._streams.values():
+            stream.sent.clear()
+            stream.unsent.clear()
+        self.pending = 0
+        return left
+
     def error(self, patience_s: float, now: float) -> SwiftError | None:
         """What the writer's caller must be told, if anything."""
         if self._error is not None:

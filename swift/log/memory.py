@@ -1,4 +1,4 @@
-"""How a process that moves messages of megabytes keeps its memory."""
+"""Memory as C has it: where an object's is, and how a process that moves messages of megabytes keeps it."""
 
 import ctypes
 import mmap

@@ -2,15 +2,23 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
+from swift import events
 from swift._pb import log_pb2, log_pb2_grpc
-from swift.errors import LogInterrupted, LogUnavailable, RecordCorrupt, RecordMissing, SwiftError, UsageError
+from swift.errors import (
+    LogInterrupted,
+    LogUnavailable,
+    RecordCorrupt,
+    RecordMissing,
+    RecordTrimmed,
+    SwiftError,
+    UsageError,
+)
 from swift.log.assembly import Assembler
 from swift.log.frame import BODY_BYTES_MAX, FrameHeader, FrameIncomplete, decode_body
-from swift.log.placement import server_of
 from swift.log.record import Record, RecordKey, check_name
 from swift.log.rpc import as_error, code_of, message_of, method, open_channel, reason_of
 from swift.log.unlogged import MARK_SLOT, declared
@@ -22,40 +30,81 @@ _RETRY_S = 0.05
 
 
 class LogReader:
-    """Reads the streams of a job from the servers that hold them. Thread-safe; one for all streams."""
+    """Reads the streams of a job from the servers that hold them. Thread-safe; one for all streams.
 
-    def __init__(self, servers: Sequence[str], job: str, *, prefetch_bytes: int = 64 << 20) -> None:
+    ``servers``: by stream, those that hold a copy of it, the best first; or the same ones for all streams. Copies
+    differ in how they number records, so a record is known by its key, and must have the same digest everywhere.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str] | Mapping[str, Sequence[str]],
+        job: str,
+        *,
+        prefetch_bytes: int = 64 << 20,
+    ) -> None:
         if not servers:
             raise UsageError("a log reader needs at least one log server")
         check_name("job", job)
         self.job = job
-        self._servers = tuple(servers)
+        self._servers = servers
         self._prefetch_bytes = prefetch_bytes
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
 
-    def _channel(self, stream: str) -> tuple[str, grpc.Channel]:
-        address = server_of(check_name("stream", stream), self._servers)
+    def _channel(self, address: str) -> grpc.Channel:
         with self._lock:
             channel = self._channels.get(address)
             if channel is None:
                 channel = self._channels[address] = open_channel(address)
-            return address, channel
+            return channel
+
+    def _copies(self, stream: str) -> Sequence[str]:
+        check_name("stream", stream)
+        servers = self._servers.get(stream, ()) if isinstance(self._servers, Mapping) else self._servers
+        if not servers:
+            raise RecordMissing(f"no log server holds {stream}")
+        return servers
 
     def digests(
-        self, stream: str, from_step: int, *, timeout_s: float = _CALL_TIMEOUT_S
+        self,
+        stream: str,
+        from_step: int,
+        server: str = "",
+        *,
+        timeout_s: float = _CALL_TIMEOUT_S,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> dict[RecordKey, bytes]:
-        """What the stream holds of steps >= ``from_step``, from the server's index. Raises RecordTrimmed,
-        RecordCorrupt, LogUnavailable, AccessDenied."""
-        address, channel = self._channel(stream)
+        """What the stream holds of steps >= ``from_step``, from the server's index; of the first copy that can
+        say so unless a ``server`` is named. Raises RecordTrimmed, RecordCorrupt, LogUnavailable, AccessDenied;
+        LogInterrupted if it is called off while it waits for a server."""
+        copies = [server] if server else self._copies(stream)
+        for address in copies[:-1]:
+            try:
+                return self._digests(address, stream, from_step, timeout_s)
+            except (LogUnavailable, RecordCorrupt, RecordTrimmed):
+                continue
+        # The last one may be about to be started again, or about to be given up for another one.
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._digests(copies[-1], stream, from_step, timeout_s)
+            except LogUnavailable:
+                if cancelled():
+                    raise LogInterrupted(f"asking for the digests of {stream} was called off") from None
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def _digests(self, address: str, stream: str, from_step: int, timeout_s: float) -> dict[RecordKey, bytes]:
         request = log_pb2.DigestsRequest(job=self.job, stream=stream, from_step=from_step)
-        stub = log_pb2_grpc.LogStub(channel)
+        stub = log_pb2_grpc.LogStub(self._channel(address))
         deadline = time.monotonic() + timeout_s
         while True:
             found: dict[RecordKey, bytes] = {}
             left = max(_RETRY_S, deadline - time.monotonic())
             try:
-                for reply in stub.Digests(request, timeout=left, wait_for_ready=True):
+                for reply in stub.Digests(request, timeout=left):
                     for record in reply.records:
                         found[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
                 return found
@@ -67,9 +116,9 @@ class LogReader:
 
     def follow(self, stream: str, from_step: int) -> "StreamCursor":
         """The stream's records of steps >= ``from_step``, prefetched in log order, and those that are yet to be
-        written. While the cursor is open the server does not trim these steps."""
-        address, channel = self._channel(stream)
-        return StreamCursor(address, channel, self.job, stream, from_step, self._prefetch_bytes)
+        written. While the cursor is open the server that it reads from does not trim these steps."""
+        copies = [(address, self._channel(address)) for address in self._copies(stream)]
+        return StreamCursor(copies, self.job, stream, from_step, self._prefetch_bytes)
 
     def close(self) -> None:
         """After the cursors."""
@@ -83,26 +132,28 @@ class StreamCursor:
     """Records of one stream, taken by key in any order. Made by `LogReader.follow`.
 
     A thread prefetches in log order. Above ``prefetch_bytes`` it pauses, unless a consumer waits for a record
-    that has not come yet. A record that was taken is dropped.
+    that has not come yet. A record that was taken is dropped. Where a server is gone, or refuses a record, the
+    next copy is read, from the first step that is still wanted; what came before is known by its key.
     """
 
     def __init__(
         self,
-        address: str,
-        channel: grpc.Channel,
+        copies: Sequence[tuple[str, grpc.Channel]],
         job: str,
         stream: str,
         from_step: int,
         prefetch_bytes: int,
     ) -> None:
         self.stream = stream
-        self._address = address
+        self._copies = [(address, _read_call(channel)) for address, channel in copies]
+        """Those that have not refused; the first one is read."""
         self._job = job
         self._from_step = from_step
         self._prefetch_bytes = prefetch_bytes
         self._cond = threading.Condition()
         self._records: dict[RecordKey, Record] = {}
         self._marks: list[RecordKey] = []
+        self._seen: dict[RecordKey, bytes] = {}  # digests of what came, whether it was taken or not
         self._held_bytes = 0
         self._waiting = 0
         self._next_sequence = 0
@@ -110,11 +161,6 @@ class StreamCursor:
         self._trouble = ""
         self._call: grpc.Call | None = None
         self._closed = False
-        self._read: grpc.UnaryStreamMultiCallable[log_pb2.ReadRequest, bytes] = channel.unary_stream(
-            method("Read"),
-            request_serializer=log_pb2.ReadRequest.SerializeToString,
-            response_deserializer=None,
-        )
         self._thread = threading.Thread(target=self._run, name=f"log-cursor-{stream}", daemon=True)
         self._thread.start()
 
@@ -159,6 +205,8 @@ class StreamCursor:
             self._from_step = max(self._from_step, step)
             for key in [key for key in self._records if key.step < step]:
                 self._held_bytes -= self._records.pop(key).body.nbytes
+            for key in [key for key in self._seen if key.step < step]:
+                del self._seen[key]
             self._cond.notify_all()
 
     def close(self) -> None:
@@ -184,7 +232,9 @@ class StreamCursor:
                     from_sequence=self._next_sequence,
                     follow=True,
                 )
-                call = self._call = self._read(request, wait_for_ready=True)
+                # Where there is a choice, nobody waits for a server to come back.
+                read = self._copies[0][1]
+                call = self._call = read(request, wait_for_ready=len(self._copies) == 1)
             assembler = Assembler(BODY_BYTES_MAX)
             try:
                 for message in call:
@@ -193,9 +243,9 @@ class StreamCursor:
                 if not self._retry(error):
                     return
             except SwiftError as error:
-                self._fail(error)
                 call.cancel()
-                return
+                if not self._next_copy(error, refused=True):
+                    return
             with self._cond:
                 self._cond.wait_for(lambda: self._closed, _RETRY_S)
 
@@ -220,7 +270,7 @@ class StreamCursor:
             self._next_sequence = record.sequence + 1
             if record.key.slot == MARK_SLOT:
                 self._marks.append(record.key)
-            elif record.key.step >= self._from_step:
+            elif record.key.step >= self._from_step and self._is_new(record):
                 self._records[record.key] = record
                 self._held_bytes += record.body.nbytes
             self._cond.notify_all()
@@ -235,18 +285,55 @@ class StreamCursor:
         # Only members of the job read, so the token was good once: a newer one may be on its way into the file.
         if reason == Reason.UNAUTHENTICATED or (reason == Reason.DENIED and self._next_sequence):
             return True
-        if reason in ("", Reason.BUSY, Reason.DRAINING) and code_of(error) in (
+        lost = reason in ("", Reason.BUSY, Reason.DRAINING) and code_of(error) in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.CANCELLED,
             grpc.StatusCode.UNKNOWN,
             grpc.StatusCode.INTERNAL,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-        ):
+        )
+        return self._next_copy(as_error(self._address, error), refused=not lost)
+
+    def _next_copy(self, error: SwiftError, *, refused: bool) -> bool:
+        """Goes on with the next copy, or with the same one if there is no other and it did not refuse."""
+        with self._cond:
+            left = self._copies.pop(0)
+            if not refused:
+                self._copies.append(left)
+            if not self._copies:
+                self._error = error
+                self._cond.notify_all()
+                return False
+            address = self._address
+            if address != left[0]:
+                self._next_sequence = 0  # each server has its own
+        if address != left[0]:
+            events.emit(
+                "copy_changed", stream=self.stream, address=address, instead_of=left[0], reason=str(error)
+            )
+        return True
+
+    def _is_new(self, record: Record) -> bool:
+        """Whether this copy is the first that had it. RecordCorrupt: an earlier one had another record there."""
+        before = self._seen.setdefault(record.key, record.digest)
+        if before is record.digest:
             return True
-        self._fail(as_error(self._address, error))
+        if before != record.digest:
+            raise RecordCorrupt(
+                f"{self.stream} {record.key} differs between its copies ({before.hex()}; on {self._address} "
+                f"{record.digest.hex()})"
+            )
         return False
 
-    def _fail(self, error: SwiftError) -> None:
-        with self._cond:
-            self._error = error
-            self._cond.notify_all()
+    @property
+    def _address(self) -> str:
+        return self._copies[0][0]
+
+
+def _read_call(channel: grpc.Channel) -> "grpc.UnaryStreamMultiCallable[log_pb2.ReadRequest, bytes]":
+    call: grpc.UnaryStreamMultiCallable[log_pb2.ReadRequest, bytes] = channel.unary_stream(
+        method("Read"),
+        request_serializer=log_pb2.ReadRequest.SerializeToString,
+        response_deserializer=None,
+    )
+    return call

@@ -6,19 +6,23 @@ it. Native byte order; both ends are processes of one machine and one installati
     control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail, 192 the consumer sleeps, 256 the producer waits,
                           320 floor step, 328 resent, 336 the position from which the floor holds,
                           384 and 448 counts of records, bytes, stored bytes, verified, each behind the tail for
-                          which they hold: they change together with it
-       at 4096, 128 each  streams, by number: name [64], acknowledged sequence (-1: nothing yet)
+                          which they hold: they change together with it; 512 the servers that copies 0 and 1 lie on
+       at 4096, 128 each  streams, by number: name [64], acknowledged sequence of each copy [2] (-1: nothing yet)
     data, `capacity`      records, one behind the other, each at a multiple of 64 bytes
 
     record, 128 bytes     0 length with header and filling, 8 kind (1 record, 2 padding: the rest of this round),
-                          16 sequence (-1: not sent yet), 24 step, 32 microbatch, 36 slot, 40 stream, 44 element type,
-                          45 dimensions, 48 body bytes, 64 shape [8]
+                          16 sequence in copy 0 (-1: not sent yet), 24 step, 32 microbatch, 36 slot, 40 stream,
+                          44 element type, 45 dimensions, 48 body bytes, 56 sequence in copy 1, 64 shape [8]
     body
 
 ``tail <= head <= tail + capacity``; both count bytes from the start of the job. One producer, one consumer. A record
 is in the ring when the head has passed it, which is the last thing that is stored; it stays until the log has
 acknowledged it. What the consumer must know when it is killed is here: the sequences that it has given to records,
 stored before they are sent, and how much of each stream is acknowledged, stored before the tail.
+
+Each server numbers a stream by itself, so both are kept for each of the at most two copies. What they mean ends with
+the server that the copy lies on: `Memory.assign` clears them for another one. A server is known by a number that the
+trainer gives to it, another one each time that it comes.
 
 `ring.cpp` is the producer; without it (no compiler, or SWIFT_NO_NATIVE=1) the caller copies, on x86-64 only, where
 stores are seen in the order in which they are made.
@@ -35,11 +39,13 @@ import select
 import struct
 import weakref
 from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from swift.errors import ServiceError, UsageError
+from swift.log.placement import COPIES_MAX
 from swift.log.record import DIMS_MAX, DTYPE_BY_CODE, DTYPE_BY_NAME, RecordKey
 
 SOURCE = Path(__file__).with_name("ring.cpp")
@@ -52,10 +58,11 @@ _STREAMS_AT = 4096
 _STREAM_BYTES = 128
 _NAME_BYTES = 64
 _MAGIC = 0x0001474E49525753  # "SWRING", version 1
-_HEADER = struct.Struct("=QQqqIIIBBxxQxxxxxxxx8q")
+_HEADER = struct.Struct("=QQqqIIIBBxxQq8q")
 assert _HEADER.size == HEADER_BYTES
 _RECORD, _PADDING = 1, 2
-_SEQUENCE_AT = 16
+_SEQUENCE_AT = (16, 56)
+_ACKED_AT = (64, 72)
 _NO_SHAPE = (0,) * DIMS_MAX
 _MADV_POPULATE_READ = 22
 
@@ -64,7 +71,7 @@ class Word:
     """Offsets of the control area's words."""
 
     MAGIC, CAPACITY, HEAD, TAIL, CONSUMER_SLEEPS, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
-    FLOOR, RESENT, FLOOR_AT, COUNTS = 320, 328, 336, (384, 448)
+    FLOOR, RESENT, FLOOR_AT, COUNTS, SERVERS = 320, 328, 336, (384, 448), (512, 520)
 
 
 class Counts(NamedTuple):
@@ -195,18 +202,40 @@ class Memory:
             raise UsageError(f"more than {STREAMS_MAX} streams of one rank cannot be logged")
         at = _STREAMS_AT + index * _STREAM_BYTES
         self.control[at : at + _NAME_BYTES] = name.encode().ljust(_NAME_BYTES, b"\0")
-        self.set_acked(index, -1)
+        for copy in range(COPIES_MAX):
+            self.set_acked(index, copy, -1)
 
     def stream(self, index: int) -> str:
         at = _STREAMS_AT + index * _STREAM_BYTES
         return bytes(self.control[at : at + _NAME_BYTES]).rstrip(b"\0").decode()
 
-    def acked(self, index: int) -> int:
-        """The sequence below which the log has everything of this stream; -1 if nothing is known."""
-        return self._numbers[(_STREAMS_AT + index * _STREAM_BYTES + _NAME_BYTES) // 8]
+    def acked(self, index: int, copy: int) -> int:
+        """The sequence below which that copy has everything of this stream; -1 if nothing is known."""
+        return self._numbers[_acked_at(index, copy)]
 
-    def set_acked(self, index: int, sequence: int) -> None:
-        self._numbers[(_STREAMS_AT + index * _STREAM_BYTES + _NAME_BYTES) // 8] = sequence
+    def set_acked(self, index: int, copy: int, sequence: int) -> None:
+        self._numbers[_acked_at(index, copy)] = sequence
+
+    # -- servers --------------------------------------------------------------------------------------
+
+    def assign(self, servers: Collection[int], entries: Iterable["Entry"]) -> dict[int, int]:
+        """(consumer, at its start) Gives each server a copy, the one that it had if it had one: server -> copy.
+
+        ``entries``: all that the ring holds. What is known of a copy is cleared before another server gets it.
+        """
+        free = [copy for copy in range(COPIES_MAX) if self.load(Word.SERVERS[copy]) not in servers]
+        held = list(entries) if free else []
+        for copy in free:
+            self.store(Word.SERVERS[copy], 0)  # whoever finds this begins here again
+            for entry in held:
+                entry.set_sequence(copy, -1)
+            for index in range(STREAMS_MAX):
+                self._numbers[_acked_at(index, copy)] = -1
+        found = {self.load(Word.SERVERS[copy]): copy for copy in range(COPIES_MAX) if copy not in free}
+        for server, copy in zip([server for server in servers if server not in found], free, strict=False):
+            self.store(Word.SERVERS[copy], server)
+            found[server] = copy
+        return found
 
     def close(self) -> None:
         """Unmaps, once no view of it is in use any more."""
@@ -216,6 +245,10 @@ class Memory:
         del self._anchor
         self._map.close()
         os.close(self.fd)
+
+
+def _acked_at(index: int, copy: int) -> int:
+    return (_STREAMS_AT + index * _STREAM_BYTES + _ACKED_AT[copy]) // 8
 
 
 # -- the trainer's side -------------------------------------------------------------------------------
@@ -235,6 +268,7 @@ def header_of(stream: int, key: RecordKey, dtype: str, shape: tuple[int, ...], s
         DTYPE_BY_NAME[dtype].code,
         dims,
         size,
+        -1,
         *shape,
         *_NO_SHAPE[dims:],
     )
@@ -379,14 +413,12 @@ class Entry:
     shape: tuple[int, ...]
     body: memoryview
 
-    @property
-    def sequence(self) -> int:
-        """-1 until it was first sent."""
-        return self.memory.numbers[(self.at + _SEQUENCE_AT) // 8]
+    def sequence(self, copy: int) -> int:
+        """-1 until it was first sent there."""
+        return self.memory.numbers[(self.at + _SEQUENCE_AT[copy]) // 8]
 
-    @sequence.setter
-    def sequence(self, value: int) -> None:
-        self.memory.numbers[(self.at + _SEQUENCE_AT) // 8] = value  # one store
+    def set_sequence(self, copy: int, value: int) -> None:
+        self.memory.numbers[(self.at + _SEQUENCE_AT[copy]) // 8] = value  # one store
 
 
 class Consumer:
@@ -421,9 +453,18 @@ class Consumer:
             index=stream,
             key=RecordKey(step, microbatch, slot),
             dtype=DTYPE_BY_CODE[code].name,
-            shape=tuple(fields[10 : 10 + dims]),
+            shape=tuple(fields[11 : 11 + dims]),
             body=self._memory.data[body : body + size].toreadonly(),
         )
+
+    def held(self) -> list[Entry]:
+        """All that is in the ring now; `next` is not moved by it."""
+        before, found = self.position, []
+        while (entry := self.next()) is not None:
+            if isinstance(entry, Entry):
+                found.append(entry)
+        self.position = before
+        return found
 
     def sleep(self, timeout_s: float) -> None:
         """Returns when there is something to read, or after a while."""

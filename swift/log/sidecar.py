@@ -6,7 +6,8 @@
     (watch)    tells the trainer when something is wrong with the log, and when it is well again
 
 It may be killed at any time. Its successor reads the ring from the tail: records that were given a sequence are sent
-again under the same one, the others are compared with what the server says that it has.
+again under the same one, the others are compared with what the servers say that they have. When the servers are to be
+others, the trainer kills it: its successor begins with those, and goes on with the ones that stay.
 
 Requests and answers are lines of JSON: ``{"id": 3, "do": "flush", …}``, ``{"id": 3, "error": null}``; unasked
 ``{"trouble": …}``, ``{"codec": …}`` and ``{"room": true}``. What has the
@@ -23,18 +24,19 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from swift import errors, events
+from swift import events
 from swift.errors import LogUnavailable, RecordTrimmed, ServiceError, StaleGeneration, SwiftError
 from swift.log.choice import Choice
 from swift.log.link_core import Outgoing
 from swift.log.memory import keep_freed_memory
-from swift.log.placement import server_of
+from swift.log.placement import COPIES_MAX
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.ring import STREAMS_MAX, Consumer, Counts, Entry, Memory, Word
+from swift.log.sidecar_messages import Message, error_to_json
 from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
 
 DRAIN_S = 10.0
@@ -43,37 +45,22 @@ _SLEEP_S = 0.1
 _ASK_S = 1.0
 _RETRY_S = 0.1
 
-Message = dict[str, Any]
-
-
-def error_to_json(error: SwiftError | None) -> Message | None:
-    return None if error is None else {"class": type(error).__name__, "message": str(error)}
-
-
-def error_from_json(value: Message | None) -> SwiftError | None:
-    """The same class with the same text."""
-    if value is None:
-        return None
-    kind = getattr(errors, value["class"], None)
-    if not (isinstance(kind, type) and issubclass(kind, SwiftError)):
-        kind = ServiceError
-    return kind(value["message"])
-
 
 class _Placed(Outgoing):
     """A record whose sequence stands in the ring, before it is sent: a successor must give it the same one."""
 
-    def __init__(self, entry: Entry, **fields: Any) -> None:
+    def __init__(self, entry: Entry, copy: int, **fields: Any) -> None:
         self._entry = entry
-        super().__init__(sequence=entry.sequence, **fields)
+        self._copy = copy
+        super().__init__(sequence=entry.sequence(copy), **fields)
 
     @property
     def sequence(self) -> int:
-        return self._entry.sequence
+        return self._entry.sequence(self._copy)
 
     @sequence.setter
     def sequence(self, value: int) -> None:
-        self._entry.sequence = value
+        self._entry.set_sequence(self._copy, value)
 
 
 class RingWriter(LogWriter):
@@ -86,10 +73,13 @@ class RingWriter(LogWriter):
         tell: Callable[[Message], None],
         dropped: int | None = None,
         over: Callable[[], bool] = lambda: False,
+        *,
+        servers: Mapping[str, int],
         **options: Any,
     ) -> None:
         """``tell`` sends a message to the trainer; it may be gone. ``dropped``: see `discard`; a predecessor has not
-        done it, and what it left must not be claimed under the new generation. ``over``: nothing more is tried."""
+        done it, and what it left must not be claimed under the new generation. ``over``: nothing more is tried.
+        ``servers``: address -> its number, another one each time that it has come."""
         self._memory = memory
         self._over = over
         self._consumer = Consumer(memory, wake)
@@ -104,28 +94,31 @@ class RingWriter(LogWriter):
         self._resent_before = memory.load(Word.RESENT)
         if dropped is not None:
             self._drop(dropped)
-        super().__init__(**options)
-        self._floor_at_start = self._memory.load(Word.FLOOR)
-        self._unlearned = self._resume(wake)
+        held = self._consumer.held()
+        numbers = memory.assign(servers.values(), held)
+        self._copies = {address: numbers[number] for address, number in servers.items()}
+        super().__init__(tuple(servers), **options)
+        self._floor_at_start = min([memory.load(Word.FLOOR), *(entry.key.step for entry in held)])
+        given = [self._resume(address, copy, held) for address, copy in self._copies.items()]
+        resumed = memory.load(Word.TAIL) > 0 or any(given)
+        self._unlearned = {
+            name: list(self._servers) for name in (self._names if resumed else ()) if name
+        }  # what a predecessor may have sent something of, and which servers are to say it
 
-    def _resume(self, wake: int) -> set[str]:
-        """Puts the streams where a predecessor left them; gives those of which it may have sent something."""
+    def _resume(self, server: str, copy: int, held: Sequence[Entry]) -> bool:
+        """Puts the streams where a predecessor left them; whether it has sent anything that is still in the ring."""
         given: dict[int, list[int]] = {}
-        scan = Consumer(self._memory, wake)
-        while (entry := scan.next()) is not None:
-            if isinstance(entry, Entry):
-                self._floor_at_start = min(self._floor_at_start, entry.key.step)
-                if entry.sequence >= 0:
-                    given.setdefault(entry.index, []).append(entry.sequence)
+        for entry in held:
+            if entry.sequence(copy) >= 0:
+                given.setdefault(entry.index, []).append(entry.sequence(copy))
         for index, name in enumerate(self._names):
-            acked, sequences = self._memory.acked(index), given.get(index, [])
+            acked, sequences = self._memory.acked(index, copy), given.get(index, [])
             if name and (acked >= 0 or sequences):
                 if acked < 0:  # nothing of it has left the ring: it was opened at the first of these
                     acked = sequences[0]
-                link = self._links[server_of(name, self._servers)]
-                link.resume(name, acked, max([acked, *(sequence + 1 for sequence in sequences)]))
-        resumed = self._memory.load(Word.TAIL) > 0 or bool(given)
-        return {name for name in self._names if name} if resumed else set()
+                following = max([acked, *(sequence + 1 for sequence in sequences)])
+                self._links[server].resume(name, acked, following)
+        return bool(given)
 
     # -- main -----------------------------------------------------------------------------------------
 
@@ -157,8 +150,8 @@ class RingWriter(LogWriter):
             return False
         held = entry.body.nbytes + _OVERHEAD_BYTES
         item = _Item(stream, entry.key, entry.dtype, entry.shape, entry.body, held)
-        item.framed = functools.partial(_Placed, entry)
-        item.sent_before = entry.sequence >= 0
+        item.framed = functools.partial(self._placed, entry)
+        item.sent_before = [s for s, copy in self._copies.items() if entry.sequence(copy) >= 0]
         with self._sweeping:
             self._outstanding.append((entry.end, entry, item))
         with self._cond:
@@ -167,15 +160,19 @@ class RingWriter(LogWriter):
             self._cond.notify_all()
         return True
 
+    def _placed(self, entry: Entry, server: str, **fields: Any) -> Outgoing:
+        return _Placed(entry, self._copies[server], **fields)
+
     def _learn(self, stream: str) -> bool:
-        """What a predecessor knew to be in the log, the server is asked for. False: it has to be asked again."""
+        """What a predecessor knew to be in the log, the servers are asked for. False: they have to be asked again."""
         reader = LogReader(self._servers, self.job)
         began = time.monotonic()
         from_step = self._floor_at_start
+        left = self._unlearned[stream]
         try:
             while not (self._calling.is_set() or self._over()):
                 try:
-                    self.expect(stream, reader.digests(stream, from_step, timeout_s=_ASK_S))
+                    self.expect(stream, reader.digests(stream, from_step, left[0], timeout_s=_ASK_S), left[0])
                 except SwiftError as error:
                     floor = self._memory.load(Word.FLOOR)
                     if isinstance(error, RecordTrimmed) and from_step < floor:
@@ -184,9 +181,12 @@ class RingWriter(LogWriter):
                     if not isinstance(error, LogUnavailable) or time.monotonic() - began > self._patience_s:
                         self._asking = error
                     time.sleep(_RETRY_S)
-                else:
-                    self._asking = None
-                    self._unlearned.discard(stream)
+                    continue
+                self._asking = None
+                from_step = self._floor_at_start
+                left.pop(0)
+                if not left:
+                    del self._unlearned[stream]
                     return True
             return False
         finally:
@@ -216,31 +216,32 @@ class RingWriter(LogWriter):
 
     def _sweep(self) -> bool:
         """Moves the tail behind what is acknowledged. True if the trainer waits for that."""
-        acked: dict[str, int] = {}
+        acked: dict[tuple[str, str], int] = {}
         position, records, size, stored, verified = -1, 0, 0, 0, 0
-        memory = self._memory
         while self._outstanding:
             end, entry, item = self._outstanding[0]
             if entry is not None and item is not None:
                 if not item.outcome:
                     break  # it may be durable already, if a predecessor has sent it, but the worker reads it
-                if item.outcome in ("equal", "refused"):
-                    verified += item.outcome == "equal"
-                else:
-                    if item.stream not in acked:
-                        acked[item.stream] = self._links[server_of(item.stream, self._servers)].acked(
-                            item.stream
-                        )
-                        sent = entry.sequence >= 0
-                        if sent and acked[item.stream] > memory.acked(entry.index):
-                            memory.set_acked(entry.index, acked[item.stream])
-                    if not 0 <= entry.sequence < acked[item.stream]:
-                        break
+                if not all(self._is_durable(entry, item.stream, server, acked) for server in item.sent_to):
+                    break
+                verified += item.outcome in ("equal", "copied")
+                if item.outcome == "sent":
                     records, size = records + 1, size + entry.body.nbytes
                     stored += item.stored_bytes
             self._outstanding.popleft()
             position = end
         return position >= 0 and self._consumer.release(position, Counts(records, size, stored, verified))
+
+    def _is_durable(self, entry: Entry, stream: str, server: str, acked: dict[tuple[str, str], int]) -> bool:
+        """On that server. ``acked``: what was found out about streams in this sweep."""
+        copy, memory = self._copies[server], self._memory
+        sequence = entry.sequence(copy)
+        if (stream, server) not in acked:
+            known = acked[stream, server] = self._links[server].acked(stream)
+            if sequence >= 0 and known > memory.acked(entry.index, copy):
+                memory.set_acked(entry.index, copy, known)
+        return 0 <= sequence < acked[stream, server]
 
     # -- control --------------------------------------------------------------------------------------
 
@@ -263,7 +264,8 @@ class RingWriter(LogWriter):
         """The server was reset: it need not have what it has acknowledged."""
         self._outstanding.clear()
         for index in range(STREAMS_MAX):
-            self._memory.set_acked(index, -1)
+            for copy in range(COPIES_MAX):
+                self._memory.set_acked(index, copy, -1)
         self._consumer.position = max(self._consumer.position, upto)
         self._consumer.release(self._consumer.position)
 
@@ -420,6 +422,7 @@ class Sidecar:
             writer.expect(
                 request["stream"],
                 {RecordKey(*numbers): bytes.fromhex(digest) for *numbers, digest in request["digests"]},
+                request["server"],
             )
         elif do == "set_generation":
             writer.set_generation(request["generation"])

@@ -1,16 +1,12 @@
 """The writing end of the log for a trainer: a ring in shared memory, and the sidecar that empties it."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from swift import events
@@ -18,10 +14,11 @@ from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftErro
 from swift.log import ring
 from swift.log.choice import Choice
 from swift.log.memory import address_of
+from swift.log.placement import COPIES_MAX, PATIENCE_S
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, check_name
 from swift.log.ring import HEADER_BYTES, Memory, Producer, Word, header_of, producer
-from swift.log.sidecar import Message, error_from_json
-from swift.log.sidecar_expectations import expectations
+from swift.log.sidecar_messages import Expectations, Message, error_from_json, expectations
+from swift.log.sidecar_process import spawn
 from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Declaring, Unlogged
 from swift.log.writer import LogWriter, WriterStats, check_options
 
@@ -50,8 +47,9 @@ class SidecarWriter(Declaring):
 
     ``module`` is the program that is started.
 
-    A sidecar that dies is replaced by another one, which goes on with the same ring. One that outlives its trainer
-    sends what the ring holds, for at most 10 s, and ends.
+    A sidecar that dies is replaced by another one, which goes on with the same ring; and so it is, on purpose, when a
+    generation brings other servers. One that outlives its trainer sends what the ring holds, for at most 10 s, and
+    ends.
     """
 
     module = "swift.log.sidecar"
@@ -65,7 +63,7 @@ class SidecarWriter(Declaring):
         codec: str | Mapping[str, str] = "none",
         fsync: str | Mapping[str, str] = "",
         queue_bytes: int = 256 << 20,
-        patience_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
         when_full: str = "block",
         name: str = "",
     ) -> None:
@@ -73,8 +71,11 @@ class SidecarWriter(Declaring):
         self.job = job
         self.generation = generation
         self.restarts = 0
+        self._coming = 0
+        self._servers: dict[str, int] = {}
+        """Those that keep the streams -> their numbers in the ring (`swift.log.ring.Memory.assign`)."""
+        self._renumber(servers)
         self._begin: Message = {
-            "servers": list(servers),
             "job": job,
             "codec": codec if isinstance(codec, str) else dict(codec),
             "fsync": fsync if isinstance(fsync, str) else dict(fsync),
@@ -102,10 +103,11 @@ class SidecarWriter(Declaring):
         self._number = 0
         self._blocked_seconds = 0.0
         self._choices: dict[str, Choice] = {}
-        self._expected: dict[str, dict[RecordKey, bytes]] = {}
+        self._expected = Expectations()
         self._streams: dict[str, int] = {}
         self._lent: deque[tuple[int, object]] = deque()
         self._deaths: deque[float] = deque()
+        self._moving = False  # the sidecar was ended on purpose
         self._stats: WriterStats | None = None  # once it is closed
         self._finish: Callable[[], None] = lambda: None
         self._let_go: Callable[[], None] = lambda: None
@@ -279,13 +281,14 @@ class SidecarWriter(Declaring):
                 self._producer.wait(self._producer.reserved)
             self._lent.clear()
 
-    def expect(self, stream: str, digests: Mapping[RecordKey, bytes]) -> None:
+    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
         """As `LogWriter.expect`."""
         check_name("stream", stream)
-        with self._cond:
-            self._expected.setdefault(stream, {}).update(digests)  # a successor of the sidecar is told too
-        for message in expectations({stream: digests}):
-            self._request(message)
+        for one in [server] if server else list(self._servers):
+            with self._cond:  # a successor of the sidecar is told too
+                self._expected.add(stream, one, digests)
+            for message in expectations(stream, one, digests):
+                self._request(message)
 
     def flush(self, timeout_s: float) -> None:
         """As `LogWriter.flush`."""
@@ -308,9 +311,35 @@ class SidecarWriter(Declaring):
             self._interrupted = True
             self._cond.notify_all()
 
-    def set_generation(self, generation: int) -> None:
+    def set_generation(self, generation: int, servers: Sequence[str] = ()) -> None:
         """As `LogWriter.set_generation`."""
+        if generation >= self.generation and servers and set(servers) != set(self._servers):
+            self._move(generation, servers)
         self._enter(generation, {"do": "set_generation", "generation": generation})
+
+    def _move(self, generation: int, servers: Sequence[str]) -> None:
+        """The sidecar's successor begins with these servers; what the ring holds is sent to those that lack it."""
+        with self._replacing:
+            with self._cond:
+                if self._closed:
+                    self._raise_pending()
+                self._renumber(servers)
+                self.generation = generation
+                self._expected.keep(self._servers)
+            self._moving = True
+            self._process.kill()
+            self._process.wait()  # it answers nothing any more
+
+    def _renumber(self, servers: Sequence[str]) -> None:
+        if len(set(servers)) > COPIES_MAX:
+            raise UsageError(
+                f"at most {COPIES_MAX} log servers can keep what one rank writes, not {len(servers)}"
+            )
+        before, self._servers = self._servers, {}
+        for server in dict.fromkeys(servers):
+            if server not in before:
+                self._coming += 1
+            self._servers[server] = before.get(server, self._coming)
 
     def restart(self, generation: int) -> None:
         """As `LogWriter.restart`."""
@@ -343,11 +372,8 @@ class SidecarWriter(Declaring):
             self._memory.store(Word.FLOOR_AT, self._producer.reserved)
             self._memory.store(Word.FLOOR, step)
         with self._cond:
-            for stream, known in list(self._expected.items()):
-                # What waits in the ring may still be compared, by a successor: it asks the server.
-                self._expected[stream] = {key: value for key, value in known.items() if key.step >= step}
-                if not self._expected[stream]:
-                    del self._expected[stream]
+            # What waits in the ring may still be compared, by a successor: it asks the server.
+            self._expected.forget_below(step)
 
     def close(self, flush_timeout_s: float = 10.0) -> None:
         """As `LogWriter.close`; the sidecar has ended when this returns."""
@@ -390,7 +416,7 @@ class SidecarWriter(Declaring):
 
     def _start(self) -> None:
         try:
-            self._process, line = self._spawn()
+            self._process, line = spawn(self.module, self._memory.fd, self._wake)
         except OSError as error:
             raise ServiceError(f"the log's sidecar cannot be started: {error}") from None
         with self._cond:
@@ -398,36 +424,10 @@ class SidecarWriter(Declaring):
             again = self._waiting.values()
             dropped = max((one["upto"] for one in again if one["do"] == "restart"), default=None)
             first = {"do": "begin", "generation": self.generation, "dropped": dropped, **self._begin}
-            for message in (first, *expectations(self._expected), *again, {"do": "go"}):
+            first["servers"] = self._servers
+            for message in (first, *self._expected.messages(), *again, {"do": "go"}):
                 self._send({"id": 0, **message})
         events.emit("sidecar_started", name=self._name, sidecar_pid=self._process.pid, restarts=self.restarts)
-
-    def _spawn(self) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """The process, and our end of the line to it."""
-        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        with contextlib.ExitStack() as stack:
-            ours, theirs = socket.socketpair()
-            stack.callback(theirs.close)
-            failed = stack.enter_context(contextlib.ExitStack())
-            failed.callback(ours.close)
-            trainer = os.pidfd_open(os.getpid())
-            stack.callback(os.close, trainer)
-            fds = {"socket": theirs.fileno(), "ring": self._memory.fd, "wake": self._wake, "trainer": trainer}
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", self.module),
-                    *(word for name, fd in fds.items() for word in (f"--{name}", str(fd))),
-                ],
-                # It may live longer than this process: nobody must wait for the end of our output on its account.
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=tuple(fds.values()),
-                start_new_session=True,  # a signal to our group is not for it
-                env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths))},
-            )
-            failed.pop_all()
-            return process, ours
 
     def _send(self, message: Message) -> None:
         with self._sending:
@@ -483,9 +483,11 @@ class SidecarWriter(Declaring):
 
     def _replace(self) -> SwiftError | None:
         """Another sidecar for the same ring; why not, if it dies again and again."""
-        self.restarts += 1
-        self._deaths.append(time.monotonic())
-        while self._deaths[0] < self._deaths[-1] - _RESTARTS_WITHIN_S:
+        if not self._moving:
+            self.restarts += 1
+            self._deaths.append(time.monotonic())
+        self._moving = False
+        while self._deaths and self._deaths[0] < self._deaths[-1] - _RESTARTS_WITHIN_S:
             self._deaths.popleft()
         if len(self._deaths) > _RESTARTS_MAX:
             return LogUnavailable(

@@ -1,18 +1,28 @@
 """The writing end of the log, in a rank."""
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
-from swift.log.choice import Choice
+from swift.errors import (
+    Divergence,
+    LogInterrupted,
+    LogUnavailable,
+    RecordCorrupt,
+    ServiceError,
+    SwiftError,
+    UsageError,
+)
+from swift.log.choice import Choice, LinkRate
 from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, raw_bytes_of
 from swift.log.link import Link
 from swift.log.link_core import Outgoing
 from swift.log.packing import Packer, check_codec
-from swift.log.placement import server_of
+from swift.log.placement import PATIENCE_S
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
 from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, MARK_SLOT, WHEN_FULL, Declaring, Unlogged
 from swift.log.wire import Fsync
@@ -65,6 +75,11 @@ class WriterStats:
     dropped_bytes: int = 0
 
 
+def _framed(server: str, **fields: Any) -> Outgoing:
+    """The copy of a record that goes to a server."""
+    return Outgoing(**fields)
+
+
 @dataclass(slots=True, eq=False)
 class _Item:
     stream: str
@@ -73,34 +88,47 @@ class _Item:
     shape: tuple[int, ...]
     body: memoryview
     held_bytes: int
-    framed: Callable[..., Outgoing] = Outgoing
-    sent_before: bool = False
-    """By a writer that was killed: it is sent again whatever the log holds."""
+    framed: Callable[..., Outgoing] = _framed
+    sent_before: Collection[str] = ()
+    """The servers that a writer that was killed has sent it to: it is sent there again whatever they hold."""
     stored_bytes: int = 0
     """What the codec has made of it."""
+    sent_to: tuple[str, ...] = ()
+    """The servers whose links it was handed to."""
     outcome: str = ""
-    """What the worker has made of it: "sent" (handed to a link), "durable", "equal", "refused"."""
+    """What the worker has made of it: "sent", "copied" (only to servers that lacked it), "equal", "refused"."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A record that the log has, or that is on its way there."""
+
+    digest: bytes
+    servers: set[str] = field(default_factory=set)
+    """That hold it, or are being sent it."""
 
 
 class LogWriter(Declaring):
-    """All streams that one rank writes, over Append calls to the servers that hold them.
+    """All streams that one rank writes, over one Append call to each of the servers that keep a copy.
 
     Call sequence::
 
         (coordinator)    admin.fence(server, job, generation)            grants the generation
         (a rank)         writer = LogWriter(servers, job, generation)
-        (a replaying one)writer.expect(stream, reader.digests(stream, from_step))
+        (a replaying one)writer.expect(stream, reader.digests(stream, from_step), server)
         (every tensor)   writer.append(stream, key, dtype, shape, body)  returns at once
         (a failure)      writer.interrupt()                              frees a blocked append
         (after a fence)  writer.set_generation(g)                        sends again what was not acked
         (a report)       writer.flush(timeout_s)                         all of it is durable
         (a checkpoint)   writer.forget_below(step)
 
-    One thread digests, compares and compresses; one per server sends. At most ``queue_bytes`` wait, counting
-    what is sent and not acknowledged; then `append` blocks, or with ``when_full="drop"`` drops the record and declares
-    its step unlogged (`swift.log.unlogged`). A server may be killed and started again on the
-    same address and directory: nothing is lost or doubled. After ``patience_s`` without an acknowledgement
-    `append` and `flush` raise LogUnavailable, until the log moves again.
+    One thread digests, compares and compresses; one per server sends. A record goes to every server, each of
+    which numbers it by itself, and is held until all have acknowledged it. At most ``queue_bytes`` wait, counting
+    what is sent and not acknowledged, each copy for itself; then `append` blocks, or with ``when_full="drop"`` drops
+    the record and declares its step unlogged (`swift.log.unlogged`). A server may be killed and
+    started again on the same address and directory: nothing is lost or doubled. One that is replaced by others
+    (`set_generation`) leaves them what it had not acknowledged, and what of it comes again. After ``patience_s``
+    without an acknowledgement `append` and `flush` raise LogUnavailable, until the log moves again.
     """
 
     def __init__(
@@ -112,7 +140,7 @@ class LogWriter(Declaring):
         codec: str | Mapping[str, str] = "none",
         fsync: str | Mapping[str, str] = "",
         queue_bytes: int = 256 << 20,
-        patience_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
         when_full: str = "block",
         name: str = "",
     ) -> None:
@@ -124,7 +152,7 @@ class LogWriter(Declaring):
         self.job = job
         self.generation = generation
         self.stats = WriterStats()
-        self._servers = tuple(servers)
+        self._servers = tuple(dict.fromkeys(servers))
         self._packer = Packer(codec, self._on_choice)
         self._queue_bytes = queue_bytes
         self._patience_s = patience_s
@@ -134,15 +162,16 @@ class LogWriter(Declaring):
         self._inbox: deque[_Item] = deque()
         self._held_bytes = 0
         self._working: _Item | None = None
-        self._known: dict[str, dict[RecordKey, bytes]] = {}
+        self._known: dict[str, dict[RecordKey, _Known]] = {}
         self._error: SwiftError | None = None
         self._interrupted = False
         self._closed = False
-        policy_of = (lambda stream: fsync.get(stream, "")) if isinstance(fsync, Mapping) else lambda _: fsync
-        self._links = {
-            address: Link(address, job, generation, name or job, self._on_change, policy_of)
-            for address in dict.fromkeys(servers)
-        }
+        self._name = name or job
+        self._fsync = (
+            (lambda stream: fsync.get(stream, "")) if isinstance(fsync, Mapping) else lambda _: fsync
+        )
+        self._links = {address: self._link(address) for address in self._servers}
+        self._resent = 0  # by links that are gone
         self._worker = threading.Thread(target=self._work, name=f"log-writer-{name or job}", daemon=True)
         self._worker.start()
 
@@ -248,11 +277,22 @@ class LogWriter(Declaring):
     def settle(self) -> None:
         """Nothing was lent."""
 
-    def expect(self, stream: str, digests: Mapping[RecordKey, bytes]) -> None:
-        """Declares what the log holds of a stream: these keys are compared, not sent."""
+    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
+        """Declares what one server, or every one, holds of a stream: these keys are compared, and not sent there.
+
+        RecordCorrupt: another copy has another record under one of these keys.
+        """
         check_name("stream", stream)
         with self._cond:
-            self._known.setdefault(stream, {}).update(digests)
+            known = self._known.setdefault(stream, {})
+            for key, digest in digests.items():
+                record = known.setdefault(key, _Known(digest))
+                if record.digest != digest:
+                    raise RecordCorrupt(
+                        f"{stream} {key} differs between its copies ({record.digest.hex()}; on {server or 'others'} "
+                        f"{digest.hex()})"
+                    )
+                record.servers.update([server] if server else self._servers)
 
     def flush(self, timeout_s: float) -> None:
         """Returns when everything appended is durable. Raises what `append` raises; ServiceError in time."""
@@ -278,17 +318,18 @@ class LogWriter(Declaring):
             self._interrupted = True
             self._cond.notify_all()
 
-    def set_generation(self, generation: int) -> None:
+    def set_generation(self, generation: int, servers: Sequence[str] = ()) -> None:
         """(after a fence) Goes on under the new generation: streams are opened again, what was not acked is
-        sent again. Pending errors are forgotten."""
-        self._begin(generation, discard=False)
+        sent again. Pending errors are forgotten. ``servers``: those that keep the streams from now on; the
+        others are not spoken to again."""
+        self._begin(generation, discard=False, servers=servers)
 
     def restart(self, generation: int) -> None:
         """(after a fence and admin.reset: everybody restores a checkpoint) As set_generation, but what was
         not acked is dropped, and so is all knowledge of what the log holds."""
         self._begin(generation, discard=True)
 
-    def _begin(self, generation: int, discard: bool) -> None:
+    def _begin(self, generation: int, discard: bool, servers: Sequence[str] = ()) -> None:
         with self._cond:
             if generation < self.generation:
                 raise UsageError(f"generation {generation} is older than {self.generation}")
@@ -297,6 +338,7 @@ class LogWriter(Declaring):
                 self._inbox.clear()
                 self._cond.wait_for(lambda: self._working is None)
             self.generation = generation
+            left = self._move(tuple(dict.fromkeys(servers))) if servers else []
             for link in self._links.values():
                 self._held_bytes -= link.set_generation(generation, discard)
             if discard:
@@ -305,6 +347,36 @@ class LogWriter(Declaring):
             self._error = None
             self._interrupted = False
             self._cond.notify_all()
+        for link in left:
+            link.close()
+
+    def _link(self, address: str) -> Link:
+        return Link(address, self.job, self.generation, self._name, self._on_change, self._fsync)
+
+    def _move(self, servers: tuple[str, ...]) -> list[Link]:
+        """(holding the lock) From now on these servers keep the streams. Gives the others' links, to be closed."""
+        gone = [self._links.pop(address) for address in self._servers if address not in servers]
+        new = [address for address in servers if address not in self._links]
+        self._links |= {address: self._link(address) for address in new}
+        self._servers = servers
+        for known in self._known.values():
+            for record in known.values():
+                record.servers.intersection_update(servers)
+        left: dict[tuple[str, RecordKey], Outgoing] = {}
+        for link in gone:
+            self._resent += link.resent
+            for pending in link.take_pending():
+                self._held_bytes -= pending.held_bytes
+                left.setdefault((pending.stream, pending.key), pending)
+        for (stream, key), pending in left.items():
+            # The servers that stay have it, or are being sent it: its key may be forgotten already.
+            had = self._known.get(stream, {}).get(key)
+            for server in new:
+                if had is None or server not in had.servers:
+                    self._enqueue(server, replace(pending, sequence=-1))
+                if had is not None:
+                    had.servers.add(server)
+        return gone
 
     def forget_below(self, step: int) -> None:
         """Keys of older steps will not come again."""
@@ -346,7 +418,7 @@ class LogWriter(Declaring):
     def _on_change(self, freed: int) -> None:
         with self._cond:
             self._held_bytes -= freed
-            self.stats.resent = sum(link.resent for link in self._links.values())
+            self.stats.resent = self._resent + sum(link.resent for link in self._links.values())
             self._cond.notify_all()
 
     def _on_error(self, error: SwiftError) -> None:
@@ -380,25 +452,24 @@ class LogWriter(Declaring):
             self._on_change(freed)
 
     def _take(self, item: _Item) -> int:
-        """Verifies or sends; gives the bytes that are free again."""
+        """Verifies, sends, or both; gives the bytes that are free again: each copy is counted anew."""
         digest = digest_of(item.dtype, item.shape, item.body)
         with self._cond:
-            known = self._known.setdefault(item.stream, {})
-            logged = known.setdefault(item.key, digest)
-            fresh = logged is digest or item.sent_before
-        if not fresh:
-            if logged != digest:
-                raise Divergence(
-                    f"{item.stream} {item.key}: the tensor computed again ({digest.hex()}) "
-                    f"is not the logged one ({logged.hex()})"
-                )
+            logged = self._known.setdefault(item.stream, {}).setdefault(item.key, _Known(digest))
+            missing = self._missing(item, logged)
+        if logged.digest != digest and not item.sent_before:
+            raise Divergence(
+                f"{item.stream} {item.key}: the tensor computed again ({digest.hex()}) "
+                f"is not the logged one ({logged.digest.hex()})"
+            )
+        if not missing:
             self.stats.verified += 1
             item.outcome = "equal"
             return item.held_bytes
-        link = self._links[server_of(item.stream, self._servers)]
-        codec, stored = self._packer.pack(item.stream, item.dtype, item.body, link.rate)
+        codec, stored = self._packer.pack(item.stream, item.dtype, item.body, self._rate)
         item.stored_bytes = len(stored)
-        record = item.framed(
+        framed = functools.partial(
+            item.framed,
             stream=item.stream,
             key=item.key,
             dtype=item.dtype,
@@ -410,11 +481,35 @@ class LogWriter(Declaring):
             digest=digest,
             held_bytes=item.held_bytes,
         )
-        if not link.enqueue(record):
-            item.outcome = "durable"
-            return item.held_bytes
-        item.outcome = "sent"
-        self.stats.records += 1
-        self.stats.bytes += item.body.nbytes
-        self.stats.stored_bytes += item.stored_bytes
-        return 0
+        with self._cond:  # the servers may be others by now
+            known = self._known.setdefault(item.stream, {}).setdefault(item.key, logged)
+            missing = self._missing(item, known)
+            copied = bool(known.servers) and not item.sent_before
+            for server in missing:
+                self._enqueue(server, framed(server))
+            known.servers.update(missing)
+            if copied:
+                self.stats.verified += 1  # and one copy is made good
+            else:
+                self.stats.records += 1
+                self.stats.bytes += item.body.nbytes
+                self.stats.stored_bytes += item.stored_bytes
+            item.sent_to = missing
+            item.outcome = "copied" if copied else "sent"  # last: whoever sees it goes by `sent_to`
+        return item.held_bytes
+
+    def _missing(self, item: _Item, known: _Known) -> tuple[str, ...]:
+        """The servers that are to be sent it."""
+        return tuple(s for s in self._servers if s in item.sent_before or s not in known.servers)
+
+    def _enqueue(self, server: str, record: Outgoing) -> None:
+        """(holding the lock)"""
+        if self._links[server].enqueue(record):
+            self._held_bytes += record.held_bytes
+
+    def _rate(self) -> LinkRate | None:
+        """Of the slowest link: a record is durable when all have it."""
+        with self._cond:
+            links = list(self._links.values())
+        known = [rate for rate in (link.rate() for link in links) if rate is not None]
+        return min(known, key=lambda rate: rate.bytes_per_s, default=None)

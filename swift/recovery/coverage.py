@@ -69,9 +69,11 @@ def _lacks(summary: StreamSummary, first: int, last: int) -> str:
             f"{summary.stream} is trimmed below step {summary.trimmed_below_step}, and step {first} is needed"
         )
     if summary.records == 0:
-        return f"{summary.stream} is empty, and step {first} is needed"
+        return f"{summary.stream} is empty, and step {first} is needed{_why(summary)}"
     if summary.first_step > first:
-        return f"{summary.stream} begins at step {summary.first_step}, and step {first} is needed"
+        return (
+            f"{summary.stream} begins at step {summary.first_step}, and step {first} is needed{_why(summary)}"
+        )
     if summary.last_step < last:
         return f"{summary.stream} ends at step {summary.last_step}, and step {last} is needed"
     return ""
@@ -117,4 +119,8 @@ def collective_source(
 
 
 def _corrupt(summary: StreamSummary) -> str:
-    return f"{summary.stream} is corrupt" + (f" ({summary.reason})" if summary.reason else "")
+    return f"{summary.stream} is corrupt{_why(summary)}"
+
+
+def _why(summary: StreamSummary) -> str:
+    return f" ({summary.reason})" if summary.reason else ""

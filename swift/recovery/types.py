@@ -158,7 +158,7 @@ class StreamSummary:
     trimmed_below_step: int = 0
     corrupt: bool = False
     reason: str = ""
-    """Why it is corrupt."""
+    """Why it is corrupt, or why it begins so late."""
     unlogged: tuple[int, int] | None = None
     """The first and the last step of which records were dropped, because the log could not keep up."""
 
@@ -244,6 +244,11 @@ class Plan:
         """The job's state is not what the log and the checkpoints lead to any more: its records go."""
         replays = any(rank_plan.from_version < self.target_version for rank_plan in self.ranks)
         return self.restores or not (self.exact or replays)
+
+    @property
+    def reads_log(self) -> bool:
+        """Some rank replays."""
+        return any(rank_plan.from_version < self.target_version for rank_plan in self.ranks)
 
     def of(self, rank: int) -> RankPlan:
         return next(rank_plan for rank_plan in self.ranks if rank_plan.rank == rank)

@@ -101,6 +101,7 @@ class Engine:
         self._restorer = Restorer(rank, member, channel, state, store, faults, world)
         self._writer: Writer | None = None
         self.log_servers: list[str] = []
+        self._own_servers: list[str] = []  # those that keep what this rank writes
         self._world = world  # all ranks
         self._audit = audit  # None: there are no replicas to compare with
         self._shard = shard
@@ -149,7 +150,8 @@ class Engine:
 
     def _report(self, view: pb.View) -> None:
         if self._writer is not None:
-            self._writer.set_generation(view.generation)
+            self._place_log(view)
+            self._writer.set_generation(view.generation, self._own_servers)
             try:
                 self._writer.flush(FLUSH_TIMEOUT_S)
             except LogUnavailable as error:
@@ -177,11 +179,25 @@ class Engine:
             return Standing(version=None)
         return self._state.updates.standing(self._state.version)
 
+    def _place_log(self, view: pb.View) -> None:
+        """Takes the servers that the View names for what this rank writes."""
+        before = self._own_servers
+        self._own_servers = [s for logs in view.log_copies if logs.rank == self._rank for s in logs.servers]
+        if self._own_servers != before:
+            events.emit(
+                "log_placed",
+                rank=self._rank,
+                generation=view.generation,
+                servers=self._own_servers,
+                instead_of=before,
+            )
+
     def _open_log(self, view: pb.View) -> None:
         self.log_servers = list(view.log_servers)
         if self._writer is None:
+            self._place_log(view)
             self._writer = open_writer(
-                self.log_servers,
+                self._own_servers,
                 view.job,
                 view.generation,
                 codec=self._config.codec,
@@ -381,7 +397,7 @@ class Engine:
 
     def _follow_plan(self, plan: pb.Plan, train_step: TrainStep) -> None:
         assert self._writer is not None
-        self._restorer.follow(plan, self._writer, self.log_servers, lambda: self._step(train_step))
+        self._restorer.follow(plan, self._writer, self._own_servers, lambda: self._step(train_step))
 
     def _drop_step(self) -> None:
         self._channel.end_replay()

@@ -13,8 +13,9 @@ import torch
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
-from swift.errors import ReplayRefused, ReplicaDiffers, ServiceError
+from swift.errors import RecordCorrupt, ReplayRefused, ReplicaDiffers, ServiceError
 from swift.log.reader import LogReader
+from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
 from swift.log.unlogged import Steps
@@ -98,7 +99,8 @@ class Restorer:
         self._faults = faults
 
     def follow(self, plan: pb.Plan, writer: Writer, log_servers: list[str], step: Callable[[], None]) -> None:
-        """Returns with the state at the plan's target; `step` does one step of the trainer.
+        """Returns with the state at the plan's target; `step` does one step of the trainer. `log_servers`: those that
+        keep what this rank writes.
 
         Raises ReplayRefused if it cannot be done as planned, Interrupted if a newer generation comes.
         """
@@ -120,17 +122,15 @@ class Restorer:
             writer.restart(plan.generation)
         self._copy_replicas(plan)
         arrives = mine.strategy == pb.REPLAY or (mine.strategy == pb.REPLICA and not self._state.lived)
-        if arrives and mine.from_version == target:
-            # Nothing to replay, but the process that held the rank before has logged some of the next step.
-            reader = LogReader(log_servers, self._member.client.job)
-            try:
-                self._expect_own(reader, writer, target)
-            finally:
-                reader.close()
+        older = mine.strategy == pb.REPLAY or (mine.strategy == pb.REPLICA and mine.from_version < target)
+        if older or not self._state.lived:
+            # What is done from here on, be it the next step, was logged by a process that held the rank before, or by
+            # this one, which has forgotten it.
+            self._expect_own(writer, log_servers, mine.from_version)
         if arrives and mine.strategy == pb.REPLICA and writer.drops:
             self._distrust_own(writer, log_servers, mine.from_version)
         if mine.from_version < target:
-            self._replay(plan, mine, writer, log_servers, step)
+            self._replay(plan, mine, writer, step)
         if self._state.version != target:
             raise ReplayRefused(
                 f"rank {self._rank} is at version {self._state.version}, the plan says {target}"
@@ -232,16 +232,13 @@ class Restorer:
         plan: pb.Plan,
         mine: pb.RankPlan,
         writer: Writer,
-        log_servers: list[str],
         step: Callable[[], None],
     ) -> None:
         target, from_version = plan.target_version, mine.from_version
         before = log_totals(writer)
         events.emit("replay_begin", rank=self._rank, generation=plan.generation, version=from_version)
-        reader = LogReader(log_servers, self._member.client.job)
+        reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, self._member.client.job)
         try:
-            if mine.strategy in (pb.REPLAY, pb.REPLICA):  # a survivor knows what it has logged
-                self._expect_own(reader, writer, from_version)
             self._channel.begin_replay(reader, from_version, plan.collective_source)
             while self._state.version < target:
                 self._member.check()
@@ -270,21 +267,39 @@ class Restorer:
         base = max(view.checkpoints, default=0) if view is not None else 0
         if base >= version:
             return
-        reader = LogReader(log_servers, self._member.client.job)
-        try:
-            self._expect_own(reader, writer, version - 1)  # another predecessor may have said so already
-        finally:
-            reader.close()
+        self._expect_own(writer, log_servers, version - 1)  # another predecessor may have said so already
         for stream in self._own_streams():
             writer.lacks(stream, Steps(base, version - 1))
         self._member.ask_checkpoint(
             version - 1, f"rank {self._rank} was copied, and its predecessor may have dropped records"
         )
 
-    def _expect_own(self, reader: LogReader, writer: Writer, from_version: int) -> None:
-        """What this rank's streams hold already is compared, not logged again."""
-        for stream in self._own_streams():
-            writer.expect(stream, reader.digests(stream, from_version))
+    def _expect_own(self, writer: Writer, log_servers: list[str], from_version: int) -> None:
+        """What this rank's streams hold already, on each server, is compared, and not logged there again."""
+        reader = LogReader(log_servers, self._member.client.job)
+        try:
+            for stream in self._own_streams():
+                self._expect(reader, writer, stream, log_servers, from_version)
+        finally:
+            reader.close()
+
+    def _expect(
+        self, reader: LogReader, writer: Writer, stream: str, servers: list[str], from_version: int
+    ) -> None:
+        damaged: dict[str, RecordCorrupt] = {}
+        sound: dict[RecordKey, bytes] = {}
+        for server in servers:
+            try:
+                held = reader.digests(stream, from_version, server, cancelled=lambda: self._member.noticed)
+            except RecordCorrupt as error:
+                damaged[server] = error
+                continue
+            writer.expect(stream, held, server)
+            sound |= held
+        if damaged and len(damaged) == len(servers):
+            raise next(iter(damaged.values()))
+        for server in damaged:  # nothing is written over what may be there
+            writer.expect(stream, sound, server)
 
     def _own_streams(self) -> list[str]:
         own = [

@@ -11,7 +11,8 @@ class Role(StrEnum):
     REPLAYER = "replayer"
     """A rank that replays: reads."""
     OPERATOR = "operator"
-    """A person: looks at everything of a job, trims and drops it, declares a rank dead or a job failed."""
+    """A person: looks at everything of a job, trims and drops it, declares a rank dead or a job failed, names log
+    servers."""
     COORDINATOR = "coordinator"
     """The coordinator, towards log servers: fences, trims, resets."""
 
@@ -47,6 +48,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "MemberExited": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Suspect": _MEMBER,
         COORDINATOR + "Finish": _MEMBER,
+        COORDINATOR + "ChangeLogServers": frozenset({Role.OPERATOR}),
         COORDINATOR + "Fail": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Status": _SEE,
     }

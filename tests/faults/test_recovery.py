@@ -260,7 +260,7 @@ def test_f37_log_server_and_rank_lost_together_fall_back_to_the_checkpoint_and_s
         until(cluster, cluster.fault_directory / "f0.reached")  # it stands where it is going to die
         cluster.kill_log_server("f1")
         assert cluster._processes[LOG_SERVER]._popen.wait(TIMEOUT_S) == -9
-        shutil.rmtree(cluster.log_directory)
+        shutil.rmtree(cluster.log_directories[0])
         (cluster.fault_directory / "f0.go").touch()
         until_over(cluster)
     trace = events.read(tmp_path / "events")

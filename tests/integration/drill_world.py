@@ -26,7 +26,16 @@ class Outcome:
 
 
 # What a failure-free run does not depend on.
-_OF_RECOVERY = ("--kill", "--strategy", "--undo", "--spares", "--html", "--random-kills")
+_OF_RECOVERY = (
+    "--kill",
+    "--strategy",
+    "--undo",
+    "--spares",
+    "--html",
+    "--random-kills",
+    "--log-servers",
+    "--copies",
+)
 _WITHOUT_VALUE = ("--secure",)
 
 

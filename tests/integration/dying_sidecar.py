@@ -44,8 +44,8 @@ def around(owner: Any, name: str, before: str, after: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def assign(entry: ring.Entry, value: int) -> None:
-    setter(entry, value)
+def assign(entry: ring.Entry, copy: int, value: int) -> None:
+    original_assign(entry, copy, value)
     if value >= 0:
         die("assigned")
 
@@ -56,11 +56,24 @@ def store(memory: ring.Memory, word: int, value: int) -> None:
     original_store(memory, word, value)
     if word == Word.TAIL:
         die("after-tail")
+    if word in Word.SERVERS and not value and memory.load(Word.TAIL):
+        die("cleared")
 
 
-setter = ring.Entry.sequence.fset
-assert setter is not None
-ring.Entry.sequence = ring.Entry.sequence.setter(assign)  # type: ignore[method-assign, assignment]
+def move(memory: ring.Memory, *args: Any) -> dict[int, int]:
+    """Of a sidecar that is not the first one."""
+    if memory.load(Word.TAIL):
+        die("before-move")
+    found = original_move(memory, *args)
+    if memory.load(Word.TAIL):
+        die("after-move")
+    return found
+
+
+original_move = ring.Memory.assign
+ring.Memory.assign = move  # type: ignore[method-assign]
+original_assign = ring.Entry.set_sequence
+ring.Entry.set_sequence = assign  # type: ignore[method-assign]
 original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")

@@ -287,7 +287,7 @@ TRAINER = """
 import os, signal, sys
 from swift.log.sidecar_client import SidecarWriter
 from tests.integration.test_sidecar import put
-writer = SidecarWriter([sys.argv[1]], "job", 1)
+writer = SidecarWriter(sys.argv[1].split(","), "job", 1)
 if sys.argv[3] == "fork" and os.fork() == 0:
     signal.pause()
 for number in range(int(sys.argv[2])):
@@ -298,10 +298,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def killed_trainer(server: LogServer, count: int, how: str = "alone") -> int:
+def killed_trainer(server: LogServer, count: int, how: str = "alone", *copies: LogServer) -> int:
     """Puts records into its ring and is killed. Gives the pid of its sidecar; its output has ended."""
     with subprocess.Popen(
-        [sys.executable, "-c", TRAINER, server.address, str(count), how],
+        [sys.executable, "-c", TRAINER, ",".join(s.address for s in (server, *copies)), str(count), how],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         start_new_session=True,

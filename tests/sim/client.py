@@ -8,7 +8,7 @@ from swift.log.link_core import LinkCore, Outgoing
 from swift.log.wire import Reason
 from tests.sim.checkers import Checkers
 from tests.sim.kernel import Network, Process
-from tests.sim.server import JOB, Call, ServerProcess
+from tests.sim.server import JOB, Call, ServerProcess, at
 
 
 class SimLink:
@@ -44,6 +44,15 @@ class SimLink:
         self._waiting = False
         self._go_on()
 
+    def give_up(self) -> list[Outgoing]:
+        """Nobody speaks to that server any more; what it has not acknowledged."""
+        self.core.end_call()
+        if self._call is not None:
+            self.break_call(self._call, told=False)
+            self._call = None
+        self._waiting = True  # it never connects again
+        return self.core.take_pending()
+
     def _go_on(self) -> None:
         if self._call is not None:
             self._pump(self._call)
@@ -72,7 +81,7 @@ class SimLink:
 
     def _pump(self, call: Call) -> None:
         while (message := self.core.next_message(call.number)) is not None:
-            self._checkers.sent(self._process.name, message)
+            self._checkers.sent(at(self._server_name, self._process.name), message)
             self._send(call, message)
 
     def _send(self, call: Call, message: bytes | None) -> None:

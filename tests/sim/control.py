@@ -5,9 +5,8 @@ from typing import Protocol
 
 from services.coordinator import messages as m
 from services.coordinator.core import Job
-from services.coordinator.logs import merged
 from services.coordinator.messages import Refusal
-from services.coordinator.row import JobRow
+from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
 from services.logserver import core as log_core
@@ -19,7 +18,6 @@ from tests.sim.checkers import Checkers
 from tests.sim.kernel import Kernel, Network, Process
 from tests.sim.server import JOB, ServerProcess
 
-TIMING = Timing(heartbeat_s=0.5, lease_s=3.0, step_bound_s=10.0)
 TICK_S = 0.5
 CALL_S = 1.0
 TRIM_ATTEMPTS = 5
@@ -41,6 +39,9 @@ class Surroundings(Protocol):
 
     checkers: Checkers
     history: int
+    copies: int
+    log_lost_s: float
+    """0: whatever a log server does, it is waited for."""
 
     def servers(self) -> dict[str, ServerProcess | None]: ...
 
@@ -80,10 +81,11 @@ class Coordinator(Process):
         self.job: Job | None = None
         self.shown: Shown | None = None
         self._names = names
+        self._timing = Timing(heartbeat_s=0.5, lease_s=3.0, step_bound_s=10.0, log_lost_s=world.log_lost_s)
         self._questions: dict[str, _Question] = {}
         self._before: str | None = saved
         if saved is not None:
-            self.job = Job(JobRow.from_json(saved), TIMING, kernel.now)
+            self.job = Job(JobRow.from_json(saved), self._timing, kernel.now)
             self._publish()
             self._guarded(lambda: self._carry_out(self._resume()))
         self.later(TICK_S, self._tick)
@@ -121,7 +123,8 @@ class Coordinator(Process):
         if self.job is None:
             if not isinstance(command, m.Join):
                 return
-            self.job = Job.create(JOB, self._names, command, TIMING, now)
+            servers = [LogServer(address=name, host=name) for name in self._names]
+            self.job = Job.create(JOB, servers, command, self._timing, now, self.world.copies)
         elif not isinstance(command, m.Tick):
             self._step(m.Tick())
         self._step(command)
@@ -136,6 +139,18 @@ class Coordinator(Process):
         self.later(TICK_S, self._tick)
         if self.job is not None:
             self._guarded(lambda: self._apply(m.Tick()))
+        if self.job is not None and self.world.log_lost_s:
+            for name in self.job.row.addresses():
+                server = self.world.servers()[name]
+                if server is not None:
+                    self.network.send(self.name, server, self._say_it_is_there, server)
+
+    def _say_it_is_there(self, server: ServerProcess) -> None:
+        """(at the server)"""
+        self.network.send(server.name, self, self._hear, server.name)
+
+    def _hear(self, name: str) -> None:
+        self._guarded(lambda: self._apply(m.LogHeard(address=name)))
 
     # -- effects --------------------------------------------------------------------------------------
 
@@ -179,8 +194,10 @@ class Coordinator(Process):
     # -- questions to log servers -----------------------------------------------------------------------
 
     def _ask(self, kind: str, number: int) -> None:
-        question = self._questions[kind] = _Question(kind, number, self._names)
-        for name in self._names:
+        assert self.job is not None
+        names = self.job.row.addresses()
+        question = self._questions[kind] = _Question(kind, number, names)
+        for name in names:
             self._send(question, name)
 
     def _send(self, question: _Question, name: str) -> None:
@@ -233,7 +250,7 @@ class Coordinator(Process):
         if self._questions.get(question.kind) is not question or name not in question.open:
             return
         if refusal is not None and refusal.reason is Reason.STALE_GENERATION:
-            refused = m.LogsRefused(generation=question.number, reason=refusal.message)
+            refused = m.LogsRefused(generation=question.number, reason=refusal.message, address=name)
             self._guarded(lambda: self._apply(refused))
             return
         if refusal is not None:
@@ -253,8 +270,8 @@ class Coordinator(Process):
             self.world.checkers.reset_over = max(self.world.checkers.reset_over, generation)
             self._guarded(lambda: self._apply(m.LogsReset(generation=generation)))
         elif question.kind == "inventory":
-            streams = merged(question.answers.values())
-            self._guarded(lambda: self._apply(m.InventoryTaken(generation=generation, streams=streams)))
+            servers = question.answers
+            self._guarded(lambda: self._apply(m.InventoryTaken(generation=generation, servers=servers)))
 
 
 def _summaries(server: ServerProcess) -> list[StreamSummary]:

@@ -1,7 +1,9 @@
 """What goes wrong in a world, when, and for how long: all of it drawn from the world's seed."""
 
+import functools
 from collections.abc import Callable
 
+from tests.sim.server import at
 from tests.sim.trainer import Trainer
 from tests.sim.world import FAULTS_UNTIL_S, World
 
@@ -11,6 +13,8 @@ _LAST_S = 9.0
 
 def inject(world: World) -> None:
     chance = world.kernel.random
+    if world.log_lost_s:
+        lose_servers(world)
     if chance.random() < 0.05:
         return  # nothing fails: a world that must not need it
     for _ in range(chance.randint(1, 7)):
@@ -22,6 +26,23 @@ def inject(world: World) -> None:
         world.network.duplicates = 0.05
     if chance.random() < 0.2:
         world.network.slow_s = chance.choice((0.1, 1.0))
+
+
+def lose_servers(world: World) -> None:
+    """For good, in worlds where they can be replaced: one, or now and then all but one; maybe with a rank."""
+    chance, after = world.places, world.kernel.after
+    for _ in range(chance.choice((0, 1, 1, 1, 2))):
+        at_s, name = chance.uniform(0.3, _LAST_S), chance.choice(world.names)
+        lose = functools.partial(World.lose_server, name=name)
+        after(at_s, _begin, world, "a log server lost for good", lose)
+        if chance.random() < 0.5:
+            after(
+                at_s + chance.choice((0.0, 1.0)) * chance.random(),
+                _begin,
+                world,
+                "a rank killed",
+                _rank_killed,
+            )
 
 
 def _begin(world: World, name: str, fault: Callable[[World], bool]) -> None:
@@ -145,8 +166,9 @@ def _sync_fails(world: World) -> bool:
 
 
 def _byte_rots(world: World) -> bool:
-    stream = world.disk(_a_server(world)).rot()
-    world.checkers.damaged |= {stream} if stream else set()
+    name = _a_server(world)
+    stream = world.disk(name).rot()
+    world.checkers.damaged |= {at(name, stream)} if stream else set()
     return bool(stream)
 
 

@@ -34,6 +34,11 @@ LOOK_EVERY_S = 0.5
 Procedure = Generator[procedures.Step, None, object]
 
 
+def at(server: str, what: str) -> str:
+    """A stream, or a writer, as the checkers know it: what servers have of it, they number each by itself."""
+    return f"{server}/{what}"
+
+
 class Unlocked(nullcontext[bool | None]):
     """The server's lock, where nobody else runs."""
 
@@ -77,7 +82,8 @@ class Outbox:
         server, call = self.server, self.call
         for acked in item.acked if item is not None else ():
             tag = stream_tag(JOB, acked.stream)
-            server.checkers.acknowledged(server.name, call.writer, acked.stream, tag, acked.durable_sequence)
+            writer, stream = at(server.name, call.writer), at(server.name, acked.stream)
+            server.checkers.acknowledged(server.name, writer, stream, tag, acked.durable_sequence)
         if call.broken or call.client is None:
             return
         self._given += item.credit_bytes if item is not None else 0
@@ -197,7 +203,7 @@ class ServerProcess(Process):
 
         def observed_reset(job: JobState) -> list[StreamState]:
             checkers.reset_done(
-                {name: stream.durable for name, stream in job.streams.items()}, job.generation
+                {at(self.name, name): stream.durable for name, stream in job.streams.items()}, job.generation
             )
             return reset(job)
 

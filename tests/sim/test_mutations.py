@@ -5,12 +5,13 @@ until a checker objects.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 
 import pytest
 
 from services.coordinator import messages as m
 from services.coordinator.core import Job
+from services.coordinator.places import Places
 from services.logserver import procedures
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits, Queued
@@ -176,6 +177,19 @@ def test_a_recovery_that_forgets_a_hole(
     only(monkeypatch, "a rank killed", "a byte rotten", "a log server killed")
     mutation.setattr(Appends, "take_over", take_over)
     is_caught(mutation, "acked")
+
+
+def test_a_lost_server_that_is_waited_for(mutation: pytest.MonkeyPatch) -> None:
+    real = Places.lose
+
+    def lose(self: Places, lost: Mapping[int, str]) -> dict[int, str]:
+        words = real(self, lost)
+        for number in lost:
+            self._row.log_servers[number].lost = ""
+        return words
+
+    mutation.setattr(Places, "lose", lose)
+    is_caught(mutation, "live")
 
 
 def test_a_reset_that_comes_late_and_drops_again(

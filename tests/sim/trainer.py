@@ -6,6 +6,7 @@ process of an older generation posts there reaches its own generation only, as w
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from services.coordinator import messages as m
@@ -16,7 +17,6 @@ from swift._pb import log_pb2
 from swift.errors import LogError, SwiftError
 from swift.log.frame import CODEC_NONE, checksum, decode_header, decode_record
 from swift.log.link_core import Outgoing
-from swift.log.placement import server_of
 from swift.log.record import RecordKey, digest_of
 from swift.log.streams import boundary
 from swift.log.wire import Reason, split_frames
@@ -51,11 +51,21 @@ class Surroundings(Protocol):
     def trainer_failed(self, trainer: "Trainer") -> None: ...
 
 
+class _Logged:
+    """A record that the log has, or that is on its way to it."""
+
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+        self.servers: set[str] = set()
+
+
 class _Reader:
     """One stream, read by asking again and again for what has come."""
 
-    def __init__(self, stream: str, from_step: int, now: float) -> None:
+    def __init__(self, stream: str, copies: list[str], from_step: int, now: float) -> None:
         self.stream = stream
+        self.copies = copies
+        """Those that have not refused; the first one is read."""
         self.from_step = from_step
         self.next_sequence = 0
         self.records: dict[int, bytes] = {}
@@ -78,14 +88,18 @@ class Trainer(Process):
         self.version: int | None = None
         self.state = 0
         self.links: dict[str, SimLink] = {}
-        self._known: dict[str, dict[RecordKey, bytes]] = {}
+        self._own: list[str] = []
+        """The servers that keep what it writes."""
+        self._known: dict[str, dict[RecordKey, _Logged]] = {}
         self._joined = False
         self._generation = 0
         self._log_generation = 0
         self._stage = 0
         self._forward = self._backward = 0
         self._recovering = False
-        self._digests_wanted: set[str] = set()
+        self._digests_wanted: set[tuple[str, str]] = set()
+        """Of which stream, from which server."""
+        self._damaged: set[tuple[str, str]] = set()
         self._readers: dict[str, _Reader] = {}
         self._refused_in = 0
         self._to_say: int | None = None
@@ -173,6 +187,7 @@ class Trainer(Process):
             self._recovering = False
             self._readers.clear()
             self._digests_wanted.clear()
+            self._damaged.clear()
             self._to_say = None
         if self._refused_in == self._generation:
             self.say("refuse", m.Refuse(sender=self.sender, generation=self._generation, reason="refused"))
@@ -292,11 +307,33 @@ class Trainer(Process):
     def _open_log(self) -> None:
         if self._log_generation != self._generation:
             self._log_generation = self._generation
+            self._move()
             for link in self.links.values():
                 link.set_generation(self._generation, discard=False)
 
-    def _link(self, stream: str) -> SimLink:
-        name = server_of(stream, self.world.names)
+    def _move(self) -> None:
+        """As `LogWriter`: what a server that is given up has not acknowledged, those that have come get."""
+        assert self.shown is not None
+        before, copies = self._own, self.shown.view.log_copies
+        self._own = next(list(logs.servers) for logs in copies if logs.rank == self.rank)
+        if before and before != self._own:
+            self.kernel.count("streams moved")
+        for known in self._known.values():
+            for logged in known.values():
+                logged.servers.intersection_update(self._own)
+        left: dict[tuple[str, RecordKey], Outgoing] = {}
+        for name in sorted(set(self.links) - set(self._own)):
+            for record in self.links.pop(name).give_up():
+                left.setdefault((record.stream, record.key), record)
+        for (stream, key), record in left.items():
+            had = self._known.get(stream, {}).get(key)
+            for name in self._own:
+                if name not in before and (had is None or name not in had.servers):
+                    self._link(name).enqueue(replace(record, sequence=-1))
+                if had is not None:
+                    had.servers.add(name)
+
+    def _link(self, name: str) -> SimLink:
         link = self.links.get(name)
         if link is None:
             link = self.links[name] = SimLink(
@@ -314,13 +351,12 @@ class Trainer(Process):
         stream = boundary(self.rank, kind)
         key, body = RecordKey(step, 0, 0), body_of(value, self.world.checkers.truth.repeats)
         digest = digest_of("uint8", (len(body),), body)
-        logged = self._known.setdefault(stream, {}).setdefault(key, digest)
-        if logged is not digest:
-            self.kernel.count("record verified")
-            if logged != digest:
-                self._refuse("its own tensor differs from the logged one")
+        logged = self._known.setdefault(stream, {}).setdefault(key, _Logged(digest))
+        missing = [name for name in self._own if name not in logged.servers]
+        if logged.digest != digest:
+            self._refuse("its own tensor differs from the logged one")
             return
-        self.kernel.count("record appended")
+        self.kernel.count("record appended" if len(missing) == len(self._own) else "record verified")
         record = Outgoing(
             stream=stream,
             key=key,
@@ -333,7 +369,9 @@ class Trainer(Process):
             digest=digest,
             held_bytes=1,
         )
-        self._link(stream).enqueue(record)
+        for name in missing:
+            self._link(name).enqueue(replace(record))
+        logged.servers.update(missing)
 
     def _backlog(self) -> int:
         return sum(link.core.pending for link in self.links.values())
@@ -387,16 +425,16 @@ class Trainer(Process):
             kinds = [
                 k for k, there in (("F", self.rank + 1 < self.world.ranks), ("B", self.rank > 0)) if there
             ]
-            self._digests_wanted = {boundary(self.rank, kind) for kind in kinds}
+            self._digests_wanted = {(boundary(self.rank, kind), name) for kind in kinds for name in self._own}
             if self.careless and self.kernel.chance(0.5):
                 self.kernel.count("careless: did not ask for digests")
                 self._digests_wanted.clear()
         return True
 
     def _ask_digests(self, from_step: int) -> None:
-        for stream in sorted(self._digests_wanted):
-            server = self.world.servers()[server_of(stream, self.world.names)]
-            key = f"digests {stream}"
+        for stream, name in sorted(self._digests_wanted):
+            server = self.world.servers()[name]
+            key = f"digests {stream}" if name == self._own[0] else f"digests {stream} {name}"
             if server is None or self.kernel.now - self._said.get(key, -RESAY_S) < RESAY_S:
                 continue
             self._said[key] = self.kernel.now
@@ -407,20 +445,37 @@ class Trainer(Process):
     def _serve_digests(self, server: ServerProcess, stream: str, from_step: int, generation: int) -> None:
         """(at the server)"""
         records, refusal = server.digests(stream, from_step)
-        self.network.send(server.name, self, self._take_digests, stream, generation, records, refusal)
+        answer = (stream, server.name)
+        self.network.send(server.name, self, self._take_digests, answer, generation, records, refusal)
 
     def _take_digests(
-        self, stream: str, generation: int, records: list[log_pb2.RecordDigest], refusal: LogRefusal | None
+        self,
+        answer: tuple[str, str],
+        generation: int,
+        records: list[log_pb2.RecordDigest],
+        refusal: LogRefusal | None,
     ) -> None:
-        if generation != self._generation or stream not in self._digests_wanted:
+        if generation != self._generation or answer not in self._digests_wanted:
             return
+        stream, server = answer
         if refusal is not None:
+            self._damaged.add(answer)
+        if all((stream, name) in self._damaged for name in self._own):
+            assert refusal is not None
             self._refuse(f"digests: {refusal.reason}")
             return
         known = self._known.setdefault(stream, {})
         for record in records:
-            known[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
-        self._digests_wanted.discard(stream)
+            key = RecordKey(record.step, record.microbatch, record.slot)
+            logged = known.setdefault(key, _Logged(record.digest))
+            if logged.digest != record.digest:
+                self._refuse("copies differ")
+            logged.servers.add(server)
+        self._digests_wanted.discard(answer)
+        if not self._digests_wanted:
+            for damaged, name in self._damaged:  # nothing is written over what may be there
+                for logged in self._known.get(damaged, {}).values():
+                    logged.servers.add(name)
 
     def _replay_step(self, from_step: int) -> None:
         """The step again: its inputs out of the log, what it sends compared or filled in."""
@@ -451,7 +506,9 @@ class Trainer(Process):
         stream = boundary(rank, kind)
         reader = self._readers.get(stream)
         if reader is None:
-            reader = self._readers[stream] = _Reader(stream, from_step, self.kernel.now)
+            assert self.shown is not None
+            sources = next(e.servers for e in self.shown.view.plan.sources if e.stream == stream)
+            reader = self._readers[stream] = _Reader(stream, list(sources), from_step, self.kernel.now)
         body = reader.records.get(step)
         if body is not None:
             assert self.shown is not None
@@ -461,12 +518,23 @@ class Trainer(Process):
         if self.kernel.now - reader.waits_since > MISSING_S:
             self._refuse("a record is missing")
         elif self.kernel.now - reader.asked_at > RESAY_S:
-            server = self.world.servers()[server_of(stream, self.world.names)]
-            if server is not None:
+            server = self.world.servers()[reader.copies[0]]
+            if server is None and len(reader.copies) > 1:
+                self._next_copy(reader, refused=False)
+            elif server is not None:
                 reader.asked_at = self.kernel.now
                 reader.request += 1
                 self.network.send(self.name, server, self._serve_read, server, reader, reader.request)
         return None
+
+    def _next_copy(self, reader: _Reader, *, refused: bool) -> bool:
+        """As `StreamCursor`. False: there is none."""
+        left = reader.copies.pop(0)
+        if not refused:
+            reader.copies.append(left)
+        reader.next_sequence = 0  # each server has its own
+        self.kernel.count("replay goes on with another copy")
+        return bool(reader.copies)
 
     def _serve_read(self, server: ServerProcess, reader: _Reader, request: int) -> None:
         """(at the server)"""
@@ -493,6 +561,8 @@ class Trainer(Process):
                 reader.next_sequence = record.sequence + 1
                 reader.records[record.key.step] = bytes(record.body)
                 at += header.frame_bytes
-        if refusal is not None and refusal.reason is not Reason.DRAINING:
+        refused = refusal is not None and refusal.reason is not Reason.DRAINING
+        if refused and (len(reader.copies) == 1 or not self._next_copy(reader, refused=True)):
+            assert refusal is not None
             self._refuse(f"read: {refusal.reason}")
         reader.asked_at = self.kernel.now - RESAY_S + 0.2

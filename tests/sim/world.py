@@ -4,6 +4,7 @@ For `FAULTS_UNTIL_S` seconds things fail; then the network is whole, disks are s
 and the job has `GRACE_S` to end.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from tests.sim.checkers import Checkers, Truth, Violation
 from tests.sim.control import Coordinator, Shown
 from tests.sim.disk import PowerCut, SimDisk
 from tests.sim.kernel import Kernel, Network
-from tests.sim.server import JOB, ServerProcess
+from tests.sim.server import JOB, ServerProcess, at
 from tests.sim.trainer import UNLOADABLE, Trainer
 
 FAULTS_UNTIL_S = 14.0
@@ -46,6 +47,14 @@ class World:
         chance = self.kernel.random
         self.ranks = chance.choice((2, 3, 3, 4))
         self.names = ["log0", "log1"][: 1 if chance.random() < 0.6 else 2]
+        # Drawn apart, so that the other worlds stay as they are.
+        self.places = random.Random(f"places {seed}")
+        self.copies, self.log_lost_s = 1, 0.0
+        if self.places.random() < 0.2:
+            self.names, self.log_lost_s = ["log0", "log1", "log2"], 6.0
+            self.copies = self.places.choice((1, 2, 2))
+        self.lost: set[str] = set()
+        """Servers that never come back."""
         self.fsync = chance.choices((Fsync.ALWAYS, Fsync.INTERVAL, Fsync.NEVER), (7, 2, 1))[0]
         self.network = Network(self.kernel)
         # Small records share a block of the disk; large ones fill some.
@@ -99,7 +108,7 @@ class World:
     # -- life and death -----------------------------------------------------------------------------------
 
     def _start_server(self, name: str) -> None:
-        if self._servers[name] is not None:
+        if self._servers[name] is not None or name in self.lost:
             return
         disk = self._disks[name]
         try:
@@ -143,11 +152,19 @@ class World:
                 call.client.later(self.kernel.between(0.0, 0.5), call.on_end, call, "", "server gone")
         self.kernel.after(self.kernel.between(0.2, 2.0), self._start_server, name)
 
+    def lose_server(self, name: str) -> bool:
+        """With its disk. One stays; and a job that is not formed yet waits for all of them."""
+        if self.state is State.FORMING or len(self.lost | {name}) == len(self.names):
+            return False
+        self.lost.add(name)
+        self.kill_server(name, power=False)
+        return True
+
     def _lose_power(self, name: str) -> None:
         lost, shuffled = self._disks[name].power_cut()
-        self.checkers.damaged |= shuffled
+        self.checkers.damaged |= {at(name, stream) for stream in shuffled}
         if self.fsync is not Fsync.ALWAYS:
-            self.checkers.lossy |= lost
+            self.checkers.lossy |= {at(name, stream) for stream in lost}
 
     def _start_coordinator(self, saved: str | None) -> None:
         self._coordinator = coordinator = Coordinator(self.kernel, self.network, self, saved, self.names)
@@ -216,13 +233,14 @@ class World:
         job = server.state.core.jobs.get(JOB)
         self.kernel.count("log read whole")
 
-        def read(stream: str) -> tuple[list[bytes], str]:
+        def read(where: str) -> tuple[list[bytes], str]:
             if job is None:
                 return [], ""  # as one that has never heard of it: nothing
-            messages, refusal = server.read(stream, job.trimmed_below_step, 0)
+            messages, refusal = server.read(where.removeprefix(at(name, "")), job.trimmed_below_step, 0)
             return messages, refusal.message if refusal is not None else ""
 
-        self.checkers.check_log(name, set(job.streams) if job is not None else set(), read)
+        streams = {at(name, stream) for stream in job.streams} if job is not None else set()
+        self.checkers.check_log(name, streams, read)
 
     def run(self, faults: Callable[["World"], None]) -> None:
         """Raises Violation."""
@@ -238,7 +256,8 @@ class World:
             may_end += (NOWHERE_TO_GO,)
         if self.state is State.FAILED and not any(end in self.reason for end in may_end):
             raise Violation("live", f"the job has failed: {self.reason}")
-        self.kernel.run(lambda: all(self._servers.values()), self.kernel.now + 10.0)
+        living = [name for name in self.names if name not in self.lost]
+        self.kernel.run(lambda: all(self._servers[name] for name in living), self.kernel.now + 10.0)
         for name in self.names:
             self.check_log(name)
 

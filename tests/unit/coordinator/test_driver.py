@@ -10,8 +10,10 @@ import pytest
 from services.coordinator import messages as m
 from services.coordinator.driver import Driver, NoSuchJob, Unavailable
 from services.coordinator.logs import GenerationRefused
+from services.coordinator.row import LogServer
 from services.coordinator.store import MemoryStore, StoreFailed
 from services.coordinator.timing import Timing
+from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import LogUnavailable, UsageError
 from swift.log.admin import JobSpace
@@ -53,8 +55,25 @@ class FakeLogs:
         return []
 
 
-def driver_of(logs: FakeLogs, store: MemoryStore, servers: tuple[str, ...] = ("l0", "l1")) -> Driver:
-    driver = Driver(store, logs, Timing(), list(servers))
+class FakeClock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def driver_of(
+    logs: FakeLogs,
+    store: MemoryStore,
+    servers: tuple[str, ...] = ("l0", "l1"),
+    copies: int = 1,
+    clock: Callable[[], float] = events.now,
+) -> Driver:
+    named = [LogServer(address=address, host=address) for address in servers]
+    driver = Driver(store, logs, Timing(), named, copies=copies, clock=clock)
     driver.start()
     return driver
 
@@ -228,7 +247,7 @@ async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
     first = driver_of(logs, store)
     await run_to_running(first)
     first.stop()
-    with pytest.raises(UsageError, match="names 1, job j was begun with 2"):
+    with pytest.raises(UsageError, match="names l0, job j is kept on l0,l1"):
         driver_of(logs, store, ("l0",))
     moved = driver_of(logs, store, ("l2", "l3"))
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l2", "l3"]
@@ -257,7 +276,12 @@ async def test_jobs_do_not_mix(logs: FakeLogs, store: MemoryStore) -> None:
 
 @scenario
 async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = Driver(store, logs, Timing(heartbeat_s=0.05, lease_s=30.0, step_bound_s=60.0), ["l0", "l1"])
+    driver = Driver(
+        store,
+        logs,
+        Timing(heartbeat_s=0.05, lease_s=30.0, step_bound_s=60.0),
+        [LogServer(address="l0"), LogServer(address="l1")],
+    )
     driver.start()
     await run_to_running(driver)
     ticks = asyncio.create_task(driver.run_ticks())
@@ -315,3 +339,85 @@ async def test_a_coordinator_that_stops_takes_no_command(logs: FakeLogs, store: 
     await asyncio.sleep(0.05)
     assert not driver.failed.done()
     assert (driver._jobs["j"].row.revision, set(driver._jobs)) == (revision, {"j"})
+
+
+@scenario
+async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    clock = FakeClock()
+    driver = driver_of(logs, store, clock=clock, copies=2)
+    await run_to_running(driver)
+    logs.troubles["l1"] = LogUnavailable("connection refused")
+    for _ in range(40):
+        clock.now += 1.0
+        driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+        driver.tick()
+        await asyncio.sleep(0.01)
+        if (await view_with(driver, lambda _: True)).generation > 1:
+            break
+    view = await view_with(driver, lambda view: view.state == pb.PLANNING)
+    assert [(place.address, bool(place.lost)) for place in view.log_places] == [("l0", False), ("l1", True)]
+    assert list(view.log_servers) == ["l0"]
+    assert [list(logs.servers) for logs in view.log_copies] == [["l0"]]
+    assert ("fence", "l0", "j", 2) in logs.calls
+    assert ("fence", "l1", "j", 2) not in logs.calls
+    logs.calls.clear()
+    driver.apply("j", m.MemberReport(sender=sender(), generation=2, version=3))
+    await view_with(driver, lambda view: view.state == pb.RECOVERING)
+    assert {call[1] for call in logs.calls} == {"l0"}
+    driver.stop()
+
+
+@scenario
+async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStore) -> None:
+    clock = FakeClock()
+    driver = driver_of(logs, store, clock=clock)
+    await run_to_running(driver)
+    for address in ("l0", "l1"):
+        logs.troubles[address] = LogUnavailable("connection refused")
+    for _ in range(100):
+        clock.now += 1.0
+        driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+        driver.tick()
+        await asyncio.sleep(0.002)
+    view = await view_with(driver, lambda _: True)
+    assert (view.state, view.generation) == (pb.RUNNING, 1)
+    driver.stop()
+
+
+@scenario
+async def test_a_log_server_that_comes_is_emptied_before_it_is_used(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    driver.apply("j", m.ChangeLogServers(add="l2", add_host="m2"))
+    await view_with(driver, lambda view: view.state == pb.PLANNING)
+    assert ("reset", "l2", "j", 2) in logs.calls
+    assert ("fence", "l0", "j", 2) in logs.calls
+    # Writers are sending to it by now: the next generation must not empty it again.
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
+    assert ("fence", "l2", "j", 3) in logs.calls
+    assert ("reset", "l2", "j", 3) not in logs.calls
+    driver.stop()
+
+
+@scenario
+async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    first = driver_of(logs, store)
+    await run_to_running(first)
+    first.apply("j", m.ChangeLogServers(lost="l0", add="l2", add_host="m2"))
+    first.stop()
+    with pytest.raises(UsageError, match="names l0,l1, job j is kept on l1,l2"):
+        driver_of(logs, store)  # who says that l2 is l1 under the address of another one?
+    for servers in (("l1", "l2"), ("l0", "l1", "l2"), ("l2", "l1")):
+        again = driver_of(logs, store, servers)
+        assert list((await view_with(again, lambda _: True)).log_servers) == ["l1", "l2"]
+        again.stop()
+    moved = driver_of(logs, store, ("l1", "l7"))
+    assert list((await view_with(moved, lambda _: True)).log_servers) == ["l1", "l7"]
+    moved.stop()

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from services.coordinator.hang import StepClock
-from services.coordinator.logs import GenerationRefused, LogServers, merged
-from services.coordinator.row import Holder, JobRow, State
-from services.coordinator.timing import Timing
+from services.coordinator.logs import GenerationRefused, LogServers
+from services.coordinator.row import Holder, JobRow, LogServer, State
+from services.coordinator.timing import Timing, usual_log_lost_s
 from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration
 from swift.log import admin
 from swift.log.admin import StreamInventory
@@ -21,7 +21,7 @@ def row() -> JobRow:
         world_size=2,
         config={"seed": "7"},
         fingerprint={},
-        log_servers=["l:1"],
+        log_servers=[LogServer(address="l:1")],
         state=State.RECOVERING,
         generation=3,
         holders={1: holder},
@@ -96,15 +96,6 @@ def test_the_step_bound_is_derived_from_observed_steps() -> None:
     assert clock.version(0) == 0
 
 
-def test_of_a_stream_on_two_servers_the_lesser_copy_counts() -> None:
-    def copy(last_step: int, *, corrupt: bool = False) -> StreamSummary:
-        return StreamSummary(stream="s0.F", records=1, first_step=0, last_step=last_step, corrupt=corrupt)
-
-    other = StreamSummary(stream="s1.B", records=0)
-    assert merged([[copy(5), other], [copy(3)]]) == {"s0.F": copy(3), "s1.B": other}
-    assert merged([[copy(5)], [copy(7, corrupt=True)], [copy(6)]]) == {"s0.F": copy(7, corrupt=True)}
-
-
 def test_the_log_client_s_errors_become_retry_or_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = LogServers(1.0)
 
@@ -137,3 +128,25 @@ def test_an_inventory_becomes_summaries(monkeypatch: pytest.MonkeyPatch) -> None
         StreamSummary(stream="s0.F", records=4, first_step=10, last_step=13, trimmed_below_step=10),
         StreamSummary(stream="s1.B", records=0, trimmed_below_step=10, corrupt=True, reason="a hole"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "good"), [(0.0, True), (6.0, True), (60.0, True), (5.9, False), (61.0, False)]
+)
+def test_a_log_server_is_lost_neither_too_soon_nor_later_than_ranks_wait(seconds: float, good: bool) -> None:
+    if good:
+        assert Timing(log_lost_s=seconds).log_lost_s == seconds
+    else:
+        with pytest.raises(ValueError, match="choose 6 to 60 s"):
+            Timing(log_lost_s=seconds)
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "usual"), [(0.01, 30.0), (0.5, 30.0), (4.0, 48.0), (5.0, 60.0), (6.0, 0.0)]
+)
+def test_with_every_heartbeat_there_is_a_time_after_which_a_log_server_is_lost(
+    heartbeat_s: float, usual: float
+) -> None:
+    chosen = usual_log_lost_s(heartbeat_s)
+    assert chosen == usual
+    Timing(heartbeat_s=heartbeat_s, lease_s=20 * heartbeat_s, step_bound_s=400.0, log_lost_s=chosen)

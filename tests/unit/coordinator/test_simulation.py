@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from services.coordinator import messages as m
 from services.coordinator.core import LEGAL, Job
 from services.coordinator.messages import Refusal, Refused
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.store import MemoryStore
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
@@ -84,7 +84,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         if self.job is None:
             if not isinstance(command, m.Join):
                 return
-            self.job = Job.create("j", ["l"], command, TIMING, self.now)
+            self.job = Job.create("j", [LogServer(address="l")], command, TIMING, self.now)
         before = self.job.row.to_json()
         try:
             effects = self.job.step(command, self.now)
@@ -280,7 +280,9 @@ class Simulation(Followers, RuleBasedStateMachine):
             self.trimmed_below = 0  # nothing is there, of any step
             answer = m.LogsReset(generation=ask.generation)
         else:
-            answer = m.InventoryTaken(generation=ask.generation, streams=self.streams(log))
+            answer = m.InventoryTaken(
+                generation=ask.generation, servers={"l": list(self.streams(log).values())}
+            )
         with contextlib.suppress(Crashed):
             self.say(answer, crash)
 

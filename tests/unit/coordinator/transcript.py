@@ -10,9 +10,13 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     ask rank= generation= after= reason=                 pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
     beat rank= version=                                  suspect rank= reason=
-    fenced generation=   reset generation=   blocked generation= server= reason=   outdated generation= reason=
-    inventory generation= [STREAM=first-last | STREAM=corrupt ...]
+    fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
+         [server=]
+    inventory generation= [[SERVER/]STREAM=first-last | ...=corrupt]   (no server: all have it)
     wait seconds=        (time passes in heartbeats; all who `beats` names are heard)
+    hears servers=l0,l1  (those answer while time passes; by default all)
+    servers number= [copies=]   (before the first join: l0 on machine m0, ...)      places
+    logs [lost=] [add= host=]   heard server=
     beats ranks=0,1      stall seconds=   (time passes, nobody looks)
     crash                (what is durable is all that is left)
     status
@@ -25,13 +29,13 @@ import shlex
 from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.messages import Refusal
-from services.coordinator.row import JobRow
+from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
 from swift._pb import coordinator_pb2 as pb
 from swift.recovery import StreamSummary
 
-TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0)
+TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
 
 
 class World:
@@ -44,6 +48,8 @@ class World:
         self.incarnations: dict[int, str] = {}
         self.beats: list[int] = []
         self.versions: dict[int, int] = {}
+        self.servers, self.copies = 2, 1
+        self.hears: list[str] = ["l0", "l1"]
 
     def run(self, line: str) -> list[str]:
         name, *fields = shlex.split(line)
@@ -53,6 +59,11 @@ class World:
             return list(method(**arguments))
         except Refusal as refusal:
             return [f"{refusal.kind.name}: {refusal}"]
+
+    def do_servers(self, number: str, copies: str = "1") -> list[str]:
+        self.servers, self.copies = int(number), int(copies)
+        self.hears = [f"l{n}" for n in range(self.servers)]
+        return []
 
     # --- members ---
 
@@ -74,7 +85,8 @@ class World:
             fingerprint={"torch": config.get("torch", "2.13.0")},
         )
         if self.job is None:
-            self.job = Job.create("j", ["l0", "l1"], join, TIMING, self.now)
+            servers = [LogServer(address=f"l{n}", host=f"m{n}") for n in range(self.servers)]
+            self.job = Job.create("j", servers, join, TIMING, self.now, self.copies)
         out = self.step(join)
         self.incarnations[int(rank)] = inc
         return out
@@ -171,19 +183,47 @@ class World:
     def do_blocked(self, generation: str, server: str, reason: str) -> list[str]:
         return self.step(m.LogsBlocked(generation=int(generation), address=server, reason=reason))
 
-    def do_outdated(self, generation: str, reason: str) -> list[str]:
-        return self.step(m.LogsRefused(generation=int(generation), reason=reason))
+    def do_outdated(self, generation: str, reason: str, server: str = "") -> list[str]:
+        return self.step(m.LogsRefused(generation=int(generation), reason=reason, address=server))
 
     def do_inventory(self, generation: str, **streams: str) -> list[str]:
-        summaries = {}
-        for stream, steps in streams.items():
+        assert self.job is not None
+        servers: dict[str, list[StreamSummary]] = {address: [] for address in self.job.row.addresses()}
+        for name, steps in streams.items():
+            where, _, stream = name.rpartition("/")
             if steps == "corrupt":
                 summary = StreamSummary(stream=stream, records=9, corrupt=True, reason="a checksum differs")
             else:
                 first, last = map(int, steps.split("-"))
                 summary = StreamSummary(stream=stream, records=9, first_step=first, last_step=last)
-            summaries[stream] = summary
-        return self.step(m.InventoryTaken(generation=int(generation), streams=summaries))
+            for address in [where] if where else servers:
+                servers[address].append(summary)
+        return self.step(m.InventoryTaken(generation=int(generation), servers=servers))
+
+    def do_heard(self, server: str) -> list[str]:
+        return self.step(m.LogHeard(address=server))
+
+    def do_logs(self, lost: str = "", add: str = "", host: str = "") -> list[str]:
+        return self.step(m.ChangeLogServers(lost=lost, add=add, add_host=host))
+
+    def do_places(self) -> list[str]:
+        """Where everything is, as the View says."""
+        assert self.job is not None
+        view = view_of(self.job.row)
+        out = [
+            f"{place.address} on {place.host}" + (f", lost: {place.lost}" if place.lost else "")
+            for place in view.log_places
+        ]
+        whole = {
+            rank: [copy.whole_from for copy in logs.copies] for rank, logs in self.job.row.placement.items()
+        }
+        for logs in view.log_copies:
+            begins = ", ".join(
+                f"{address} from {'?' if begin is None else begin}"
+                for address, begin in zip(logs.servers, whole[logs.rank], strict=True)
+            )
+            out.append(f"rank {logs.rank}: {begins}")
+        return out
 
     def do_pressed(self, server: str, trimmed: str, reason: str) -> list[str]:
         return self.step(m.LogsPressed(address=server, reason=reason, trimmed_below_step=int(trimmed)))
@@ -192,6 +232,10 @@ class World:
 
     def do_beats(self, ranks: str) -> list[str]:
         self.beats = [int(rank) for rank in ranks.split(",") if rank]
+        return []
+
+    def do_hears(self, servers: str = "") -> list[str]:
+        self.hears = [server for server in servers.split(",") if server]
         return []
 
     def do_wait(self, seconds: str) -> list[str]:
@@ -204,6 +248,8 @@ class World:
                 out += self.step(
                     m.Heartbeat(sender=self.sender(str(rank)), version=self.versions.get(rank, 0))
                 )
+            for server in self.hears:
+                out += self.step(m.LogHeard(address=server))
         return out
 
     def do_stall(self, seconds: str) -> list[str]:
@@ -217,9 +263,9 @@ class World:
 
     def do_status(self) -> list[str]:
         assert self.job is not None
-        ages = [f"rank {rank} {self.job.lease_age_s(rank, self.now):.1f} s" for rank in self.job.row.holders]
+        ages = [f"rank {rank} {self.job.leases.age_s(rank, self.now):.1f} s" for rank in self.job.row.holders]
         out = [f"heard: {', '.join(ages)}"]
-        for rank, reason, age_s in self.job.suspicions(self.now):
+        for rank, reason, age_s in self.job.suspicions.all(self.job.row, self.now):
             out.append(f"suspicion of rank {rank}, {age_s:.1f} s: {reason}")
         return out
 
@@ -275,6 +321,9 @@ def _view(row: JobRow) -> str:
         parts.append(f"waits for {view.waiting_for}")
     if view.HasField("plan"):
         parts.append(f"plan {view.plan.reason} (collectives from {view.plan.collective_source})")
+    if view.plan.sources and len(view.log_places) > 2:
+        where = " ".join(f"{s.stream}={','.join(s.servers)}" for s in view.plan.sources)
+        parts.append(f"read {where}")
     return "; ".join(parts)
 
 

@@ -59,7 +59,7 @@ def test_every_bit_of_a_segment_is_guarded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_control_catches_its_bit(seed: int, tmp_path: Path) -> None:
     write_segment(tmp_path / "log", range(3))
-    copy = control.snapshot(tmp_path / "log", tmp_path / "control")
+    copy = control.snapshot([tmp_path / "log"], tmp_path / "control")
     assert copy is not None
     result = control.flip_and_read(copy, seed)
     assert result["caught"] is True
@@ -76,16 +76,16 @@ def test_a_reader_that_sees_nothing_is_found_out(tmp_path: Path, monkeypatch: py
 
 def test_without_a_record_there_is_no_control(tmp_path: Path) -> None:
     write_segment(tmp_path / "log", range(0))
-    assert control.snapshot(tmp_path / "log", tmp_path / "control") is None
+    assert control.snapshot([tmp_path / "log"], tmp_path / "control") is None
     assert control.flip_and_read(None, 0)["caught"] is None
 
 
 def test_a_live_corruption_hits_the_last_step_before_the_kill(tmp_path: Path) -> None:
     path = write_segment(tmp_path, range(5, 9))
-    flipped = control.corrupt_stream(tmp_path, STREAM, 8, seed=3)
+    flipped = control.corrupt_stream([tmp_path], STREAM, 8, seed=3)
     assert flipped is not None
     damage = segment.walk(path).damage
     assert [d.end_sequence is not None for d in damage] == [True]
     assert damage[0].sequence in (4, 5), "the records of step 7"
-    assert control.corrupt_stream(tmp_path, STREAM, 12, seed=3) is None
-    assert control.corrupt_stream(tmp_path, "s0.F", 8, seed=3) is None
+    assert control.corrupt_stream([tmp_path], STREAM, 12, seed=3) is None
+    assert control.corrupt_stream([tmp_path], "s0.F", 8, seed=3) is None

@@ -13,6 +13,7 @@ from swift.drill.faults import (
     CorruptCopyFault,
     CorruptFault,
     Fault,
+    LogLossFault,
     LogServerFault,
     RankFault,
 )
@@ -49,6 +50,8 @@ def topology(**changes: object) -> Topology:
             RankFault(rank=2, step=12, microbatch=1, phase="replay"),
         ),
         ("service=logserver,step=3", LogServerFault(step=3)),
+        ("log=1,step=3", LogLossFault(server=1, step=3)),
+        ("LOG=0,phase=Replay", LogLossFault(server=0)),
         ("service=coordinator,state=fencing", CoordinatorFault(state="fencing")),
         ("corrupt=log,step=17,stream=s1.F", CorruptFault(step=17, stream="s1.F")),
         ("corrupt=log,step=17,stream=S1.f", CorruptFault(step=17, stream="s1.F")),
@@ -81,6 +84,11 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("rank=2,service=logserver", "unknown key 'service'"),
         ("service=database,step=1", "logserver or coordinator"),
         ("service=logserver", "step is missing"),
+        ("log=0", "give a step, or phase=replay"),
+        ("log=0,step=3,phase=replay", "give a step, or phase=replay"),
+        ("log=0,phase=copy", "give a step, or phase=replay"),
+        ("log=all,step=3", "log must be a number"),
+        ("log=0,rank=1,step=3", "unknown key 'log'"),
         ("service=coordinator", "running, fencing, planning, recovering"),
         ("service=coordinator,state=asleep", "running, fencing, planning, recovering"),
         ("corrupt=memory,step=1", "corrupt must be log or copy"),
@@ -97,7 +105,9 @@ def test_refuses_to_parse(spec: str, word: str) -> None:
 @st.composite
 def any_fault(draw: st.DrawFn) -> Fault:
     number = st.integers(0, 999)
-    kind = draw(st.sampled_from(["rank", "logserver", "coordinator", "corrupt"]))
+    kind = draw(st.sampled_from(["rank", "logserver", "log", "coordinator", "corrupt"]))
+    if kind == "log":
+        return LogLossFault(server=draw(number), step=draw(st.none() | number))
     if kind == "logserver":
         return LogServerFault(step=draw(number))
     if kind == "coordinator":
@@ -127,6 +137,10 @@ def test_round_trips(fault: Fault) -> None:
         (["rank=2,step=3,phase=reduce"], "phases here: forward, backward, optimizer, idle, replay"),
         (["rank=2,phase=replay"], "nothing replays"),
         (["service=logserver,step=30"], "step must be 0 to 29"),
+        (["log=2,step=3"], "log must be 0 to 1"),
+        (["log=1,step=30"], "step must be 0 to 29"),
+        (["log=1,phase=replay"], "nothing replays"),
+        (["log=1,step=3", "log=0,step=9"], "no log server would be left"),
         (["service=coordinator,state=recovering"], "kill a rank as well"),
         (["corrupt=log,step=17"], "no rank is killed at that step"),
         (["rank=2,step=20", "corrupt=log,step=20"], "no multiple of 10"),
@@ -135,7 +149,7 @@ def test_round_trips(fault: Fault) -> None:
 )
 def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        faults.check([faults.parse(spec) for spec in specs], topology())
+        faults.check([faults.parse(spec) for spec in specs], topology(), log_servers=2)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -147,12 +161,14 @@ def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> N
         ["rank=2,step=17", "rank=2,phase=replay"],
         ["rank=2,step=17", "service=coordinator,state=recovering"],
         ["service=coordinator,state=running"],
+        ["log=1,step=29"],
+        ["rank=2,step=17", "log=1,phase=replay"],
         ["rank=2,step=17", "corrupt=log,step=17,stream=s3.B"],
         [],
     ],
 )
 def test_accepts(specs: list[str]) -> None:
-    faults.check([faults.parse(spec) for spec in specs], topology())
+    faults.check([faults.parse(spec) for spec in specs], topology(), log_servers=2)
 
 
 HYBRID = {"pipeline_ranks": 2, "replicas": 2}
@@ -340,3 +356,8 @@ def test_a_replay_reads_the_streams_of_its_own_column() -> None:
     shape = topology(pipeline_ranks=3, replicas=2)
     assert shape.replay_streams(3) == ("s0c1.F", "s2c1.B")
     assert topology(pipeline_ranks=1, replicas=2).replay_streams(1) == ()
+
+
+def test_a_victim_waits_until_the_log_server_of_its_step_is_gone() -> None:
+    specs = [faults.parse(spec) for spec in ("rank=2,step=17", "log=0,step=17", "rank=1,step=20")]
+    assert faults.held_together(specs) == [[0]]

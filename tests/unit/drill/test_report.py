@@ -77,7 +77,15 @@ def test_a_good_run_passes_with_every_field_of_the_contract() -> None:
     assert result["steps_replayed"] == KILL_STEP - CHECKPOINT
     assert result["microbatches_recomputed"] == 4 * (KILL_STEP - CHECKPOINT)
     assert result["survivors_kept"] is True
-    assert result["log"] == {"records": 400, "bytes": 1 << 20, "verified_sends": 24}
+    assert result["log"] == {
+        "records": 400,
+        "bytes": 1 << 20,
+        "verified_sends": 24,
+        "placement": {},
+        "moved": [],
+        "lost": [],
+        "copies_changed": [],
+    }
     assert result["faults"][0]["spec"] == "rank=2,step=8,microbatch=3,phase=backward"
     assert result["rerun"].endswith("--kill rank=2,step=8,microbatch=3,phase=backward")
     assert all(check["answer"] for check in result["checks"])

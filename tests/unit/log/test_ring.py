@@ -143,7 +143,8 @@ def test_records_of_all_sizes_come_out_whole_and_in_order(
                     "uint8",
                     (len(body),),
                 )
-                assert (entry.sequence, entry.body.nbytes) == (-1, len(body))
+                assert (entry.sequence(0), entry.sequence(1)) == (-1, -1)
+                assert entry.body.nbytes == len(body)
                 assert bytes(entry.body) == body
                 assert ctypes.addressof(ctypes.c_char.from_buffer(world.memory.data)) % ALIGN == 0
                 assert (entry.at + HEADER_BYTES) % ALIGN == 0
@@ -163,23 +164,53 @@ def test_a_consumer_begins_at_the_tail_and_finds_the_sequences(world: World) -> 
     entries = [taken(world.consumer) for _ in range(5)]
     for number, entry in enumerate(entries[:3]):
         assert entry is not None
-        entry.sequence = 40 + number
+        entry.set_sequence(0, 40 + number)
+        entry.set_sequence(1, 70 + number)
     assert entries[0] is not None
     world.consumer.release(entries[0].end)
     successor = Consumer(world.memory, world.wake)
     again = [taken(successor) for _ in range(4)]
-    assert [(e.key.step, e.sequence, bytes(e.body)) for e in again if e] == [
-        (1, 41, b"1"),
-        (2, 42, b"2"),
-        (3, -1, b"3"),
-        (4, -1, b"4"),
+    assert [(e.key.step, e.sequence(0), e.sequence(1), bytes(e.body)) for e in again if e] == [
+        (1, 41, 71, b"1"),
+        (2, 42, 72, b"2"),
+        (3, -1, -1, b"3"),
+        (4, -1, -1, b"4"),
     ]
     assert successor.next() is None
-    world.memory.set_acked(0, 41)
-    assert (world.memory.stream(0), world.memory.acked(0)) == ("s0.F", 41)
+    world.memory.set_acked(0, 0, 41)
+    assert (world.memory.stream(0), world.memory.acked(0, 0), world.memory.acked(0, 1)) == ("s0.F", 41, -1)
     with pytest.raises(UsageError, match="more than 480 streams"):
         world.memory.set_stream(ring.STREAMS_MAX, "x")
     del entries, entry, again
+
+
+def test_a_copy_is_cleared_for_another_server_and_kept_for_the_same(world: World) -> None:
+    memory = world.memory
+    assert memory.assign([1, 2], world.consumer.held()) == {1: 0, 2: 1}
+    for number in range(3):
+        assert world.push(b"%d" % number, number) > 0
+    held = world.consumer.held()
+    assert [entry.key.step for entry in held] == [0, 1, 2]
+    assert world.consumer.position == 0
+
+    def sequences() -> list[tuple[int, int]]:
+        return [(entry.sequence(0), entry.sequence(1)) for entry in world.consumer.held()]
+
+    for number, entry in enumerate(held[:2]):
+        entry.set_sequence(0, 40 + number)
+        entry.set_sequence(1, 70 + number)
+    memory.set_acked(0, 0, 40)
+    memory.set_acked(0, 1, 70)
+    assert memory.assign([2, 1], world.consumer.held()) == {1: 0, 2: 1}
+    assert sequences() == [(40, 70), (41, 71), (-1, -1)]
+    # The first one is lost; it is used again later, emptied: it is not the same any more.
+    assert memory.assign([2, 3], world.consumer.held()) == {2: 1, 3: 0}
+    assert sequences() == [(-1, 70), (-1, 71), (-1, -1)]
+    assert (memory.acked(0, 0), memory.acked(0, 1)) == (-1, 70)
+    assert memory.assign([3], world.consumer.held()) == {3: 0}
+    assert sequences() == [(-1, -1)] * 3
+    assert memory.assign([3, 4], world.consumer.held()) == {3: 0, 4: 1}
+    del held, entry
 
 
 def test_nothing_is_seen_before_it_is_whole_and_order_is_kept(kind: str) -> None:

@@ -12,8 +12,9 @@ import pytest
 from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, UsageError
 from swift.log import ring
 from swift.log.reader import LogReader
-from swift.log.sidecar import Message, RingWriter
+from swift.log.sidecar import RingWriter
 from swift.log.sidecar_client import SidecarWriter
+from swift.log.sidecar_messages import Message
 from tests.unit.log import test_writer_reader as inside
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import (
@@ -38,7 +39,6 @@ from tests.unit.log.test_writer_reader import (
     test_no_server_at_all,
     test_reset_and_restart,
     test_somebody_else_writes_the_stream,
-    test_streams_are_spread_over_servers,
     test_what_still_waits_is_compared_although_its_step_is_forgotten,
     writing,
 )
@@ -61,7 +61,6 @@ __all__ = [
     "test_no_server_at_all",
     "test_reset_and_restart",
     "test_somebody_else_writes_the_stream",
-    "test_streams_are_spread_over_servers",
     "test_what_still_waits_is_compared_although_its_step_is_forgotten",
 ]
 
@@ -236,7 +235,7 @@ def test_an_error_is_told_together_with_being_kept(monkeypatch: pytest.MonkeyPat
                 controls.append(control)
 
         controls: list[threading.Thread] = []
-        writer = RingWriter(memory, wake, tell, servers=[running.address], job=JOB, generation=1)
+        writer = RingWriter(memory, wake, tell, servers={running.address: 1}, job=JOB, generation=1)
         writers.append(writer)
         writer._on_error(Divergence("not the same"))
         controls[0].join()
@@ -248,7 +247,8 @@ def test_an_error_is_told_together_with_being_kept(monkeypatch: pytest.MonkeyPat
 def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
     memory, wake = ring.Memory.create(1 << 20), os.eventfd(0)
     memory.set_stream(0, "s0.F")
-    memory.set_acked(0, 5)
+    memory.store(ring.Word.SERVERS[1], 7)
+    memory.set_acked(0, 1, 5)
     producer = ring.producer(memory, wake)
     body = b"dropped"
     view = ctypes.create_string_buffer(body)
@@ -259,14 +259,14 @@ def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
         True,
     )
     with InProcess() as running:
-        options = {"servers": [running.address], "job": JOB, "generation": 1}
+        options = {"servers": {running.address: 7}, "job": JOB, "generation": 1}
         kept = RingWriter(memory, wake, lambda _: None, **options)
         (link,) = kept._links.values()
         assert link.acked("s0.F") == 5
         kept.close(0.0)
         writer = RingWriter(memory, wake, lambda _: None, dropped=end, **options)
         (link,) = writer._links.values()
-        assert (link.acked("s0.F"), memory.acked(0)) == (0, -1)
+        assert (link.acked("s0.F"), memory.acked(0, 1)) == (0, -1)
         assert memory.load(ring.Word.TAIL) == end
         writer.close(0.0)
     producer.close()

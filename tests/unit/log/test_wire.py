@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift._pb import log_pb2
-from swift.log.placement import server_of
 from swift.log.wire import frames_message, split_frames
 
 
@@ -41,11 +40,3 @@ def test_fault_42_unknown_fields_are_tolerated() -> None:
     message = frames_message([b"abc"], 3) + b"\xfa\x07\x01z"  # field 127, length-delimited
     assert split_frames(message) is None
     assert log_pb2.AppendRequest.FromString(message).frames == b"abc"
-
-
-def test_placement_is_stable() -> None:
-    servers = ["a:1", "b:1", "c:1"]
-    assert [server_of(f"s{k}.F", servers) for k in range(8)] == [
-        server_of(f"s{k}.F", list(servers)) for k in range(8)
-    ]
-    assert {server_of(f"s{k}.{d}", servers) for k in range(16) for d in "FB"} == set(servers)

@@ -586,24 +586,6 @@ def test_fault_38_trimmed_steps_and_the_lease_of_a_reader(server: InProcess) -> 
         assert admin.trim(server.address, "unknown", 8, TIMEOUT_S) == 0
 
 
-def test_streams_are_spread_over_servers() -> None:
-    with InProcess() as one, InProcess() as two:
-        servers = [one.address, two.address]
-        writer = LogWriter(servers, JOB, 1)
-        reader = LogReader(servers, JOB)
-        for stage in range(8):
-            put(writer, 0, stream=f"s{stage}.F", value=stage)
-        writer.flush(TIMEOUT_S)
-        counts = [len(admin.inventory(address, JOB, TIMEOUT_S)) for address in servers]
-        assert sum(counts) == 8
-        assert min(counts) > 0
-        for stage in range(8):
-            with following(reader, f"s{stage}.F", 0) as cursor:
-                assert value_of(cursor.get(key(0), TIMEOUT_S, never).body) == stage
-        reader.close()
-        writer.close()
-
-
 def test_threads_end(server: InProcess) -> None:
     before = {thread.name for thread in threading.enumerate()}
     with writing(server, name="ending") as writer, reading(server) as reader:

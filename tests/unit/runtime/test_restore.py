@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
-from swift.errors import ReplayRefused, ServiceError, UsageError
+from swift.errors import RecordCorrupt, ReplayRefused, ServiceError, UsageError
 from swift.runtime import restore
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
@@ -38,22 +38,23 @@ class Opened:
     """A log as a restorer sees it: reader, writer and channel in one."""
 
     def __init__(self, drops: bool = False) -> None:
-        self.expected: dict[str, tuple[str, int]] = {}
+        self.expected: dict[tuple[str, str], dict[str, int]] = {}
+        self.damaged: set[str] = set()
         self.drops = drops
         self.lacking: dict[str, tuple[int, int]] = {}
 
     def lacks(self, stream: str, steps: tuple[int, int]) -> None:
-        assert self.expected[stream] == (
-            stream,
-            steps[1],
-        )  # a mark that is there already is not written again
+        for server in ("l0", "l1"):  # a mark that is there already is not written again
+            assert self.expected[stream, server] == {stream: steps[1]}
         self.lacking[stream] = steps
 
-    def digests(self, stream: str, from_step: int) -> tuple[str, int]:
-        return (stream, from_step)
+    def digests(self, stream: str, from_step: int, server: str, *, cancelled: Any) -> dict[str, int]:
+        if server in self.damaged:
+            raise RecordCorrupt(f"damaged on {server}")
+        return {stream: from_step}
 
-    def expect(self, stream: str, digests: tuple[str, int]) -> None:
-        self.expected[stream] = digests
+    def expect(self, stream: str, digests: dict[str, int], server: str) -> None:
+        self.expected[stream, server] = dict(digests)
 
     def stream(self, stage: int, kind: str) -> str:
         return f"s{stage}.{kind}"
@@ -69,6 +70,7 @@ class Opened:
         (pb.REPLICA, False, True),
         (pb.REPLICA, True, False),
         (pb.KEEP, True, False),
+        (pb.KEEP, False, True),
     ],
 )
 def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is_replayed(
@@ -76,8 +78,19 @@ def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is
 ) -> None:
     log = Opened()
     follow(monkeypatch, log, strategy, lived)
-    assert (log.expected.get("s1.F") == ("s1.F", 3)) == asks
+    assert (log.expected.get(("s1.F", "l0")) == {"s1.F": 3}) == asks
+    assert (log.expected.get(("s1.F", "l1")) == {"s1.F": 3}) == asks
     assert bool(log.expected) == asks
+
+
+def test_a_damaged_copy_is_taken_to_hold_what_the_other_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Opened()
+    log.damaged.add("l0")
+    follow(monkeypatch, log, pb.REPLAY, False)
+    assert log.expected["s1.F", "l0"] == log.expected["s1.F", "l1"] == {"s1.F": 3}
+    log.damaged.add("l1")
+    with pytest.raises(RecordCorrupt, match="damaged on l0"):
+        follow(monkeypatch, log, pb.REPLAY, False)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +120,7 @@ def test_what_a_predecessor_may_have_dropped_is_declared_where_it_is_not_made_ag
 def follow(
     monkeypatch: pytest.MonkeyPatch, log: Any, strategy: Any, lived: bool, checkpoint: int = 0
 ) -> list[int]:
-    """A plan to version 3 of which nothing is replayed; gives what checkpoints were asked for."""
+    """A plan to version 3 of which nothing is replayed, and two log servers; gives what checkpoints were asked for."""
     asked: list[int] = []
     monkeypatch.setattr(restore, "LogReader", lambda servers, job: log)
     monkeypatch.setattr(Restorer, "_copy_replicas", lambda self, plan: None)
@@ -120,12 +133,14 @@ def follow(
         client=SimpleNamespace(job="job"),
         watcher=SimpleNamespace(latest=pb.View(checkpoints=[checkpoint])),
         ask_checkpoint=lambda after, reason: asked.append(after),
+        noticed=False,
     )
     nothing: Any = None
     restorer = Restorer(0, member, log, state, store, FaultInjector(0), nothing)
     other = pb.RankPlan(rank=1, strategy=pb.KEEP, from_version=3)
     mine = pb.RankPlan(rank=0, strategy=strategy, from_version=3)
-    restorer.follow(pb.Plan(target_version=3, exact=True, ranks=[mine, other]), log, [], lambda: None)
+    plan = pb.Plan(target_version=3, exact=True, ranks=[mine, other])
+    restorer.follow(plan, log, ["l0", "l1"], lambda: None)
     return asked
 
 

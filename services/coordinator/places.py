@@ -1,0 +1,200 @@
+"""Log servers of a job: which are in use, where each rank's streams are kept, what is left when one is lost.
+
+::
+
+    (all ranks have joined)     place: durable, in the View; every rank opens its streams there
+    (a server is silent for log_lost_s, or an operator says so, or names another one)
+                                lose: never read or written again; what it had is placed anew
+    (RUNNING)                   settle: the new copies are whole from the version at which training goes on
+    (a plan)                    combined: what the copies of each stream hold, and which to read
+
+A server that comes back within log_lost_s was never lost. The last one in use is never given up for its silence, nor
+is any while none of them answers: it may be this process that is cut off.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from services.coordinator import messages as m
+from services.coordinator.leases import Leases
+from services.coordinator.planning import layout_of
+from services.coordinator.row import Copy, JobRow, LogServer, RankLogs
+from services.coordinator.timing import Timing
+from swift.log import streams
+from swift.log.placement import Sender, place
+from swift.recovery import StreamSummary
+from swift.recovery.copies import Copy as StreamCopy
+from swift.recovery.copies import combined
+
+
+class Places:
+    """Changes the row; its caller makes that durable."""
+
+    def __init__(self, row: JobRow, timing: Timing, now: float) -> None:
+        self._row = row
+        self._timing = timing
+        self._leases = Leases(row.living(), now)
+
+    # --- who is there ---
+
+    def hear(self, address: str, now: float) -> None:
+        number = self.number_of(address)
+        if number is not None:
+            self._leases.hear(number, now)
+
+    def start_afresh(self, now: float) -> None:
+        self._leases.start_afresh(now)
+
+    def overdue(self, now: float) -> dict[int, str]:
+        """Servers that are lost by their silence -> why."""
+        ages = {number: self._leases.age_s(number, now) for number in self._row.living()}
+        limit_s = self._timing.log_lost_s
+        if not limit_s or min(ages.values(), default=limit_s) >= limit_s / 2:
+            return {}
+        return {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
+
+    def ages_s(self, now: float) -> dict[str, float]:
+        """Address -> seconds since it was heard; of those in use."""
+        row = self._row
+        return {row.log_servers[n].address: self._leases.age_s(n, now) for n in row.living()}
+
+    def number_of(self, address: str) -> int | None:
+        """Of those in use."""
+        servers = self._row.log_servers
+        return next((n for n in self._row.living() if servers[n].address == address), None)
+
+    def block(self, address: str, reason: str) -> bool:
+        """What is waited for at that server; empty: nothing any more. False: that is known."""
+        blocked = self._row.blocked
+        if blocked.get(address, "") == reason:
+            return False
+        if reason:
+            blocked[address] = reason
+        else:
+            del blocked[address]
+        return True
+
+    # --- where things are ---
+
+    def seat(self, rank: int, host: str) -> None:
+        """A process on `host` holds the rank. Its predecessor's records stay where they are."""
+        self._row.placement.setdefault(rank, RankLogs(host=host)).host = host
+        if len(self._row.placement) == self._row.world_size:
+            self._place()
+
+    def change(self, change: m.ChangeLogServers, now: float) -> tuple[bool, dict[int, str]]:
+        """What an operator says. (whether one has come, which are to be lost -> why); said again: neither."""
+        number = self.number_of(change.lost) if change.lost else None
+        lost = {number: "was given up by an operator"} if number is not None else {}
+        if not change.add or self.number_of(change.add) is not None:
+            return False, lost
+        self._row.log_servers.append(LogServer(address=change.add, host=change.add_host, fresh=True))
+        self._leases.hear(len(self._row.log_servers) - 1, now)
+        if not lost:  # else it takes the place of those
+            self._place()
+        return True, lost
+
+    def lose(self, lost: Mapping[int, str]) -> dict[int, str]:
+        """In words."""
+        row = self._row
+        for number, why in lost.items():
+            row.log_servers[number].lost = why
+            self._leases.forget(number)
+        for logs in row.placement.values():
+            gone = [copy.server for copy in logs.copies if copy.server in lost]
+            before = _begins(logs)
+            logs.copies = [copy for copy in logs.copies if copy.server not in lost]
+            if gone and _begins(logs) > before:
+                logs.lost = "; ".join(self._lost_words(number) for number in gone)
+        self._place()
+        return {number: self._lost_words(number) for number in lost}
+
+    def _place(self) -> None:
+        row = self._row
+        if len(row.placement) < row.world_size:
+            return
+        senders = [
+            Sender(rank=rank, host=logs.host, held=tuple(copy.server for copy in logs.copies))
+            for rank, logs in row.placement.items()
+        ]
+        servers = {number: row.log_servers[number].host for number in row.living()}
+        for rank, chosen in place(senders, servers, row.copies, row.job).items():
+            logs = row.placement[rank]
+            held = {copy.server: copy for copy in logs.copies}
+            logs.copies = [held.get(number) or Copy(server=number) for number in chosen]
+
+    def granted(self) -> None:
+        """All hold the generation, and those that came are empty: from now on what is written there stays."""
+        for number in self._row.living():
+            self._row.log_servers[number].fresh = False
+
+    def settle(self, version: int) -> str:
+        """Training goes on at this version: its step is the first that new copies have whole.
+
+        Why the log cannot feed a replay from the newest complete checkpoint; empty: it can, for all that is known.
+        """
+        for logs in self._row.placement.values():
+            for copy in logs.copies:
+                if copy.whole_from is None:
+                    copy.whole_from = version
+        newest = max(self._row.checkpoints, default=0)
+        late = {logs.lost for logs in self._row.placement.values() if logs.copies and _begins(logs) > newest}
+        return "; ".join(sorted(filter(None, late)))
+
+    def empty(self) -> None:
+        """The job's records are dropped everywhere: what is written from now on is whole."""
+        for logs in self._row.placement.values():
+            logs.lost = ""
+            for copy in logs.copies:
+                copy.whole_from = 0
+
+    # --- what is left ---
+
+    def combined(
+        self, inventories: Mapping[str, Sequence[StreamSummary]]
+    ) -> tuple[dict[str, StreamSummary], dict[str, list[int]]]:
+        """(stream -> what its copies hold together, stream -> servers to read), from what each address has."""
+        row = self._row
+        there = {
+            number: {
+                summary.stream: summary for summary in inventories.get(row.log_servers[number].address, ())
+            }
+            for number in row.living()
+        }
+        writers = self._writers()
+        floor = min(row.checkpoints, default=0)
+        summaries: dict[str, StreamSummary] = {}
+        sources: dict[str, list[int]] = {}
+        for stream in sorted({*writers, *(name for found in there.values() for name in found)}):
+            logs = row.placement.get(writers.get(stream, -1))
+            placed = {copy.server: copy.whole_from for copy in logs.copies} if logs is not None else {}
+            nothing = StreamSummary(stream=stream, records=0)
+            copies = [
+                StreamCopy(server=number, summary=there[number].get(stream, nothing), whole_from=whole_from)
+                for number, whole_from in (placed or dict.fromkeys(there, 0)).items()
+            ]
+            if copies:
+                lost = logs.lost if logs is not None else ""
+                summaries[stream], servers = combined(copies, floor=floor, lost=lost)
+                sources[stream] = list(servers)
+        return summaries, sources
+
+    def _writers(self) -> dict[str, int]:
+        """stream -> the rank that writes it."""
+        layout = layout_of(self._row)
+        columns = layout.columns()
+        found = {streams.collectives(rank): rank for rank in layout.stages}
+        for rank, stages in layout.stages.items():
+            for stage in stages:
+                for kind in streams.KINDS:
+                    found[streams.boundary(stage, kind, layout.column(rank), columns)] = rank
+        return found
+
+    def _lost_words(self, number: int) -> str:
+        server = self._row.log_servers[number]
+        return f"log server {server.address} is lost: it {server.lost}"
+
+
+def _begins(logs: RankLogs) -> float:
+    """The first step that some copy has whole."""
+    return min((c.whole_from for c in logs.copies if c.whole_from is not None), default=math.inf)

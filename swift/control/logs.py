@@ -1,0 +1,99 @@
+"""`swift-ft logs`: where a job's log is kept, and an operator's word on its log servers."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from swift._pb import coordinator_pb2 as pb
+from swift.arguments import Parser
+from swift.control.client import CoordinatorClient
+from swift.errors import SwiftError, UsageError
+from swift.log.address import parse_server
+
+SILENT_S = 5.0
+"""A log server that was heard so long ago is shown as silent."""
+DESCRIPTION = """\
+Shows the log servers of a job, and on which of them each rank's streams are kept. A log server that is silent is given
+up by the coordinator itself (--log-lost-s) if another one is left. With --lost it is given up now; with --add there is
+one more, which is emptied of this job first. Both together replace a server. Either makes a new generation: ranks keep
+their state, and the step under way is done again."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser(prog="swift-ft logs", description=DESCRIPTION)
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--job", required=True, metavar="NAME")
+    parser.add_argument("--lost", default="", metavar="HOST:PORT", help="this one will not come back")
+    parser.add_argument("--add", default="", metavar="[MACHINE=]HOST:PORT", help="this one has come")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    arguments = parser.parse_args(argv)
+    host, add = parse_server(arguments.add, "--add") if arguments.add else ("", "")
+    lost = parse_server(arguments.lost, "--lost")[1] if arguments.lost else ""
+    if lost and lost == add:
+        raise UsageError(f"--lost and --add both name {lost}")
+    client = CoordinatorClient(arguments.coordinator, arguments.job)
+    try:
+        if lost or add:
+            client.change_log_servers(lost, add, host)
+        status = client.status()
+    finally:
+        client.close()
+    print(json.dumps(as_json(status), indent=2) if arguments.json else "\n".join(lines(status)))
+    return 0
+
+
+def as_json(status: pb.StatusReply) -> dict[str, Any]:
+    view, silent = status.view, _silent(status)
+    return {
+        "job": view.job,
+        "generation": view.generation,
+        "state": pb.State.Name(view.state),
+        "waiting_for": view.waiting_for,
+        "copies_wanted": view.copies_wanted,
+        "log_servers": [
+            {
+                "address": server.address,
+                "machine": server.host,
+                "lost": server.lost or None,
+                "silent_seconds": silent.get(server.address),
+            }
+            for server in view.log_places
+        ],
+        "ranks": {str(logs.rank): list(logs.servers) for logs in view.log_copies},
+    }
+
+
+def lines(status: pb.StatusReply) -> list[str]:
+    """For people."""
+    view, silent = status.view, _silent(status)
+    kept: dict[str, list[str]] = {server.address: [] for server in view.log_places}
+    for logs in view.log_copies:
+        for number, address in enumerate(logs.servers):
+            kept[address].append(f"{logs.rank}{'' if number == 0 else ' (copy)'}")
+    out = [f"job {view.job}: {pb.State.Name(view.state)}, generation {view.generation}"]
+    if view.waiting_for:
+        out.append(f"waits for {view.waiting_for}")
+    fewest = min((len(logs.servers) for logs in view.log_copies), default=view.copies_wanted)
+    if fewest < view.copies_wanted:
+        out.append(f"{fewest} of {view.copies_wanted} copies are kept: add a log server")
+    for server in view.log_places:
+        what = (
+            f"lost: it {server.lost}" if server.lost else f"ranks {', '.join(kept[server.address]) or 'none'}"
+        )
+        if silent.get(server.address, 0.0) > SILENT_S:
+            what += f"; has not answered for {silent[server.address]:.0f} s"
+        out.append(f"{server.address} on {server.host or 'an unknown machine'}: {what}")
+    return out
+
+
+def _silent(status: pb.StatusReply) -> dict[str, float]:
+    return {server.address: round(server.silent_s, 1) for server in status.log_servers}

@@ -1,0 +1,52 @@
+"""Log servers in the report: where streams were, what moved, and whether a loss was dealt with. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from swift.drill.checks import Check
+from swift.drill.config import DrillConfig
+from swift.drill.faults import LogLossFault
+from swift.drill.timeline import Event, Recovery
+
+
+def places(events: Sequence[Event]) -> dict[str, Any]:
+    """`log.placement`: rank -> its log servers at the start; `log.moved`; `log.lost`; `log.copies_changed`."""
+    placed: dict[str, list[str]] = {}
+    moved: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] != "log_placed":
+            continue
+        rank, servers = str(event["rank"]), list(event["servers"])
+        before = placed.setdefault(rank, servers)
+        # A replacement finds its streams where its predecessor had them.
+        last = next((move["to"] for move in reversed(moved) if move["rank"] == event["rank"]), before)
+        if servers != last:
+            moved.append(
+                {"rank": event["rank"], "generation": event["generation"], "from": last, "to": servers}
+            )
+    return {
+        "placement": {rank: placed[rank] for rank in sorted(placed, key=int)},
+        "moved": moved,
+        "lost": [str(event["reason"]) for event in events if event["event"] == "log_server_lost"],
+        "copies_changed": [
+            {name: event.get(name) for name in ("stream", "instead_of", "address", "reason")}
+            for event in events
+            if event["event"] == "copy_changed"
+        ],
+    }
+
+
+def checks(config: DrillConfig, found: Sequence[Recovery]) -> list[Check]:
+    """Each log server that was killed for good was given up, and nobody's records are there any more."""
+    wanted = sum(isinstance(fault, LogLossFault) for fault in config.faults)
+    if not wanted:
+        return []
+    lost = sum(len(recovery.servers_lost) for recovery in found)
+    detail = f"{lost} of {wanted} were given up"
+    return [Check("the lost log server was given up", lost == wanted, detail)]
+
+
+def may_fall_back(config: DrillConfig, found: Sequence[Recovery]) -> bool:
+    """With one copy, what only the lost log server had is gone: a replay that needs it is not possible. The plan must
+    say so."""
+    return config.copies == 1 and all("is lost" in r.fell_back for r in found if r.fell_back)

@@ -1,0 +1,118 @@
+"""An operator replaces log servers of a job, by real processes: coordinator, log servers, `swift-ft logs`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swift import control
+from swift.control import View
+from swift.control import logs as command
+from swift.log import admin
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.sidecar_client import SidecarWriter
+from tests.integration.coordinator_world import Coordinator, finish, recovered
+from tests.integration.coordinator_world import Job as Members
+from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
+
+STREAM = "s0.F"
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[LogServer]]:
+    found = [LogServer(tmp_path / f"log{number}") for number in range(3)]
+    with found[0], found[1], found[2]:
+        yield found
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    members = Members(tmp_path)
+    yield members
+    members.close()
+
+
+def kept_by(view: View, rank: int) -> list[str]:
+    return next(list(logs.servers) for logs in view.log_copies if logs.rank == rank)
+
+
+def put(writer: SidecarWriter, steps: range) -> None:
+    for step in steps:
+        writer.append(STREAM, RecordKey(step, 0, 0), "uint8", (3,), bytes([step] * 3))
+
+
+def steps_of(server: LogServer) -> list[int]:
+    reader = LogReader([server.address], JOB)
+    try:
+        return sorted(key.step for key in reader.digests(STREAM, 0))
+    finally:
+        reader.close()
+
+
+def told(coordinator: Coordinator, *words: str) -> int:
+    return command.main(["--coordinator", coordinator.address, "--job", JOB, *words])
+
+
+def test_a_log_server_is_replaced_by_another_and_comes_back(
+    servers: list[LogServer], members: Members, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, new = servers
+    # It has records of a job of that name, from long ago.
+    new.fence(1)
+    old = SidecarWriter([new.address], JOB, 1)
+    put(old, range(40, 50))
+    old.close()
+    named = f"m0={one.address},m1={two.address}"
+    coordinator = members.coordinator("--log-servers", named, "--copies", "2")
+    ranks = members.form(JOB)
+    view = members.wait(ranks[0], recovered(1))
+    writer = SidecarWriter(kept_by(view, 0), JOB, 1)
+    try:
+        assert sorted(kept_by(view, 0)) == sorted([one.address, two.address])
+        put(writer, range(5))
+        writer.flush(TIMEOUT_S)
+        one.kill()
+        put(writer, range(5, 8))
+
+        assert told(coordinator, "--lost", "127.0.0.1:1") == 2
+        assert "127.0.0.1:1 is none of the log servers" in capsys.readouterr().err
+        assert told(coordinator, "--lost", one.address, "--add", f"m2={new.address}") == 0
+        view = members.wait(ranks[0], recovered(2))
+        assert "was given up by an operator" in view.reason
+        assert list(view.log_servers) == [two.address, new.address]
+        assert kept_by(view, 0) == [two.address, new.address]
+        assert {rank.strategy for rank in view.plan.ranks} <= {control.KEEP, control.CATCH_UP}
+        assert steps_of(new) == [], "it was emptied before anybody could read it"
+        writer.set_generation(2, kept_by(view, 0))
+        put(writer, range(7, 12))
+        writer.flush(TIMEOUT_S)
+        assert steps_of(two) == list(range(12))
+        assert set(range(7, 12)) <= set(steps_of(new)) <= set(range(5, 12))
+
+        one.start()
+        capsys.readouterr()
+        assert told(coordinator, "--json") == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert [server["lost"] for server in shown["log_servers"]] == [
+            "was given up by an operator",
+            None,
+            None,
+        ]
+        assert shown["ranks"]["0"] == [two.address, new.address]
+        assert admin.inventory(one.address, JOB, TIMEOUT_S), "nobody has asked it anything"
+        # Once more, the other way round; and said twice, as by somebody who did not see the answer.
+        for _ in range(2):
+            assert told(coordinator, "--lost", two.address, "--add", f"m0={one.address}") == 0
+        view = members.wait(ranks[0], recovered(3))
+        assert steps_of(one) == []
+        assert kept_by(view, 0) == [new.address, one.address]
+        writer.set_generation(3, kept_by(view, 0))
+        put(writer, range(12, 15))
+        writer.flush(TIMEOUT_S)
+        assert steps_of(one) == list(range(12, 15))
+        assert set(range(7, 15)) <= set(steps_of(new))
+        finish(members, ranks)
+    finally:
+        writer.close(0.0)

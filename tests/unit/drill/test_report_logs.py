@@ -1,0 +1,147 @@
+"""Lost log servers in the report."""
+
+import pytest
+
+from swift.drill import report
+from swift.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift.errors import UsageError
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace, config, digests, good, kept
+
+LOST = "log server h:1 is lost: it has not answered for 6.0 s"
+BOTH = (f"rank=2,step={KILL_STEP},microbatch=3", f"log=0,step={KILL_STEP}")
+
+
+def lost_alone(*, given_up: bool = True) -> Trace:
+    """The log server dies in step 5, and is given up in step 8."""
+    trace = Trace()
+    for rank in range(RANKS):
+        trace.rank(rank, "log_placed", generation=1, servers=["h:1"] if rank % 2 else ["h:2"], instead_of=[])
+    trace.state("FORMING", 1)
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        if step == 5:
+            trace.add("drill", "service_killed", service="logserver0", id="fault0", lost=True, number=0)
+        trace.step(step)
+    trace.state("FENCING", 2, 0.02, LOST if given_up else "rank 3 refused KEEP")
+    if given_up:
+        trace.add("coordinator", "log_server_lost", server=0, reason=LOST)
+    trace.state("PLANNING", 2)
+    for rank in (1, 3):
+        trace.rank(rank, "log_placed", generation=2, servers=["h:2"], instead_of=["h:1"])
+    trace.plan(2, KILL_STEP, dict.fromkeys(range(RANKS), ("KEEP", KILL_STEP)))
+    trace.state("RECOVERING", 2)
+    for rank in range(RANKS):
+        trace.rank(rank, "group_built", generation=2)
+    trace.state("RUNNING", 2)
+    for step in range(KILL_STEP, STEPS):
+        trace.step(step)
+    trace.finish()
+    return trace
+
+
+def lost_with_a_rank(reason: str) -> Trace:
+    trace = Trace()
+    trace.state("FORMING", 1)
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        trace.step(step)
+    trace.add("drill", "service_killed", service="logserver0", id="fault1", lost=True, number=0)
+    trace.kill(2, KILL_STEP)
+    trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
+    trace.state("FENCING", 3, 0.02, LOST)
+    trace.add("coordinator", "log_server_lost", server=0, reason=LOST)
+    for rank in (0, 1, 3):
+        trace.rank(rank, "notice", 0.001, generation=2)
+    for rank in (0, 1, 3):
+        trace.rank(rank, "freed", 0.003, generation=2)
+    trace.state("PLANNING", 3, 0.03)
+    if reason:
+        trace.plan(3, CHECKPOINT, dict.fromkeys(range(RANKS), ("CHECKPOINT", CHECKPOINT)), reason)
+    else:
+        trace.plan(3, KILL_STEP, kept())
+    trace.state("RECOVERING", 3, 0.04)
+    for rank in range(RANKS):
+        trace.rank(rank, "group_built", generation=3)
+    if reason:
+        for rank in range(RANKS):
+            trace.rank(rank, "restore_begin", generation=3)
+            trace.rank(rank, "restore_end", generation=3, version=CHECKPOINT)
+    else:
+        trace.replay(2, 3, CHECKPOINT, KILL_STEP)
+    trace.state("RUNNING", 3, 0.02)
+    for step in range(CHECKPOINT if reason else KILL_STEP, STEPS):
+        trace.step(step)
+    trace.finish()
+    return trace
+
+
+def test_a_lost_log_server_costs_nobody_its_state_and_what_moved_is_told() -> None:
+    result = report.build(config("log=0,step=5", log_servers=2), good(lost_alone()))
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["log"]["placement"] == {"0": ["h:2"], "1": ["h:1"], "2": ["h:2"], "3": ["h:1"]}
+    assert result["log"]["moved"] == [
+        {"rank": rank, "generation": 2, "from": ["h:1"], "to": ["h:2"]} for rank in (1, 3)
+    ]
+    assert result["log"]["lost"] == [LOST]
+    assert result["recovery_seconds"]["detect"] > 0
+
+
+def test_a_recovery_that_no_lost_server_explains_fails_the_drill() -> None:
+    result = report.build(config("log=0,step=5", log_servers=2), good(lost_alone(given_up=False)))
+    assert result["verdict"] == FAIL
+    assert "a recovery of itself" in result["reason"]
+    assert "0 of 1 were given up" in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("copies", "reason", "verdict"),
+    [
+        (2, "", PASS),
+        (1, f"s1.F is empty ({LOST})", PASS),
+        (1, "s1.F is corrupt", FAIL),
+        (2, f"s1.F is empty ({LOST})", FAIL),
+    ],
+)
+def test_fault_37_a_rank_and_a_log_server_at_once(copies: int, reason: str, verdict: str) -> None:
+    """The second copy, else the checkpoint with the reason said."""
+    found = (CHECKPOINT if reason else KILL_STEP, 3)
+    evidence = good(lost_with_a_rank(reason), digests=digests(found), fired=frozenset({"fault0", "fault1"}))
+    result = report.build(config(*BOTH, log_servers=2, copies=copies), evidence)
+    assert result["verdict"] == verdict, result["reason"]
+    if verdict == PASS and reason:
+        assert LOST in result["reason"]
+
+
+def test_without_the_servers_end_nothing_is_shown() -> None:
+    result = report.build(config("log=0,step=5", log_servers=2), good(lost_alone(), fired=frozenset()))
+    assert result["verdict"] == INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"log_servers": 0}, "--log-servers must be 1 to 16"),
+        ({"copies": 2}, "--copies must be 1 to 1"),
+        ({"log_servers": 2, "copies": 0}, "--copies must be 1 to 2"),
+    ],
+)
+def test_numbers_that_cannot_be(changes: dict[str, int], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        config(**changes)
+
+
+def test_a_corrupt_log_with_two_copies_shows_nothing() -> None:
+    with pytest.raises(UsageError, match="reads another copy: leave --copies out"):
+        config("rank=2,step=8", "corrupt=log,step=8", log_servers=2, copies=2)
+    config("rank=2,step=8", "corrupt=log,step=8", log_servers=2)
+
+
+def test_the_command_can_be_run_again() -> None:
+    words = config("log=1,step=5", log_servers=3, copies=2).arguments()
+    assert words[words.index("--log-servers") : words.index("--log-servers") + 4] == [
+        "--log-servers",
+        "3",
+        "--copies",
+        "2",
+    ]
+    assert "--log-servers" not in config().arguments()

@@ -1,0 +1,366 @@
+"""A stream on two servers: both have it before it counts as durable; one is lost, comes back, is replaced."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from services.logserver.servicer import make_server
+from services.logserver.storage import Write
+from swift.errors import LogUnavailable, RecordCorrupt, RecordMissing, ServiceError, UsageError
+from swift.log import admin
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.writer import LogWriter
+from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.service import JOB, InProcess, eventually
+
+TIMEOUT_S = 10.0
+STREAM = "s0.F"
+NOBODY = "127.0.0.1:1"
+RECORD_BYTES = 512
+"""What one of `put` takes of the queue at least."""
+
+
+def key(step: int, microbatch: int = 0) -> RecordKey:
+    return RecordKey(step, microbatch, 0)
+
+
+def never() -> bool:
+    return False
+
+
+def put(writer: LogWriter, step: int, value: int = 0) -> None:
+    writer.append(STREAM, key(step), "uint8", (4,), bytes([value or step] * 4))
+
+
+def steps_of(server: InProcess) -> list[int]:
+    """What it has, and each record once."""
+    reader = LogReader([server.address], JOB)
+    try:
+        found = sorted(record.step for record in reader.digests(STREAM, 0))
+    finally:
+        reader.close()
+    there = {s.stream: s.records for s in admin.inventory(server.address, JOB, TIMEOUT_S)}
+    assert there.get(STREAM, 0) >= len(found)
+    return found
+
+
+def put_all(writer: LogWriter, steps: int) -> None:
+    for step in range(steps):
+        put(writer, step)
+
+
+def until_sent(writer: LogWriter, records: int) -> None:
+    """Its worker has handed them to the links."""
+    eventually(lambda: writer.stats.records == records)
+
+
+class SlowStorage(MemoryStorage):
+    """Commits only while it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+        self.may.set()
+
+    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+        self.may.wait(TIMEOUT_S)
+        super().commit(writes, sync)
+
+
+def flip(server: InProcess, step: int) -> None:
+    """A bit of that record's body."""
+    assert isinstance(server.storage, MemoryStorage)
+    frames = server.storage.frames[JOB, STREAM]
+    data = bytearray(frames[step])
+    data[-1] ^= 1
+    frames[step] = bytes(data)
+
+
+def cut_off(server: InProcess) -> None:
+    """Nobody can speak to it any more; what it holds is left."""
+    server.server.stop(0).wait()
+
+
+@contextmanager
+def back(server: InProcess) -> Iterator[None]:
+    """It serves again, under the address it had."""
+    again, _ = make_server(server.engine)
+    assert again.add_insecure_port(server.address) > 0
+    again.start()
+    try:
+        yield
+    finally:
+        again.stop(0).wait()
+
+
+@pytest.fixture
+def one() -> Iterator[InProcess]:
+    with InProcess() as running:
+        yield running
+
+
+@pytest.fixture
+def two() -> Iterator[InProcess]:
+    with InProcess() as running:
+        yield running
+
+
+@contextmanager
+def writing(*servers: InProcess, **options: float) -> Iterator[LogWriter]:
+    writer = LogWriter([s.address for s in servers], JOB, 1, **options)  # type: ignore[arg-type]
+    try:
+        yield writer
+    finally:
+        writer.close(0.0)
+
+
+@contextmanager
+def reading(*servers: InProcess | str) -> Iterator[LogReader]:
+    reader = LogReader([s if isinstance(s, str) else s.address for s in servers], JOB)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def values(reader: LogReader, steps: range) -> list[int]:
+    cursor = reader.follow(STREAM, steps.start)
+    try:
+        return [cursor.get(key(step), TIMEOUT_S, never).body[0] for step in steps]
+    finally:
+        cursor.close()
+
+
+class TestWriting:
+    def test_every_record_is_on_both(self, one: InProcess, two: InProcess) -> None:
+        with writing(one, two) as writer:
+            for step in range(5):
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+            assert steps_of(one) == steps_of(two) == list(range(5))
+            assert writer.stats.records == 5
+
+    def test_it_is_durable_once_both_have_it(self, one: InProcess) -> None:
+        storage = SlowStorage()
+        with InProcess(storage) as two, writing(one, two) as writer:
+            storage.may.clear()
+            put(writer, 0)
+            eventually(lambda: steps_of(one) == [0])
+            with pytest.raises(ServiceError, match="not acknowledged everything"):
+                writer.flush(0.3)
+            storage.may.set()
+            writer.flush(TIMEOUT_S)
+            assert steps_of(two) == [0]
+
+    def test_one_server_alone_cannot_free_the_queue(self, one: InProcess) -> None:
+        """What one of two has not acknowledged is held, and bounds what waits."""
+        writer = LogWriter([one.address, NOBODY], JOB, 1, queue_bytes=4096, patience_s=0.5)
+        try:
+            with pytest.raises(LogUnavailable, match="acknowledged nothing"):
+                put_all(writer, 50)
+            assert 0 < len(steps_of(one)) <= 4096 // RECORD_BYTES
+        finally:
+            writer.close(0.0)
+
+
+class TestMoving:
+    def test_what_only_the_lost_server_was_to_get_is_sent_to_the_new_one(
+        self, one: InProcess, two: InProcess
+    ) -> None:
+        with writing(one) as writer:
+            for step in range(3):
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+            cut_off(one)
+            for step in range(3, 6):
+                put(writer, step)
+            two.engine.administration.fence(JOB, 2)
+            writer.set_generation(2, [two.address])
+            writer.flush(TIMEOUT_S)
+            assert steps_of(two) == [3, 4, 5]
+            # A step that is done again is logged whole, though the lost server had it.
+            for step in range(2, 7):
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+            assert steps_of(two) == [2, 3, 4, 5, 6]
+
+    def test_a_copy_that_lives_is_not_written_twice(self, one: InProcess, two: InProcess) -> None:
+        with InProcess() as three, writing(one, two) as writer:
+            for step in range(4):
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+            cut_off(one)
+            for server in (two, three):
+                server.engine.administration.fence(JOB, 2)
+            writer.set_generation(2, [two.address, three.address])
+            for step in range(3, 6):
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+            assert steps_of(two) == list(range(6))
+            assert steps_of(three) == [3, 4, 5]
+            with reading(three, two) as reader:
+                assert values(reader, range(3, 6)) == [3, 4, 5]
+
+    def test_old_steps_that_the_lost_server_had_not_acked_are_not_sent_to_the_other_again(
+        self, one: InProcess, two: InProcess
+    ) -> None:
+        with InProcess() as three, writing(one, two) as writer:
+            cut_off(one)
+            put_all(writer, 4)
+            eventually(lambda: steps_of(two) == [0, 1, 2, 3])
+            writer.forget_below(3)
+            for server in (two, three):
+                server.engine.administration.fence(JOB, 2)
+            writer.set_generation(2, [two.address, three.address])
+            put(writer, 3)
+            writer.flush(TIMEOUT_S)
+            assert steps_of(two) == steps_of(three) == [0, 1, 2, 3]
+
+    def test_both_are_lost_at_once(self, one: InProcess, two: InProcess) -> None:
+        with InProcess() as three, writing(one, two) as writer:
+            for server in (one, two):
+                cut_off(server)
+            put_all(writer, 4)
+            three.engine.administration.fence(JOB, 2)
+            until_sent(writer, 4)
+            writer.forget_below(3)
+            writer.set_generation(2, [three.address])
+            writer.flush(TIMEOUT_S)
+            assert steps_of(three) == [0, 1, 2, 3]
+
+    def test_a_server_that_is_used_again_was_emptied_and_gets_all_of_the_step(
+        self, one: InProcess, two: InProcess
+    ) -> None:
+        with writing(one, two) as writer:
+            put_all(writer, 4)
+            writer.flush(TIMEOUT_S)
+            two.engine.administration.fence(JOB, 2)
+            writer.set_generation(2, [two.address])
+            for server in (one, two):
+                server.engine.administration.fence(JOB, 3)
+            admin.reset(one.address, JOB, 3, TIMEOUT_S)
+            writer.set_generation(3, [two.address, one.address])
+            for step in (3, 4):
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+            assert steps_of(one) == [3, 4]
+            assert steps_of(two) == [0, 1, 2, 3, 4]
+
+    def test_one_that_comes_back_gets_what_it_missed(self, one: InProcess, two: InProcess) -> None:
+        with writing(one, two) as writer:
+            put(writer, 0)
+            writer.flush(TIMEOUT_S)
+            cut_off(one)
+            for step in range(1, 4):
+                put(writer, step)
+            eventually(lambda: steps_of(two) == [0, 1, 2, 3])
+            with back(one):
+                writer.flush(TIMEOUT_S)
+                assert steps_of(one) == [0, 1, 2, 3]
+
+    def test_nothing_waits_for_a_server_that_was_replaced(self, two: InProcess) -> None:
+        with InProcess() as three:
+            writer = LogWriter([NOBODY, two.address], JOB, 1, patience_s=0.3)
+            try:
+                put(writer, 0)
+                with pytest.raises(ServiceError, match=NOBODY):
+                    writer.flush(TIMEOUT_S)
+                for server in (two, three):
+                    server.engine.administration.fence(JOB, 2)
+                writer.set_generation(2, [two.address, three.address])
+                writer.flush(TIMEOUT_S)
+                assert steps_of(two) == steps_of(three) == [0]
+                assert writer.queued_bytes == 0
+            finally:
+                writer.close(0.0)
+
+
+class TestReplaying:
+    """A replacement declares what each copy holds."""
+
+    def test_a_copy_that_lacks_a_record_gets_it(self, one: InProcess, two: InProcess) -> None:
+        for server, steps in ((one, range(4)), (two, range(2))):
+            with writing(server) as writer:
+                for step in steps:
+                    put(writer, step)
+                writer.flush(TIMEOUT_S)
+        with writing(one, two) as heir, reading(one, two) as reader:
+            for server in (one, two):
+                heir.expect(STREAM, reader.digests(STREAM, 0, server.address), server.address)
+            for step in range(5):
+                put(heir, step)
+            heir.flush(TIMEOUT_S)
+            assert steps_of(one) == steps_of(two) == list(range(5))
+            assert (heir.stats.verified, heir.stats.records) == (4, 1)
+
+    def test_copies_that_differ_are_refused(self, one: InProcess, two: InProcess) -> None:
+        with writing(one, two) as writer:
+            writer.expect(STREAM, {key(0): b"a" * 16}, one.address)
+            with pytest.raises(RecordCorrupt, match=r"s0\.F .* differs between its copies"):
+                writer.expect(STREAM, {key(0): b"b" * 16}, two.address)
+
+
+class TestReading:
+    @pytest.fixture
+    def both(self, one: InProcess, two: InProcess) -> tuple[InProcess, InProcess]:
+        with writing(one, two) as writer:
+            for step in range(6):
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+        return one, two
+
+    def test_a_server_that_is_not_there_is_passed_over(self, both: tuple[InProcess, InProcess]) -> None:
+        with reading(NOBODY, both[1]) as reader:
+            assert values(reader, range(6)) == list(range(6))
+            assert len(reader.digests(STREAM, 0)) == 6
+
+    def test_a_server_that_goes_in_the_middle(self, both: tuple[InProcess, InProcess]) -> None:
+        one, two = both
+        with reading(one, two) as reader, writing(two) as writer:
+            cursor = reader.follow(STREAM, 2)
+            assert cursor.get(key(2), TIMEOUT_S, never).body[0] == 2
+            cut_off(one)
+            writer.expect(STREAM, reader.digests(STREAM, 0, two.address))
+            for step in range(9):
+                put(writer, step)
+            assert [cursor.get(key(s), TIMEOUT_S, never).body[0] for s in range(3, 9)] == list(range(3, 9))
+            cursor.close()
+
+    def test_a_record_that_is_corrupt_in_one_copy_comes_from_the_other(
+        self, both: tuple[InProcess, InProcess]
+    ) -> None:
+        one, two = both
+        flip(one, 3)
+        with reading(one, two) as reader:
+            assert values(reader, range(6)) == list(range(6))
+            assert len(reader.digests(STREAM, 0)) == 6
+
+    def test_corrupt_in_both_is_refused(self, both: tuple[InProcess, InProcess]) -> None:
+        for server in both:
+            flip(server, 3)
+        with reading(*both) as reader, pytest.raises(RecordCorrupt, match="record 3"):
+            values(reader, range(6))
+
+    def test_copies_that_differ_are_not_mixed(self, one: InProcess, two: InProcess) -> None:
+        for server, value in ((one, 7), (two, 9)):
+            with writing(server) as writer:
+                for step in range(3):
+                    put(writer, step, value=value if step == 1 else 1)
+                writer.flush(TIMEOUT_S)
+        flip(one, 2)
+        with reading(one, two) as reader, pytest.raises(RecordCorrupt, match="differs between its copies"):
+            values(reader, range(3))
+
+    def test_by_stream(self, both: tuple[InProcess, InProcess]) -> None:
+        reader = LogReader({STREAM: [both[1].address]}, JOB)
+        try:
+            assert values(reader, range(6)) == list(range(6))
+            with pytest.raises(RecordMissing, match=r"no log server holds s9\.F"):
+                reader.follow("s9.F", 0)
+        finally:
+            reader.close()
+        with pytest.raises(UsageError):
+            LogReader({}, JOB)

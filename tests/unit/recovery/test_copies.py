@@ -1,0 +1,134 @@
+"""What the copies of a stream hold together."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.recovery import StreamSummary
+from swift.recovery.copies import Copy, combined
+
+
+def summary(
+    first: int, last: int, *, trimmed: int = 0, corrupt: bool = False, records: int = 5
+) -> StreamSummary:
+    reason = "a checksum differs" if corrupt else ""
+    return StreamSummary(
+        stream="s0.F",
+        records=records,
+        first_step=first,
+        last_step=last,
+        trimmed_below_step=trimmed,
+        corrupt=corrupt,
+        reason=reason,
+    )
+
+
+NOTHING = StreamSummary(stream="s0.F", records=0)
+
+
+def test_one_copy_is_what_it_is() -> None:
+    assert combined([Copy(server=4, summary=summary(3, 9, trimmed=3))]) == (summary(3, 9, trimmed=3), (4,))
+
+
+def test_the_longer_of_two_is_read_first() -> None:
+    found, servers = combined([Copy(server=0, summary=summary(0, 8)), Copy(server=1, summary=summary(0, 9))])
+    assert (found.first_step, found.last_step, servers) == (0, 9, (1, 0))
+
+
+def test_what_was_written_before_a_copy_was_whole_does_not_count() -> None:
+    """The end of a step that it did not see begin."""
+    found, servers = combined(
+        [Copy(server=0, summary=summary(6, 9), whole_from=7)], lost="log server l1 is lost"
+    )
+    assert (found.first_step, found.last_step, found.reason, servers) == (7, 9, "log server l1 is lost", (0,))
+
+
+def test_what_was_dropped_is_gone_whichever_copy_says_so() -> None:
+    """The mark may have got to one copy alone, and that need not be the one that is read first."""
+    marked = replace(summary(0, 8), unlogged=(3, 4))
+    found, servers = combined(
+        [
+            Copy(server=0, summary=marked),
+            Copy(server=1, summary=replace(summary(0, 9), unlogged=(4, 6))),
+            Copy(server=2, summary=summary(0, 9, records=4)),
+        ]
+    )
+    assert (found.unlogged, servers) == ((3, 6), (1, 2, 0))
+    assert combined([Copy(server=0, summary=summary(0, 8))])[0].unlogged is None
+
+
+def test_a_younger_copy_is_not_read_where_an_older_one_is() -> None:
+    found, servers = combined(
+        [Copy(server=0, summary=summary(7, 9), whole_from=7), Copy(server=1, summary=summary(0, 9))]
+    )
+    assert (found.first_step, servers) == (0, (1,))
+
+
+def test_steps_below_the_oldest_checkpoint_do_not_matter() -> None:
+    _, servers = combined(
+        [Copy(server=0, summary=summary(10, 19, trimmed=10)), Copy(server=1, summary=summary(0, 19))],
+        floor=10,
+    )
+    assert sorted(servers) == [0, 1]
+
+
+def test_a_copy_of_the_recovery_under_way_does_not_count_at_all() -> None:
+    found, servers = combined([Copy(server=0, summary=summary(6, 9), whole_from=None)], lost="gone")
+    assert (found.records, found.corrupt, found.reason, servers) == (0, False, "gone", (0,))
+
+
+def test_damage_in_one_copy_is_none() -> None:
+    found, servers = combined(
+        [Copy(server=0, summary=summary(0, 9, corrupt=True)), Copy(server=1, summary=summary(0, 8))]
+    )
+    assert (found.corrupt, found.last_step, servers) == (False, 8, (1,))
+
+
+def test_damage_in_all_of_them_is() -> None:
+    found, servers = combined([Copy(server=n, summary=summary(0, 9, corrupt=True)) for n in (3, 1)])
+    assert (found.corrupt, found.reason, servers) == (True, "a checksum differs", (3, 1))
+
+
+def test_a_stream_that_is_not_there_is_read_where_it_will_be() -> None:
+    found, servers = combined([Copy(server=2, summary=NOTHING), Copy(server=0, summary=NOTHING)])
+    assert (found.records, servers) == (0, (2, 0))
+
+
+copies_of = st.lists(
+    st.tuples(
+        st.integers(0, 20),
+        st.integers(0, 10),
+        st.booleans(),
+        st.none() | st.integers(0, 20),
+        st.integers(0, 9),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(drawn=copies_of, floor=st.integers(0, 10))
+def test_never_more_than_the_copies_that_are_read_hold(
+    drawn: list[tuple[int, int, bool, int | None, int]], floor: int
+) -> None:
+    """Whatever of it a plan counts on, each server that is named has from its first step to its own end."""
+    copies = [
+        Copy(
+            server=number,
+            summary=summary(first, first + more, corrupt=corrupt, records=records),
+            whole_from=whole_from,
+        )
+        for number, (first, more, corrupt, whole_from, records) in enumerate(drawn)
+    ]
+    found, servers = combined(copies, floor=floor)
+    assert servers
+    if not found.records or found.corrupt:
+        return
+    for number in servers:
+        copy = copies[number]
+        assert copy.whole_from is not None
+        assert not copy.summary.corrupt
+        assert max(copy.summary.first_step, copy.whole_from) <= max(found.first_step, floor)
+    assert found.last_step == max(copies[number].summary.last_step for number in servers)
+    assert found.first_step <= found.last_step
