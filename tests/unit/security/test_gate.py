@@ -290,10 +290,11 @@ def test_jobs_are_limited_by_whatever_they_would_be_made() -> None:
     requests = [(name, REQUESTS[name]("second").SerializeToString()) for name in REQUESTS]
     answers = limited(EngineConfig(jobs_max=1), *requests)
     refused = {name for (name, _), answer in zip(requests, answers, strict=True) if answer == LIMITED}
-    # What looks at, trims or drops a job that is not there makes none.
-    assert refused == {"Append", "Read", "Digests", "Fence", "Reset"}
+    # What looks at, trims, resets or drops a job that is not there makes none.
+    assert refused == {"Append", "Fence"}
     unknown = (grpc.StatusCode.NOT_FOUND, "unknown-job")
-    assert {answer for answer in answers if answer != LIMITED} == {OK, unknown}
+    ungranted = (grpc.StatusCode.FAILED_PRECONDITION, "generation-not-granted")
+    assert {answer for answer in answers if answer != LIMITED} == {OK, unknown, ungranted}
 
 
 def test_streams_of_a_job_are_limited() -> None:
