@@ -67,6 +67,15 @@ class FaultInjector:
             ):
                 self._fire(fault, step)
 
+    def due(self, phase: str, step: int) -> bool:
+        """Whether this rank is to die in this phase of the step."""
+        return any(
+            fault.phase == phase
+            and fault.step in (None, step)
+            and not (self._directory / f"{fault.id}.fired").exists()
+            for fault in self._mine
+        )
+
     def replaying(self, step: int, microbatch: int) -> None:
         """(a rank that replays) Tells the others that a replay runs, and dies in it if it is told to."""
         if not self._any_in_replay:

@@ -142,12 +142,17 @@ class Updates:
     def _launch_next(self) -> None:
         """The next bucket in the one order that all columns keep."""
         assert self._reducer is not None
+        half = (len(self._buckets) + 1) // 2
+        if self.wait_free and self._launched == half and self._faults.due("update", self._version):
+            # Who dies half-way through its updates must not have given the rest to the others already.
+            while self._finished < half:
+                self._finish_next()
         bucket = self._buckets[self._launched]
         self._launched += 1
         if self._elsewhere.issuperset(bucket.parameters):
             return
         bucket.reduction = self._reducer.launch([p for p in bucket.parameters if p not in self._elsewhere])
-        if self._launched == (len(self._buckets) + 1) // 2:
+        if self._launched == half:
             self._fault("reduce")
 
     def _finish_next(self) -> None:
