@@ -11,6 +11,8 @@ from swift.control.client import CoordinatorClient
 from swift.errors import SwiftError, UsageError
 from swift.log.address import parse_server
 
+PATIENCE_S = 10.0
+"""Somebody waits for it: a coordinator that is being started again is waited for no longer."""
 SILENT_S = 5.0
 """A log server that was heard so long ago is shown as silent."""
 DESCRIPTION = """\
@@ -40,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     lost = parse_server(arguments.lost, "--lost")[1] if arguments.lost else ""
     if lost and lost == add:
         raise UsageError(f"--lost and --add both name {lost}")
-    client = CoordinatorClient(arguments.coordinator, arguments.job)
+    client = CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S)
     try:
         if lost or add:
             client.change_log_servers(lost, add, host)

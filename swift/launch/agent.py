@@ -236,7 +236,8 @@ class ReplacingAgent(SimpleElasticAgent):
             return
         self._notify(child)
         if verdict.action == Action.REPLACE:
-            self._replace(local_rank, verdict.reason, 0 if view is None else view.generation)
+            # Nothing seen yet: then it was in the first one, at the earliest.
+            self._replace(local_rank, verdict.reason, 1 if view is None else view.generation)
             return
         self._done[local_rank] = child
         if verdict.action == Action.LOST:

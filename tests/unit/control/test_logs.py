@@ -57,7 +57,10 @@ def test_for_programs() -> None:
         ([], "127.0.0.1:1"),
     ],
 )
-def test_refuses(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "PATIENCE_S", 0.2)
     code = logs.main(["--coordinator", "127.0.0.1:1", "--job", "j", *words])
     assert code == (2 if words else 3)
     said = capsys.readouterr().err
