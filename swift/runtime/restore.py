@@ -14,6 +14,7 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import RecordCorrupt, ReplayRefused, ReplicaDiffers, ServiceError
+from swift.log.memory import freed_memory_kept
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
@@ -240,9 +241,10 @@ class Restorer:
         reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, self._member.client.job)
         try:
             self._channel.begin_replay(reader, from_version, plan.collective_source)
-            while self._state.version < target:
-                self._member.check()
-                step()
+            with freed_memory_kept():
+                while self._state.version < target:
+                    self._member.check()
+                    step()
         finally:
             self._channel.end_replay()
             reader.close()
