@@ -1,6 +1,7 @@
 """`swift-ft bench log`: what the log moves, against what memory, the wire and the disk of this machine can.
 
     memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
+    ring: what a trainer gives away, until a native thread has copied it into shared memory
     wire: the log's messages, verified and dropped; --flight: the same bytes through Arrow Flight
     append: writer process(es) → gRPC → log server → segment files, until every record is durable
     read: log server → gRPC → a reader process, checksums verified, with the segments gone from the page cache
@@ -8,6 +9,7 @@
 Every round measures all cases once, in turn; a case's ratio is the median of its ratios in its own round.
 """
 
+import ctypes
 import os
 import socket
 import statistics
@@ -27,15 +29,18 @@ from swift.bench.workers import Worker
 from swift.errors import ServiceError, UsageError
 from swift.log import admin
 from swift.log.memory import page_aligned
+from swift.log.record import RecordKey
+from swift.log.ring import Consumer, Memory, header_of, producer
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 WRITERS = 4
 SHARED_SIZE = "4 MiB"
 """Of the records that several writers append together."""
 WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
-OWN_WIRE, FLIGHT = "our wire", "Arrow Flight"
-GOALS = {"append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45, "flight": 0.85}
+OWN_WIRE, FLIGHT, RING = "our wire", "Arrow Flight", "trainer's ring"
+GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45, "flight": 0.85}
 WORDS = {
+    "ring": f"{RING} over memcpy",
     "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
     "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
     "writers": f"{WRITERS} writers together over one",
@@ -104,6 +109,34 @@ def from_disk(path: Path, total: int) -> float:
 
 
 # --- the log ---
+
+
+def into_ring(total: int) -> float:
+    """Seconds until the ring has taken `total` bytes in records of SHARED_SIZE; it is emptied when it is full."""
+    size, wake = SIZES[SHARED_SIZE], os.eventfd(0, os.EFD_CLOEXEC)
+    memory = Memory.create(256 << 20)
+    taker, consumer = producer(memory, wake), Consumer(memory, wake)
+    source = bytearray(os.urandom(1 << 20) * 64)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(source))
+    header = header_of(0, RecordKey(0, 0, 0), "uint8", (size,), size)
+
+    def put(count: int) -> None:
+        for number in range(count):
+            while taker.push(header, address + number * size % len(source), size, False) < 0:
+                taker.wait(taker.reserved)
+                while consumer.next() is not None:
+                    pass
+                consumer.release(consumer.position)
+        taker.wait(taker.reserved)
+
+    put(memory.capacity // size)  # every page has been written
+    began = time.monotonic()
+    put(total // size)
+    took = time.monotonic() - began
+    taker.close()
+    memory.close()
+    os.close(wake)
+    return took
 
 
 class Server:
@@ -191,6 +224,7 @@ def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str
     limits = {
         "memcpy": total / 1e6 / memcpy(total),
         WIRE: total / 1e6 / over_tcp(total),
+        RING: total / 1e6 / into_ring(total),
         DISK_WRITE: total / 1e6 / to_disk(probe, total),
         DISK_READ: total / 1e6 / from_disk(probe, total),
         OWN_WIRE: total / 1e6 / wire.over_log(total),
@@ -234,6 +268,7 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
             r["cases"][together]["rate"] / r["cases"][alone]["rate"] for r in rounds
         ),
     }
+    values["ring"] = statistics.median(r["limits"][RING] / r["limits"]["memcpy"] for r in rounds)
     for name, against in (("wire", WIRE), ("flight", FLIGHT)):
         if against in rounds[0]["limits"]:
             values[name] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][against] for r in rounds)
