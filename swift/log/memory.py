@@ -5,36 +5,41 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # <malloc.h>
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # <malloc.h>
 
 
 def keep_freed_memory() -> None:
     """Tells glibc to keep what messages of megabytes gave back. Freshly mapped memory copies at a fifth of
-    the speed (every page is a fault), and without this each message is mapped anew."""
-    _set(mmap_threshold=1 << 30, trim_threshold=1 << 30, top_pad=64 << 20)
+    the speed (every page is a fault), and without this each message is mapped anew. For a process that does nothing
+    else: all its threads share what is kept, or every new thread would begin to keep its own."""
+    _set(_M_ARENA_MAX, 1)
+    _keep()
+
+
+def _keep() -> None:
+    _set(_M_MMAP_THRESHOLD, 1 << 30)
+    _set(_M_TRIM_THRESHOLD, 1 << 30)
+    _set(_M_TOP_PAD, 64 << 20)
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
     """The same for a while, in a process that has other things to do as well. Afterwards what is free goes back, and
     the bounds are those that glibc would have come to by itself in a process with large tensors."""
-    keep_freed_memory()
+    _keep()
     try:
         yield
     finally:
-        _set(mmap_threshold=32 << 20, trim_threshold=64 << 20, top_pad=128 << 10)
+        _set(_M_MMAP_THRESHOLD, 32 << 20)
+        _set(_M_TRIM_THRESHOLD, 64 << 20)
+        _set(_M_TOP_PAD, 128 << 10)
         with suppress(AttributeError, OSError):
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def _set(mmap_threshold: int, trim_threshold: int, top_pad: int) -> None:
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another C library: slower, not wrong
-        return
-    mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
-    mallopt(_M_TRIM_THRESHOLD, trim_threshold)
-    mallopt(_M_TOP_PAD, top_pad)
+def _set(parameter: int, value: int) -> None:
+    with suppress(AttributeError, OSError):  # another C library: slower, not wrong
+        ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def page_aligned(size: int) -> mmap.mmap:

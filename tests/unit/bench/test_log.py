@@ -44,7 +44,9 @@ def test_a_goal_that_is_missed_is_said() -> None:
     assert not any(goal["met"] for goal in result["goals"].values())
     said = log.table(result)
     assert "goal at least 0.65: 0.60, missed" in said
-    assert said.count("missed") == 5  # the wire, too: a quarter of TCP's rate; and the ring: four ninths of memcpy's
+    assert (
+        said.count("missed") == 5
+    )  # the wire, too: a quarter of TCP's rate; and the ring: four ninths of memcpy's
 
 
 def test_arrow_flight_is_compared_where_it_was_measured() -> None:
