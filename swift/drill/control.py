@@ -85,17 +85,23 @@ def corrupt_stream(
 ) -> dict[str, Any] | None:
     """Flips a bit in the body of a live record of the newest step below `step`: the replay needs that record.
 
+    Not in the file's last block: the server holds that one in memory, and would write it again as it was.
     None: the log has no record of step - 1 in that stream yet.
     """
     for path in segment_files(log_directories, stream):
         records = segment.walk(path, verify_bodies=False).records
-        wanted = [r for r in records if r.header.key.step == step - 1 and r.header.stored_bytes]
-        if not wanted:
+        settled = (path.stat().st_size - 1) // segment.BLOCK_BYTES * segment.BLOCK_BYTES
+        bodies = []
+        for record in records:
+            begin = record.offset + record.header.header_bytes
+            body = range(begin, min(begin + record.header.stored_bytes, settled))
+            if record.header.key.step == step - 1 and body:
+                bodies.append((record, body))
+        if not bodies:
             continue
         generator = random.Random(seed)
-        record = generator.choice(wanted)
-        body = record.offset + record.header.header_bytes
-        bit = body * 8 + generator.randrange(record.header.stored_bytes * 8)
+        record, body = generator.choice(bodies)
+        bit = generator.choice(body) * 8 + generator.randrange(8)
         flip(path, bit)
         return {"stream": stream, "file": path.name, "bit": bit, "record": str(record.header.key)}
     return None

@@ -81,7 +81,7 @@ def test_without_a_record_there_is_no_control(tmp_path: Path) -> None:
 
 
 def test_a_live_corruption_hits_the_last_step_before_the_kill(tmp_path: Path) -> None:
-    path = write_segment(tmp_path, range(5, 9))
+    path = write_segment(tmp_path, range(5, 9), body_bytes=3000)
     flipped = control.corrupt_stream([tmp_path], STREAM, 8, seed=3)
     assert flipped is not None
     damage = segment.walk(path).damage
@@ -89,3 +89,16 @@ def test_a_live_corruption_hits_the_last_step_before_the_kill(tmp_path: Path) ->
     assert damage[0].sequence in (4, 5), "the records of step 7"
     assert control.corrupt_stream([tmp_path], STREAM, 12, seed=3) is None
     assert control.corrupt_stream([tmp_path], "s0.F", 8, seed=3) is None
+
+
+def test_a_live_corruption_is_not_where_the_server_would_write_it_whole_again(tmp_path: Path) -> None:
+    path = write_segment(tmp_path, range(5, 8), body_bytes=1500)
+    last_block = (path.stat().st_size - 1) // 4096 * 4096
+    for seed in range(200):
+        flipped = control.corrupt_stream([tmp_path], STREAM, 8, seed=seed)
+        assert flipped is not None
+        assert flipped["bit"] // 8 < last_block
+        control.flip(path, flipped["bit"])
+    small = write_segment(tmp_path / "small", range(5, 8))
+    assert small.stat().st_size < 4096
+    assert control.corrupt_stream([tmp_path / "small"], STREAM, 8, seed=0) is None
