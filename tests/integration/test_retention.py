@@ -18,7 +18,9 @@ _PATIENCE_S = 100.0
 
 class QuotaCluster(Cluster):
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
-        quota = ["--job-quota-bytes", str(QUOTA)] if name == LOG_SERVER else []
+        # Half of it is for what is logged until the checkpoint is complete, however slow the machine is.
+        quota = ["--job-quota-bytes", str(QUOTA), "--high-water", "0.5", "--low-water", "0.4"]
+        quota = quota if name == LOG_SERVER else []
         super()._spawn(name, [*arguments, *quota])
 
 

@@ -154,9 +154,10 @@ class Overtaken(SidecarWriter):
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == "_line" and self.restarts and self.asked is None:
-            self.asked = threading.Thread(target=self.set_generation, args=(2,))
-            self.asked.start()
-            self.asked.join(0.3)  # it gets as far as it can
+            asking = threading.Thread(target=self.set_generation, args=(2,))
+            asking.start()
+            self.asked = asking
+            asking.join(0.3)  # it gets as far as it can
 
 
 def test_a_request_never_comes_before_the_beginning() -> None:
