@@ -216,7 +216,9 @@ class ReplacingAgent(SimpleElasticAgent):
         if child.rank is None:
             self._on_spare_exit(child)
             return
-        local_rank = next(local for local, held in self._ranks.items() if held is child)
+        local_rank = self._local_rank_of(child)
+        if local_rank is None:  # ended together with one because of which `_settle` has counted it
+            return
         del self._ranks[local_rank]
         events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
         if self.outcome is not None:
@@ -243,6 +245,9 @@ class ReplacingAgent(SimpleElasticAgent):
         if verdict.action == Action.LOST:
             self._lost_code = verdict.exit_code
             say(verdict.reason)
+
+    def _local_rank_of(self, child: Child) -> int | None:
+        return next((local for local, held in self._ranks.items() if held is child), None)
 
     def _replace(self, local_rank: int, reason: str, generation: int) -> None:
         self._last_death = (events.now(), generation)
@@ -285,15 +290,22 @@ class ReplacingAgent(SimpleElasticAgent):
             self.outcome = Outcome(exit_code=3 if exit_codes == {3} else 1, line=f"swift: {line}")
 
     def _settle(self) -> set[int]:
-        """Gives ranks that are about to end the time for it. Their exit codes."""
+        """Gives ranks that are about to end the time for it. The exit codes of these and of those that ended
+        with the one that is being looked at."""
         deadline = time.monotonic() + SETTLE_S
-        exit_codes = set()
+        exit_codes = self._count_ended()
         while self._ranks and not self._gate.pending and (left_s := deadline - time.monotonic()) > 0:
-            for child in self._nursery.wait(left_s)[1]:
-                if child.exit_code is not None and child.rank is not None:
-                    exit_codes.add(child.exit_code)
-                    events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
-            self._ranks = {local: child for local, child in self._ranks.items() if child.exit_code is None}
+            self._nursery.wait(left_s)
+            exit_codes |= self._count_ended()
+        return exit_codes
+
+    def _count_ended(self) -> set[int]:
+        exit_codes = set()
+        for local_rank, child in list(self._ranks.items()):
+            if child.exit_code is not None:
+                exit_codes.add(child.exit_code)
+                events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
+                del self._ranks[local_rank]
         return exit_codes
 
     def _on_view(self, view: pb.View | None) -> None:

@@ -166,6 +166,27 @@ def test_an_error_of_the_script_stops_the_job(
     assert len(launch.events("spare_assigned")) == 2
 
 
+def test_ranks_that_end_at_the_same_moment_are_both_counted(
+    start: Start, coordinator: ScriptedCoordinator
+) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    launch = start("--nproc-per-node=2")
+    ranks = [launch.rank(0), launch.rank(1)]
+    below = launch.processes()
+    # It sleeps until both have ended, so that one look finds both.
+    launch.process.send_signal(signal.SIGSTOP)
+    launch.go(0, "raise SystemExit(1)")
+    wait_until(lambda: not ranks[0].alive, "the end of rank 0")
+    launch.go(1, "import swift.errors; raise swift.errors.UsageError('do this')")
+    wait_until(lambda: not ranks[1].alive, "the end of rank 1")
+    launch.process.send_signal(signal.SIGCONT)
+    code, stderr = launch.wait()
+    assert (code, stderr) == (2, "swift: do this\n")
+    assert_all_gone(below)
+    exits = {event["rank"]: event["code"] for event in launch.events("child_exit")}
+    assert exits == {0: 1, 1: 2}
+
+
 def test_a_script_that_does_not_compile_ends_at_once(start: Start) -> None:
     launch = start("--nproc-per-node=2", script="def broken(:\n")
     code, stderr = launch.wait()
