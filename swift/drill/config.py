@@ -35,6 +35,8 @@ OPTIMIZERS = {
     "lamb": (),
     "lion": (),
 }
+TOKEN_LIFETIME_S = 4.0
+"""Of `--secure`: the run's ranks rest for longer than this once, and every connection's token has expired."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +195,8 @@ class DrillConfig:
 
     def recovery_arguments(self) -> list[str]:
         """What the trainer of the run with faults gets besides: how to recover changes no bit of the twin."""
-        return ["--strategy", self.strategy, "--undo", self.undo]
+        rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
+        return ["--strategy", self.strategy, "--undo", self.undo, *rest]
 
     def identity(self) -> dict[str, object]:
         """What two runs must share for their digests to be comparable."""

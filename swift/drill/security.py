@@ -1,11 +1,12 @@
 """What `swift-ft drill --secure` makes for one run: a CA, certificates, a signing key, tokens.
 
-The tokens are so short-lived that a run outlives them several times: they are renewed in their files meanwhile, as
-`swift-ft token --renew` does it for a run of months.
+The tokens are so short-lived that the run outlives them (its ranks rest before the last step for that): they are
+renewed in their files meanwhile, as `swift-ft token --renew` does it for a run of months.
 """
 
 from pathlib import Path
 
+from swift.drill.config import TOKEN_LIFETIME_S
 from swift.security.certificates import PrivateCA
 from swift.security.channel import ENV_CA, ENV_CERTIFICATE, ENV_KEY, ENV_TOKEN_FILE
 from swift.security.renewal import Renewal
@@ -14,8 +15,6 @@ from swift.security.tokens import EVERY_JOB, new_key
 
 LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
 """The processes of a run that the drill starts."""
-
-LIFETIME_S = 6.0
 
 
 class Security:
@@ -34,7 +33,7 @@ class Security:
             (COORDINATOR, EVERY_JOB, [Role.COORDINATOR]),
             (LAUNCHER, job, [Role.WRITER, Role.REPLAYER]),
         ):
-            self._tokens[who] = Renewal(signing, directory / f"{who}.token", of, roles, LIFETIME_S)
+            self._tokens[who] = Renewal(signing, directory / f"{who}.token", of, roles, TOKEN_LIFETIME_S)
         self.renew()
 
     def renew(self) -> list[str]:

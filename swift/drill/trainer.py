@@ -6,6 +6,7 @@ Run by the launcher: ``python -m swift.launch … -m swift.drill.trainer --stage
 import argparse
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-parallel", default="session", choices=DATA_PARALLEL)
     parser.add_argument("--reduction", default="auto", choices=REDUCTIONS)
     parser.add_argument("--undo", default="exact", choices=UNDOS)
+    parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
     return parser.parse_args(argv)
 
 
@@ -110,6 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         first, last = 0 in indices, num_stages - 1 in indices
 
         def train_step(step: int) -> None:
+            if step == args.steps - 1 and not session.replaying:
+                time.sleep(args.rest_s)
             inputs, targets = next(loader)
             losses: list[torch.Tensor] = []
             optimizer.zero_grad()
