@@ -4,11 +4,15 @@ Each says "ready", waits for a line, works, and says what it took as JSON.
 """
 
 import json
+import os
+import queue
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
 
@@ -18,6 +22,7 @@ from swift.log.frame import BODY_BYTES_MAX
 from swift.log.memory import keep_freed_memory
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
+from swift.log.rpc import open_channel
 from swift.log.wire import SERVICE, server_options, split_frames
 from swift.log.writer import LogWriter
 
@@ -25,7 +30,7 @@ GENERATION, TIMEOUT_S = 1, 600.0
 _DTYPE = "uint8"
 
 
-def _measured(work: Callable[[], None]) -> None:
+def _measured(work: Callable[[], object]) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     cpu, began = time.process_time(), time.monotonic()
@@ -87,31 +92,69 @@ def receive(_address: str, _stream: str, size: int, count: int) -> None:
         _measured(work)
 
 
+Replies = queue.SimpleQueue["log_pb2.AppendReply | None"]
+
+
 def sink(_address: str, _stream: str, _size: int, _count: int) -> None:
-    """A server of the log's wire that verifies each frame, acknowledges it and drops it."""
+    """A server of the log's wire that verifies each frame, acknowledges it and drops it. As in the log server one
+    thread takes messages and another answers."""
+
+    def take(requests: Iterator[bytes], replies: Replies) -> None:
+        assembler = Assembler(BODY_BYTES_MAX)
+        name, durable = "", 0
+        try:
+            for message in requests:
+                frames = split_frames(message)
+                if frames is None:
+                    (opening,) = log_pb2.AppendRequest.FromString(message).opens
+                    name = opening.stream
+                    replies.put(log_pb2.AppendReply(opened=[log_pb2.Opened(stream=name, next_sequence=0)]))
+                    continue
+                durable += sum(1 for _ in assembler.feed(frames))
+                acked = log_pb2.Acked(stream=name, durable_sequence=durable)
+                replies.put(log_pb2.AppendReply(acked=[acked], credit_bytes=len(frames)))
+        except grpc.RpcError:  # the writer is gone
+            pass
+        replies.put(None)
 
     def append(requests: Iterator[bytes], _context: grpc.ServicerContext) -> Iterator[log_pb2.AppendReply]:
+        replies: Replies = queue.SimpleQueue()
+        threading.Thread(target=take, args=(requests, replies), daemon=True).start()
         yield log_pb2.AppendReply(
             welcome=log_pb2.Welcome(body_bytes_max=BODY_BYTES_MAX), credit_bytes=64 << 20
         )
-        assembler = Assembler(BODY_BYTES_MAX)
-        name, durable = "", 0
-        for message in requests:
-            frames = split_frames(message)
-            if frames is None:
-                (opening,) = log_pb2.AppendRequest.FromString(message).opens
-                name = opening.stream
-                yield log_pb2.AppendReply(opened=[log_pb2.Opened(stream=name, next_sequence=0)])
-                continue
-            durable += sum(1 for _ in assembler.feed(frames))
-            acked = log_pb2.Acked(stream=name, durable_sequence=durable)
-            yield log_pb2.AppendReply(acked=[acked], credit_bytes=len(frames))
+        yield from iter(replies.get, None)
 
-    server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options(BODY_BYTES_MAX))
-    handler: grpc.RpcMethodHandler[bytes, log_pb2.AppendReply] = grpc.stream_stream_rpc_method_handler(
-        append, None, log_pb2.AppendReply.SerializeToString
+    _serve(
+        grpc.stream_stream_rpc_method_handler(append, None, log_pb2.AppendReply.SerializeToString), "Append"
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Append": handler}),))
+
+
+def drain(_address: str, _stream: str, _size: int, _count: int) -> None:
+    """A gRPC server that takes messages and does nothing with them, not even a checksum."""
+
+    def take(requests: Iterator[bytes], _context: grpc.ServicerContext) -> bytes:
+        for _ in requests:
+            pass
+        return b""
+
+    _serve(grpc.stream_unary_rpc_method_handler(take, None, None), "Drain")
+
+
+def pour(address: str, _stream: str, size: int, count: int) -> None:
+    """`count` messages of `size` bytes in one gRPC call; each is made by one join, as gRPC takes only bytes."""
+    keep_freed_memory()
+    body = memoryview(bytearray(os.urandom(1 << 20) * -(-size // (1 << 20))))[:size]
+    with open_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        call: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/Drain")
+        _measured(lambda: call((b"".join((b"", body)) for _ in range(count)), timeout=TIMEOUT_S))
+
+
+def _serve(handler: "grpc.RpcMethodHandler[Any, Any]", name: str) -> None:
+    """Until a line comes on stdin, or its end."""
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options(BODY_BYTES_MAX))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {name: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     keep_freed_memory()
     server.start()
@@ -122,5 +165,6 @@ def sink(_address: str, _stream: str, _size: int, _count: int) -> None:
 
 if __name__ == "__main__":
     role, where, name, bytes_each, times = sys.argv[1:]
-    roles = {"append": append, "read": read, "receive": receive, "sink": sink}
+    roles: dict[str, Callable[[str, str, int, int], None]]
+    roles = {"append": append, "read": read, "receive": receive, "sink": sink, "drain": drain, "pour": pour}
     roles[role](where, name, int(bytes_each), int(times))

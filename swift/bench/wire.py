@@ -23,6 +23,18 @@ def over_log(total: int) -> float:
     return found["ended"] - found["began"]
 
 
+def over_grpc(total: int) -> float:
+    """Seconds for `total` bytes in one call of gRPC for Python, of messages as large as the log's: no checksum,
+    nothing done with them. What the log adds cannot make it quicker."""
+    count = total // SIZE
+    with Worker.of_log("drain", "-", "-", SIZE, count) as server:
+        address = f"127.0.0.1:{server.line()}"
+        with Worker.of_log("pour", address, "-", SIZE, count) as client:
+            client.begin()
+            found = client.result()
+    return found["ended"] - found["began"]
+
+
 def over_flight(python: Path, total: int) -> float:
     """Seconds for `total` bytes in one Arrow Flight DoPut."""
     count = total // SIZE
