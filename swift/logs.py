@@ -51,6 +51,7 @@ _WARNINGS = {
         "trim_failed",
     ),
     *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
+    "log_server_lost",
     *("member_exited", "checkpoint_untold"),
 }
 

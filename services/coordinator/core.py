@@ -421,7 +421,7 @@ class Job:
         if self.row.state is State.FORMING:
             return self.become_failed(f"{reason} before the job was formed")
         words = self.places.lose(lost)
-        events = [self._event("log_server_lost", server=n, reason=words[n]) for n in lost]
+        events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
         return [*self.become_fencing(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
 
     # --- answers of the log servers ---
@@ -431,10 +431,10 @@ class Job:
         if fenced.generation != row.generation or row.state not in (State.FORMING, State.FENCING):
             return []
         row.granted = row.generation
-        self.places.granted()
+        came = [self._event("log_server_added", **self.places.came(n)) for n in self.places.granted()]
         row.blocked = {}
         if row.state is State.FENCING:
-            return self.become_planning()
+            return [*self.become_planning(), *came]
         return self._run_if_ready(now) or [self._persist(), m.PublishView()]
 
     def _logs_blocked(self, blocked: m.LogsBlocked) -> list[Effect]:

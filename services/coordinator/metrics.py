@@ -45,6 +45,7 @@ FAMILIES = (
     ),
     Family("swift_coordinator_suspicions", GAUGE, "Suspicions and steps past their bound, now.", _JOB),
     Family("swift_coordinator_blocked_log_servers", GAUGE, "Log servers that a recovery waits for.", _JOB),
+    Family("swift_coordinator_lost_log_servers", GAUGE, "Log servers given up and not replaced.", _JOB),
     Family("swift_coordinator_version", GAUGE, "Optimizer steps done, by the rank that is furthest.", _JOB),
     Family("swift_coordinator_checkpoint_version", GAUGE, "The newest complete checkpoint.", _JOB),
     Family(
@@ -167,5 +168,6 @@ _JOB_FIELDS = {
     "swift_coordinator_oldest_lease_seconds": "oldest_lease_s",
     "swift_coordinator_suspicions": "suspicions",
     "swift_coordinator_blocked_log_servers": "blocked_log_servers",
+    "swift_coordinator_lost_log_servers": "lost_log_servers",
     "swift_coordinator_version": "newest_version",
 }

@@ -88,7 +88,9 @@ class Places:
         lost = {number: "was given up by an operator"} if number is not None else {}
         if not change.add or self.number_of(change.add) is not None:
             return False, lost
-        self._row.log_servers.append(LogServer(address=change.add, host=change.add_host, fresh=True))
+        came = LogServer(address=change.add, host=change.add_host, fresh=True)
+        came.instead_of = self._gap(change.lost)
+        self._row.log_servers.append(came)
         self._leases.hear(len(self._row.log_servers) - 1, now)
         if not lost:  # else it takes the place of those
             self._place()
@@ -123,10 +125,31 @@ class Places:
             held = {copy.server: copy for copy in logs.copies}
             logs.copies = [held.get(number) or Copy(server=number) for number in chosen]
 
-    def granted(self) -> None:
-        """All hold the generation, and those that came are empty: from now on what is written there stays."""
-        for number in self._row.living():
+    def granted(self) -> list[int]:
+        """All hold the generation, and those that came are empty: from now on what is written there stays.
+        Gives those."""
+        came = [number for number in self._row.living() if self._row.log_servers[number].fresh]
+        for number in came:
             self._row.log_servers[number].fresh = False
+        return came
+
+    def _gap(self, lost: str) -> int | None:
+        """Whose place one takes that comes now: of the one that is named with it, or of one lost before."""
+        servers = self._row.log_servers
+        taken = {server.instead_of for server in servers if not (server.lost and server.fresh)}
+        open_ = [n for n, server in enumerate(servers) if _was_lost(server) and n not in taken]
+        named = [n for n, server in enumerate(servers) if server.address == lost and n not in taken]
+        found = [*reversed(named), *open_]
+        return found[0] if found else None
+
+    def named(self, number: int) -> dict[str, object]:
+        """For the trace."""
+        return {"server": number, "address": self._row.log_servers[number].address}
+
+    def came(self, number: int) -> dict[str, object]:
+        """Of one that is used from now on, for the trace."""
+        gap = self._row.log_servers[number].instead_of
+        return {**self.named(number), "replaces": "" if gap is None else self._row.log_servers[gap].address}
 
     def settle(self, version: int) -> str:
         """Training goes on at this version: its step is the first that new copies have whole.
@@ -193,6 +216,16 @@ class Places:
     def _lost_words(self, number: int) -> str:
         server = self._row.log_servers[number]
         return f"log server {server.address} is lost: it {server.lost}"
+
+
+def unreplaced(row: JobRow) -> list[int]:
+    """The lost servers that no other one has replaced yet. One that never came into use leaves no gap of its own."""
+    replaced = {server.instead_of for server in row.log_servers if not server.fresh}
+    return [n for n, server in enumerate(row.log_servers) if _was_lost(server) and n not in replaced]
+
+
+def _was_lost(server: LogServer) -> bool:
+    return bool(server.lost) and not server.fresh
 
 
 def _begins(logs: RankLogs) -> float:

@@ -54,6 +54,8 @@ class LogServer:
     """Why nobody reads or writes it any more; empty: it is in use."""
     fresh: bool = False
     """It came while the job ran: it is emptied before it is used."""
+    instead_of: int | None = None
+    """The number of the lost one that it came to replace."""
 
 
 @dataclass(kw_only=True, slots=True)

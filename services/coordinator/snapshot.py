@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from services.coordinator.core import Job
+from services.coordinator.places import unreplaced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +17,8 @@ class JobSnapshot:
     oldest_lease_s: float
     suspicions: int
     blocked_log_servers: int
+    lost_log_servers: int
+    """... and not replaced; none once the job is over."""
     newest_version: int
     """Of all ranks, by their heartbeats."""
     checkpoint: int | None
@@ -36,6 +39,7 @@ class JobSnapshot:
             oldest_lease_s=max((job.leases.age_s(rank, now) for rank in leased), default=0.0),
             suspicions=len(job.suspicions.all(row, now)),
             blocked_log_servers=len(row.blocked),
+            lost_log_servers=0 if row.state.is_over else len(unreplaced(row)),
             newest_version=max((job.steps.version(rank) for rank in row.holders), default=0),
             checkpoint=row.checkpoints[-1] if row.checkpoints else None,
         )

@@ -13,9 +13,10 @@ from swift.log import admin
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
-from tests.integration.coordinator_world import Coordinator, finish, recovered
+from tests.integration.coordinator_world import Coordinator, FakeMember, finish, recovered
 from tests.integration.coordinator_world import Job as Members
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
+from tests.integration.scraping import scrape
 
 STREAM = "s0.F"
 
@@ -116,3 +117,42 @@ def test_a_log_server_is_replaced_by_another_and_comes_back(
         finish(members, ranks)
     finally:
         writer.close(0.0)
+
+
+def test_a_loss_shows_until_another_server_has_come_in_its_place(
+    servers: list[LogServer], tmp_path: Path
+) -> None:
+    """In the metrics, which the alert looks at, and as lines of the JSON log."""
+    one, two, new = servers
+    shown = tmp_path / "shown"
+    flags = ["--metrics-listen", "127.0.0.1:0", "--metrics-address-file", str(shown), "--log-format", "json"]
+    coordinator = Coordinator(
+        tmp_path / "meta", "--log-servers", f"{one.address},{two.address}", "--log-lost-s", "6", *flags
+    ).start()
+    assert coordinator.process is not None
+    member = FakeMember(coordinator.address, JOB, 0, 1).start()
+
+    def missing() -> float:
+        return scrape(shown.read_text().strip()).value("swift_coordinator_lost_log_servers", job=JOB)
+
+    try:
+        member.watcher.wait_for(recovered(1), TIMEOUT_S)
+        assert missing() == 0
+        one.kill()
+        member.watcher.wait_for(recovered(2), TIMEOUT_S)
+        assert missing() == 1
+        assert told(coordinator, "--add", new.address) == 0
+        member.watcher.wait_for(recovered(3), TIMEOUT_S)
+        assert missing() == 0
+    finally:
+        member.kill()
+        coordinator.process.terminate()
+        said = coordinator.process.communicate(timeout=TIMEOUT_S)[1]
+    lines = [json.loads(line) for line in said.splitlines()]
+    (lost,) = [line for line in lines if line["event"] == "log_server_lost"]
+    (came,) = [line for line in lines if line["event"] == "log_server_added"]
+    assert lost["level"] == "warning"
+    assert lost["fields"].items() >= {"job": JOB, "server": 0, "address": one.address}.items()
+    assert "has not answered for" in lost["fields"]["reason"]
+    wanted = {"job": JOB, "server": 2, "address": new.address, "replaces": one.address}
+    assert came["fields"].items() >= wanted.items()

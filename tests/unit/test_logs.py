@@ -83,6 +83,7 @@ def test_text_is_for_people_and_quiet(environment: None, level: int, shown: list
 
 def test_levels() -> None:
     assert [level_of(event) for event in ("serving", "disk_full", "storage_failed")] == [20, 30, 40]
+    assert [level_of(event) for event in ("log_server_lost", "log_server_added")] == [30, 20]
 
 
 LEAKS = [

@@ -152,6 +152,7 @@ def snapshot(checkpoint: int | None) -> JobSnapshot:
         oldest_lease_s=0.0,
         suspicions=0,
         blocked_log_servers=0,
+        lost_log_servers=0,
         newest_version=0,
         checkpoint=checkpoint,
     )

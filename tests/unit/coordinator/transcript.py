@@ -29,6 +29,7 @@ import shlex
 from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.messages import Refusal
+from services.coordinator.places import unreplaced
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
@@ -223,7 +224,8 @@ class World:
                 for address, begin in zip(logs.servers, whole[logs.rank], strict=True)
             )
             out.append(f"rank {logs.rank}: {begins}")
-        return out
+        gaps = [self.job.row.log_servers[number].address for number in unreplaced(self.job.row)]
+        return [*out, f"not replaced: {', '.join(gaps)}"] if gaps else out
 
     def do_pressed(self, server: str, trimmed: str, reason: str) -> list[str]:
         return self.step(m.LogsPressed(address=server, reason=reason, trimmed_below_step=int(trimmed)))
