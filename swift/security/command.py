@@ -10,7 +10,7 @@ from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.names import check_job
 from swift.security import tokens
-from swift.security.files import write_file
+from swift.security.files import Owner, write_file
 from swift.security.renewal import LOOK_EVERY_S, Complaints, Renewal
 from swift.security.roles import Role
 
@@ -29,10 +29,12 @@ class TokenConfig:
     generation_max: int | None = None
     out: Path | None = None
     renew: bool = False
+    owner: Owner | None = None
+    """Of `out`."""
 
     def __post_init__(self) -> None:
         if self.new_key is not None:
-            if self.key is not None or self.job or self.roles or self.renew:
+            if self.key is not None or self.job or self.roles or self.renew or self.owner:
                 raise UsageError("token: --new-key makes a key and nothing else; leave the other flags out")
             return
         if self.key is None or not self.job or not self.roles:
@@ -45,6 +47,8 @@ class TokenConfig:
             raise UsageError(f"token: --generation {self.generation_max}: they start at 1")
         if self.renew and self.out is None:
             raise UsageError("token: --renew writes a file again and again: name it with --out FILE")
+        if self.owner and self.out is None:
+            raise UsageError("token: --owner is of a file: name it with --out FILE")
         if self.renew and self.generation_max is not None:
             raise UsageError(
                 "token: --generation is for one generation, --renew for a whole run: leave one out"
@@ -82,6 +86,12 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         action="store_true",
         help="go on until SIGTERM: write a new one whenever half of --hours is over, or the key has changed",
     )
+    add(
+        "--owner",
+        default="",
+        metavar="USER[:GROUP]",
+        help="(as root) whose the file of --out is to be; default: yours",
+    )
     options = parser.parse_args(argv)
     return TokenConfig(
         new_key=options.new_key,
@@ -92,6 +102,7 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         generation_max=options.generation,
         out=options.out,
         renew=options.renew,
+        owner=Owner.parse(options.owner, "token: --owner") if options.owner else None,
     )
 
 
@@ -110,14 +121,16 @@ def run(config: TokenConfig) -> None:
     assert config.key is not None
     if config.renew:
         assert config.out is not None
-        _keep(Renewal(config.key, config.out, config.job, config.roles, config.hours * 3600), config.hours)
+        lifetime_s = config.hours * 3600
+        renewal = Renewal(config.key, config.out, config.job, config.roles, lifetime_s, config.owner)
+        _keep(renewal, config.hours)
         return
     key = tokens.SigningKey.load(config.key, "--key")
     token = key.mint(config.job, config.roles, config.hours * 3600, generation_max=config.generation_max)
     if config.out is None:
         print(token)
     else:
-        write_file(config.out, f"{token}\n".encode(), secret=True)
+        write_file(config.out, f"{token}\n".encode(), secret=True, owner=config.owner)
 
 
 def _keep(renewal: Renewal, hours: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from swift.errors import UsageError
-from swift.security.files import Signature, signature, write_file
+from swift.security.files import Owner, Signature, signature, write_file
 from swift.security.roles import Role
 from swift.security.tokens import SigningKey
 
@@ -39,8 +39,11 @@ class Renewal:
         job: str,
         roles: Collection[Role],
         lifetime_s: float,
+        owner: Owner | None = None,
     ) -> None:
+        """``owner``: of the file; None: whoever runs this."""
         self.out = out
+        self._owner = owner
         self._key_file = key
         self._job = job
         self._roles = frozenset(roles)
@@ -61,7 +64,7 @@ class Renewal:
             return False
         self._written_at = None  # until it is there
         token = key.mint(self._job, self._roles, self._lifetime_s)
-        write_file(self.out, f"{token}\n".encode(), secret=True)
+        write_file(self.out, f"{token}\n".encode(), secret=True, owner=self._owner)
         self._written_at = (now_s, monotonic_s)
         return True
 

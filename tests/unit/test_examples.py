@@ -5,9 +5,11 @@ import configparser
 import functools
 import json
 import os
+import pwd
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +22,14 @@ from services.coordinator.metrics import FAMILIES as COORDINATOR
 from services.logserver.metrics import FAMILIES as LOG
 from swift import arguments
 from swift.runtime.metrics import FAMILIES as TRAINER
+from swift.security.roles import Role
+from swift.security.tokens import Authority
+from tests.unit.security.world import Keys
 
 ROOT = Path(__file__).parents[2]
-UNITS = sorted((ROOT / "examples" / "systemd").glob("*.service"))
+SYSTEMD = ROOT / "examples" / "systemd"
+UNITS = sorted(path for path in SYSTEMD.glob("*.service") if "@" not in path.name)
+TOKEN = SYSTEMD / "swift-token@.service"
 CONTAINERFILE = ROOT / "examples" / "container" / "Containerfile"
 COMPOSE = ROOT / "examples" / "container" / "compose.yaml"
 ALERTS = ROOT / "examples" / "prometheus" / "alerts.yaml"
@@ -77,8 +84,7 @@ def test_a_unit_starts_a_command_that_there_is(path: Path) -> None:
         assert port > 0
     environment_file = path.with_suffix(".env")
     assert service["EnvironmentFile"] == f"-/etc/swift/{environment_file.name}"
-    lines = [line for line in environment_file.read_text().splitlines() if not line.startswith("#")]
-    assert dict(line.split("=", 1) for line in lines) == defaults
+    assert environment_of(environment_file) == defaults
     assert (service["Restart"], service["ProtectSystem"], service["NoNewPrivileges"]) == (
         *("on-failure", "strict", "yes"),
     )
@@ -86,14 +92,50 @@ def test_a_unit_starts_a_command_that_there_is(path: Path) -> None:
     assert unit["Install"]["WantedBy"] == "multi-user.target"
 
 
+def environment_of(path: Path) -> dict[str, str]:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+def test_a_token_is_renewed_by_a_timer_for_the_user_who_needs_it(tmp_path: Path) -> None:
+    """Its command is run as it stands there, with files of this test."""
+    service, timer = Unit(TOKEN)["Service"], Unit(TOKEN.with_suffix(".timer"))
+    assert service["Type"] == "oneshot"
+    assert "--renew" not in service["ExecStart"], "the timer does that"
+    assert service["RuntimeDirectoryPreserve"] == "yes", "or the token goes with the process that wrote it"
+    assert "CAP_CHOWN" in service["CapabilityBoundingSet"].split()
+    assert service["EnvironmentFile"] == "-/etc/swift/swift-token@%i.env"
+    defaults = dict(word.split("=", 1) for word in shlex.split(service["Environment"]))
+    example = environment_of(TOKEN.with_suffix(".env"))
+    assert example == defaults | {"SWIFT_JOB": "run42"}
+    every = re.fullmatch(r"\*:0/(\d+)", timer["Timer"]["OnCalendar"])
+    assert every is not None
+    assert 2 * int(every[1]) <= 60 * float(defaults["SWIFT_HOURS"]) / 2, "one turn may be missed"
+    assert timer["Timer"]["OnActiveSec"] == "0"
+    assert timer["Install"]["WantedBy"] == "timers.target"
+
+    keys, out = Keys(tmp_path / "keys"), tmp_path / "run42.token"
+    me = pwd.getpwuid(os.geteuid())
+    given = example | {"SWIFT_SIGNING_KEY": str(keys.signing), "SWIFT_OWNER": me.pw_name}
+    given["RUNTIME_DIRECTORY"] = str(tmp_path)
+    program, *words = shlex.split(service["ExecStart"].replace("%i", "run42"))
+    assert program == "/opt/swift/bin/swift-ft"
+    words = [re.sub(r"\$\{(\w+)\}", lambda found: given[found[1]], word) for word in words]
+    subprocess.run([sys.executable, "-m", "swift.cli", *words], cwd=ROOT, timeout=60, check=True)
+    grant = Authority(keys.verifying).grant(out.read_text().strip())
+    assert (grant.job, grant.roles) == ("run42", {Role.WRITER, Role.REPLAYER})
+    assert (out.stat().st_uid, stat.S_IMODE(out.stat().st_mode)) == (me.pw_uid, 0o600)
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*UNITS, TOKEN, TOKEN.with_suffix(".timer")], ids=lambda path: path.name)
 def test_systemd_finds_nothing_to_complain_about(path: Path, tmp_path: Path) -> None:
     """With a program in the place of the one that is not installed here."""
-    text = path.read_text().replace("/opt/swift/bin/swift-ft", "/bin/true")
-    text = re.sub(r"^(User|Group)=.*$", r"\1=root", text, flags=re.MULTILINE)
-    copy = tmp_path / path.name
-    copy.write_text(text)
+    for unit in {path, path.with_suffix(".service")}:  # a timer wants to see what it starts
+        text = unit.read_text().replace("/opt/swift/bin/swift-ft", "/bin/true")
+        text = re.sub(r"^(User|Group)=.*$", r"\1=root", text, flags=re.MULTILINE)
+        (tmp_path / unit.name.replace("@", "@run42")).write_text(text)
+    copy = tmp_path / path.name.replace("@", "@run42")
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(copy)],
         capture_output=True,
@@ -102,7 +144,7 @@ def test_systemd_finds_nothing_to_complain_about(path: Path, tmp_path: Path) -> 
         check=False,
         env={**os.environ, "SYSTEMD_COLORS": "0"},
     )
-    about_it = [line for line in done.stderr.splitlines() if path.name in line]
+    about_it = [line for line in done.stderr.splitlines() if copy.name in line]
     assert about_it == []
     assert done.returncode == 0, done.stderr
 
