@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from swift.errors import ServiceError, StaleGeneration, SwiftError
+from swift.errors import ServiceError, StaleGeneration, SwiftError, UsageError
 from swift.log import admin
 from swift.recovery import StreamSummary
+from swift.security.channel import Credentials
 
 
 class GenerationRefused(ServiceError):
@@ -37,6 +38,15 @@ class LogControl(Protocol):
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
         """What it has of every stream of the job; nothing of a job that it does not know."""
         ...
+
+
+def check_address(address: str) -> None:
+    """Of a log server that a caller names: this process would connect there, with a token that is good for every job.
+    UsageError: it will not."""
+    try:
+        Credentials.from_environment().check_named(address)
+    except UsageError as error:
+        raise UsageError(f"the coordinator does not connect there: {error}") from None
 
 
 class LogServers:

@@ -9,6 +9,7 @@ import grpc
 
 from services.coordinator import messages as m
 from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
+from services.coordinator.logs import check_address
 from services.coordinator.messages import Refusal, Refused
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
@@ -141,6 +142,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
         )
 
     async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
+        if request.add:
+            try:
+                check_address(request.add)
+            except UsageError as error:  # before the job is fenced for it
+                self._refused(Refused.INVALID.name.lower())
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return await self._ack(
             context,
             request.job,

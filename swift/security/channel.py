@@ -5,6 +5,7 @@ is only made to loopback, or if SWIFT_INSECURE=1 says that the network is truste
 """
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,10 @@ ENV_INSECURE = "SWIFT_INSECURE"
 AUTHORIZATION = "authorization"
 BEARER = "Bearer "
 _RELOAD_S = 1.0
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]{2,45}\]")
+_PORT = re.compile("[0-9]{1,5}")
+_SCHEMES = {"dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds", "google-c2p"}
+"""gRPC takes "unix:7301" for a socket's path."""
 
 Options = Sequence[tuple[str, Any]]
 
@@ -82,6 +87,20 @@ class Credentials:
         self.tls()
         if self.token_file is not None:
             read_token(self.token_file)
+
+    def check_named(self, address: str) -> None:
+        """As `check`, of an address that somebody else has named: he must not get this process's token in clear text,
+        wherever that is allowed otherwise, nor make it connect to anything but a host's port."""
+        host, _, port = address.rpartition(":")
+        is_port = _PORT.fullmatch(port) is not None and int(port) < 65536
+        if not is_port or not _HOST.fullmatch(host) or host.lower() in _SCHEMES:
+            raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
+        if self.token_file is not None and self.ca is None and not is_loopback(host):
+            raise UsageError(
+                f"{address} is not loopback, and without {ENV_CA} it would be given the token in clear text: "
+                f"name the CA of its certificate there"
+            )
+        self.check(address)
 
     def tls(self) -> grpc.ChannelCredentials | None:
         if self.ca is None:

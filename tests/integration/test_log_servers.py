@@ -120,7 +120,7 @@ def test_a_log_server_is_replaced_by_another_and_comes_back(
 
 
 def test_a_loss_shows_until_another_server_has_come_in_its_place(
-    servers: list[LogServer], tmp_path: Path
+    servers: list[LogServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the metrics, which the alert looks at, and as lines of the JSON log."""
     one, two, new = servers
@@ -138,6 +138,8 @@ def test_a_loss_shows_until_another_server_has_come_in_its_place(
     try:
         member.watcher.wait_for(recovered(1), TIMEOUT_S)
         assert missing() == 0
+        assert told(coordinator, "--add", "10.255.255.1:7301") == 2
+        assert "the coordinator does not connect there" in capsys.readouterr().err
         one.kill()
         member.watcher.wait_for(recovered(2), TIMEOUT_S)
         assert missing() == 1
