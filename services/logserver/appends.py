@@ -2,8 +2,9 @@
 
 from services.logserver.commits import Commits
 from services.logserver.core import Refusal, StreamState
+from services.logserver.recovered import RecoveredJob
 from services.logserver.state import Refused, ServerState, Session, check_names
-from services.logserver.storage import RecoveredJob, Write
+from services.logserver.storage import Write
 from swift._pb import log_pb2
 from swift.errors import LogError, RecordCorrupt
 from swift.log.frame import FrameHeader, FrameOversize
@@ -137,6 +138,7 @@ class Appends:
         if opened is None or self._state.holders.get(header.stream_tag) is not session:
             raise Refused(Refusal(Reason.NOT_OPEN, f"{header.key}: its stream is not open in this call"))
         stream, generation = opened
+        session.acked.setdefault(stream.tag, header.sequence)
         if header.sequence == stream.appended:
             full = self._state.space.refuses(stream.job, header.frame_bytes)
             if full is not None:
@@ -145,17 +147,15 @@ class Appends:
         if isinstance(entry, Refusal):
             raise Quarantined(entry, stream) if stream.quarantined else Refused(entry)
         if entry is None:
-            session.outbox.put(
-                log_pb2.AppendReply(
-                    acked=[log_pb2.Acked(stream=stream.name, durable_sequence=stream.durable)]
-                )
-            )
+            session.acknowledge(stream)
             return header.frame_bytes
-        self._state.space.added(stream.job, header.frame_bytes)
+        mends = stream.mending.get(header.sequence) is entry
+        if not mends:
+            self._state.space.added(stream.job, header.frame_bytes)
         session.underway_bytes += header.frame_bytes
         if session.underway_bytes > self._state.config.writer_bytes_max:
             raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
-        write = Write(stream.job, stream.name, header.sequence, frame)
+        write = Write(stream.job, stream.name, header.sequence, frame, mends)
         self._commits.put(session, stream, write, session.fsync[stream.tag])
         return 0
 

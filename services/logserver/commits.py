@@ -9,12 +9,13 @@ Call sequence (`services.logserver.committer` is the shell, and holds the server
 
     put(session, stream, write)               what the core accepted
     batch = take(); sync = sync_due(batch, now)   while work_to_do; then the storage writes and syncs it
-    committed(batch, sync, now)               or gave_up(error, batch, now)
+    committed(batch, sync, now, unmended)     or gave_up(error, batch, now)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.logserver.core import Refusal, StreamState
+from services.logserver.core import Refusal, StreamState, cannot_be_mended
 from services.logserver.failures import StorageBusy, StorageError, StorageFull
 from services.logserver.space import Notice
 from services.logserver.state import ServerState, Session
@@ -96,29 +97,45 @@ class Commits:
             return None
         return max(0.0, self._unsynced_since + self._state.config.fsync_interval_s - now)
 
-    def committed(self, batch: list[Queued], sync: bool, now: float) -> list[Notice]:
-        """The storage has it. What is to be told: there is space again."""
+    def committed(
+        self, batch: list[Queued], sync: bool, now: float, unmended: Sequence[Write] = ()
+    ) -> list[Notice]:
+        """The storage has it, but for what could not be mended. What is to be told: there is space again, and what
+        was mended."""
         self._settled += len(batch)
         if sync:
             self._unsynced_since = None
             self._synced = self._settled
         elif self._unsynced_since is None and any(queued.fsync is Fsync.INTERVAL for queued in batch):
             self._unsynced_since = now
+        news = self._mended([queued for queued in batch if queued.write.mends], unmended)
         self._acknowledge(batch)
-        return self._state.space.disk_took() if batch else []
+        return [*news, *(self._state.space.disk_took() if batch else [])]
+
+    def _mended(self, batch: list[Queued], unmended: Sequence[Write]) -> list[Notice]:
+        news = []
+        for queued in batch:
+            stream, sequence = queued.stream, queued.write.sequence
+            if queued.write in unmended:
+                stream.mending.pop(sequence, None)
+                queued.session.end(cannot_be_mended(stream, sequence))
+                continue
+            self._state.space.added(stream.job, self._state.core.mended(stream, sequence))
+            news.append(Notice("mended", {"job": stream.job, "stream": stream.name, "sequence": sequence}))
+        return news
 
     def _acknowledge(self, batch: list[Queued]) -> None:
         durable: dict[int, StreamState] = {}
         credit: dict[Session, int] = {}
         for queued in batch:
-            self._state.core.made_durable(queued.stream, queued.write.sequence + 1)
+            if not queued.write.mends:
+                self._state.core.made_durable(queued.stream, queued.write.sequence + 1)
             durable[queued.stream.tag] = queued.stream
             credit[queued.session] = credit.get(queued.session, 0) + queued.write.size
         for tag, stream in durable.items():
             holder = self._state.holders.get(tag)
             if holder is not None:
-                acked = log_pb2.Acked(stream=stream.name, durable_sequence=stream.durable)
-                holder.outbox.put(log_pb2.AppendReply(acked=[acked]))
+                holder.acknowledge(stream)
         for session, size in credit.items():
             session.underway_bytes -= size
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))

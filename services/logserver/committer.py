@@ -60,12 +60,12 @@ class Committer:
 
     def _commit(self, batch: list[Queued], sync: bool) -> None:
         try:
-            self._state.storage.commit([queued.write for queued in batch], sync)
+            unmended = self._state.storage.commit([queued.write for queued in batch], sync)
         except StorageError as error:
             self._give_up(error, batch)
             return
         with self._changed:
-            news = self.commits.committed(batch, sync, self._clock())
+            news = self.commits.committed(batch, sync, self._clock(), unmended)
             if news:
                 self._state.on_health(self._state.serves)
             self._changed.notify_all()

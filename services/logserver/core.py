@@ -52,6 +52,8 @@ class Hole:
     below_step: int
     """All of them are of steps below; STEP_UNKNOWN until the first record behind them tells."""
     reason: str
+    gone: bool = False
+    """No file has any of them: a stream that ends with them can go on with the first one that its writer has."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class StreamState:
     holes: list[Hole] = field(default_factory=list)
     quarantined: str = ""
     """Why nothing is accepted any more: the writer sent other bytes for a record that is there."""
+    mending: dict[int, Entry] = field(default_factory=dict)
+    """Records of holes that were sent again, and are on their way to their places."""
     bytes: int = 0
     tag: int = 0
 
@@ -108,6 +112,39 @@ class StreamState:
     def insert_hole(self, hole: Hole) -> None:
         """Among records that are there. Holes stay in the order of their sequences."""
         insort(self.holes, hole, key=lambda known: known.sequence)
+
+    def cut_hole(self, sequence: int) -> None:
+        """This record is in no hole any more."""
+        hole = self.hole_at(sequence)
+        if hole is not None:
+            self.holes.remove(hole)
+            for begin, end in ((hole.sequence, sequence), (sequence + 1, hole.end_sequence)):
+                if begin < end:
+                    self.insert_hole(replace(hole, sequence=begin, end_sequence=end))
+
+    def give_back(self, sequence: int) -> bool:
+        """Whether it is of records that are gone, and the stream ends with these: then it ends before this one, and
+        goes on with it. (Its writer has all that follow: they come in their order.)"""
+        hole = self.holes[-1] if self.holes else None
+        if (
+            hole is None
+            or not hole.gone
+            or not hole.sequence <= sequence < hole.end_sequence == self.appended
+        ):
+            return False
+        self.holes.pop()
+        if hole.sequence < sequence:
+            self.holes.append(replace(hole, end_sequence=sequence))
+        self.durable = self.appended = sequence
+        self.check()
+        return True
+
+    def sound_from(self, sequence: int) -> int:
+        """From there on everything can be had up to here, exclusive."""
+        for hole in self.holes:
+            if hole.end_sequence > sequence:
+                return min(self.durable, max(hole.sequence, sequence))
+        return self.durable
 
     def bound_holes(self, step: int) -> None:
         """A record of this step stands behind all holes."""
@@ -199,7 +236,8 @@ class LogCore:
         return stream
 
     def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> Entry | Refusal | None:
-        """An entry: write it. None: it is there already, write nothing and acknowledge it again."""
+        """An entry: write it; in the place of a damaged one, if `StreamState.mending` has it. None: it is there
+        already, write nothing and acknowledge it again."""
         job = self.known(stream.job)
         refusal = self.check_generation(job, generation)
         if refusal is not None:
@@ -213,9 +251,9 @@ class LogCore:
             return Refusal(
                 Reason.GAP, f"{where}: sequence {frame.sequence} leaves a gap; {stream.appended} is expected"
             )
-        if frame.sequence < stream.appended:
-            return self._again(stream, frame)
         known = stream.by_key.get(frame.key)
+        if frame.sequence < stream.appended and (known is not None or not stream.give_back(frame.sequence)):
+            return self._again(stream, frame, generation)
         if known is not None:
             return Refusal(
                 Reason.CONFLICT, f"{where}: is record {known.sequence} already, was sent as {frame.sequence}"
@@ -226,18 +264,53 @@ class LogCore:
         stream.appended += 1
         return entry
 
-    def _again(self, stream: StreamState, frame: FrameHeader) -> Refusal | None:
+    def _again(self, stream: StreamState, frame: FrameHeader, generation: int) -> Entry | Refusal | None:
         """A record that was sent before. The index answers, however long ago it was."""
         known = stream.by_sequence.get(frame.sequence)
-        if known is None:  # trimmed, or in a hole: there is nothing to compare it with, nor to write
-            return None
-        if known.key == frame.key and known.digest == frame.digest:
-            return None
+        if known is None or (known.key == frame.key and known.digest == frame.digest):
+            return self._mend(stream, known, frame, generation) if stream.holes else None
         stream.quarantined = (
             f"record {frame.sequence} is {known.key} with digest {known.digest.hex()}, "
             f"and was sent again as {frame.key} with digest {frame.digest.hex()}"
         )
         return Refusal(Reason.CONFLICT, f"{stream.name}: {stream.quarantined}")
+
+    def _mend(
+        self, stream: StreamState, known: Entry | None, frame: FrameHeader, generation: int
+    ) -> Entry | Refusal | None:
+        """It is needed again if it is in a hole. ``known``: what the index has of it still."""
+        if stream.hole_at(frame.sequence) is None or frame.sequence in stream.mending:
+            return None
+        if known is None and frame.key.step < self.known(stream.job).trimmed_below_step:
+            stream.cut_hole(frame.sequence)
+            return None
+        other = stream.by_key.get(frame.key)
+        if other is not known:
+            assert other is not None
+            message = (
+                f"{stream.name} {frame.key}: is record {other.sequence} already, was sent as {frame.sequence}"
+            )
+            return Refusal(Reason.CONFLICT, message)
+        if known is not None and known.frame_bytes != frame.frame_bytes:
+            return cannot_be_mended(stream, frame.sequence)
+        entry = Entry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
+        stream.mending[frame.sequence] = entry
+        return entry
+
+    def mended(self, stream: StreamState, sequence: int) -> int:
+        """The storage has it in its place, for good. Gives by how much more is kept now."""
+        entry = stream.mending.pop(sequence, None)
+        if entry is None or sequence < stream.first:
+            return 0
+        stream.cut_hole(sequence)
+        if entry.key.step < self.known(stream.job).trimmed_below_step:
+            return 0
+        before = stream.bytes
+        known = stream.by_sequence.get(sequence)
+        if known is not None:
+            stream.remove(known)
+        stream.add(entry)
+        return stream.bytes - before
 
     def made_durable(self, stream: StreamState, sequence: int) -> None:
         """The storage has everything below ``sequence`` for good."""
@@ -252,6 +325,7 @@ class LogCore:
                     entry = stream.by_sequence.get(sequence)
                     if entry is not None:
                         stream.remove(entry)
+                stream.mending.clear()
                 stream.appended = stream.durable
 
     # -- generations ----------------------------------------------------------------------------------
@@ -330,7 +404,17 @@ class LogCore:
             stream.by_sequence.clear()
             stream.by_key.clear()
             stream.holes.clear()
+            stream.mending.clear()
             stream.quarantined = ""
             stream.bytes = 0
             stream.first = stream.durable
         return list(job.streams.values())
+
+
+def cannot_be_mended(stream: StreamState, sequence: int) -> Refusal:
+    """A record that is damaged here was sent again."""
+    return Refusal(
+        Reason.CORRUPT,
+        f"record {sequence} of {stream.name} is damaged here, and what was sent again does not fit its place: "
+        "it is not acknowledged before a trim or a reset covers the damage",
+    )

@@ -21,10 +21,11 @@ from services.logserver.appends import Appends, Quarantined, join
 from services.logserver.committer import Committer
 from services.logserver.core import Refusal
 from services.logserver.reading import Reading
+from services.logserver.recovered import RecoveredJob
 from services.logserver.retention import Retention
 from services.logserver.snapshot import EngineSnapshot, JobSnapshot
 from services.logserver.state import EngineConfig, ServerState, Session
-from services.logserver.storage import RecoveredJob, Storage
+from services.logserver.storage import Storage
 from services.logserver.watch import DiskWatch
 from swift import events
 from swift._pb import log_pb2

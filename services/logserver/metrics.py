@@ -121,7 +121,7 @@ class ObservedStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         """One committer calls this, so the counters have one writer."""
         records: dict[str, int] = {}
         sizes: dict[str, int] = {}
@@ -134,13 +134,14 @@ class ObservedStorage:
             self.appended_bytes[job] += sizes[job]
         began = time.monotonic()
         try:
-            self._storage.commit(writes, sync)
+            unmended = self._storage.commit(writes, sync)
         except Exception as error:
             self.failures[type(error).__name__] += 1
             raise
         self.commit_s.observe(time.monotonic() - began)
         for job, count in records.items():
             self.acknowledged_records[job] += count
+        return unmended
 
 
 class ObservedFile:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.logserver.disk import NO_SPACE, File
 from swift.log.frame import Bytes
-from swift.log.segment import BLOCK_BYTES, padding
+from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, padding
 
 _RESERVE_STEP = 32 << 20
 
@@ -28,10 +28,33 @@ class Segment:
     tail: bytes = b""
     """Of the last block, what the frames fill: the next write begins with it."""
     reserved: int = 0
+    _end: int = SEGMENT_HEADER_BYTES
+    """Of the frames found so far."""
 
     @property
     def next_sequence(self) -> int:
         return self.first + len(self.offsets)
+
+    def found(self, sequence: int, offset: int, size: int) -> None:
+        """(at the start, in their order) A record's frame. Where one is missing before it, its place is known."""
+        missing = sequence - self.next_sequence
+        self.offsets.extend([self._end] if missing == 1 else [0] * missing)
+        self.offsets.append(offset)
+        self._end = offset + size
+
+    def mend(self, file: File, sequence: int, frame: Sequence[Bytes]) -> bool:
+        """Puts a record's frame where it is damaged. False: it does not fit there, or what shares its blocks cannot be
+        read; nothing was written. What is sound stays so, whenever this is cut off."""
+        index, size = sequence - self.first, sum(map(len, frame))
+        if index == len(self.offsets):  # the file ends with damage in which nothing was found
+            if not _overwrite(file, self.size, frame, last=True):
+                return False
+            self.offsets.append(self.size)
+            self.size += size
+            return True
+        offset = self.offsets[index]
+        behind = self.offsets[index + 1] if index + 1 < len(self.offsets) else self.size
+        return bool(offset) and behind == offset + size and _overwrite(file, offset, frame)
 
     def close(self) -> None:
         if self.file is not None:
@@ -84,6 +107,33 @@ class Segment:
             first = error if why is None else why
             raise Unsound(first.errno, f"{first.strerror}, and then it could not be taken back") from error
         self.reserved = 0
+
+
+def place_of(segments: Sequence[Segment], sequence: int) -> Segment | None:
+    """The one that has this record, or that ends with damage where it should be."""
+    for segment in reversed(segments):
+        if segment.first <= sequence < segment.next_sequence:
+            return segment
+        if sequence == segment.next_sequence and segment.file is None:
+            return segment
+    return None
+
+
+def _overwrite(file: File, offset: int, frame: Sequence[Bytes], *, last: bool = False) -> bool:
+    """What shares its first and its last block is written as it is there. ``last``: what is behind it is cut off,
+    after that: it says so long that something was there."""
+    begin, end = offset // BLOCK_BYTES * BLOCK_BYTES, offset + sum(map(len, frame))
+    try:
+        before = file.read(begin, offset - begin)
+        behind = b"" if last else file.read(end, -end % BLOCK_BYTES)
+    except OSError:
+        return False
+    if len(before) < offset - begin:
+        return False
+    file.write(begin, [before, *frame, behind, padding(end + len(behind))])
+    if last:
+        file.resize(end + len(padding(end)))
+    return True
 
 
 def _last_bytes(parts: Sequence[Bytes], size: int) -> bytes:

@@ -79,6 +79,8 @@ class Session:
     """Stream tag -> the stream and the generation it was opened under."""
     fsync: dict[int, Fsync] = field(default_factory=dict)
     """Stream tag -> when its records are acknowledged."""
+    acked: dict[int, int] = field(default_factory=dict)
+    """Stream tag -> where this call began to send, or what it was told last that is durable."""
     underway_bytes: int = 0
     refusal: Refusal | None = None
     ended: bool = False
@@ -89,6 +91,17 @@ class Session:
             self.ended = True
             self.refusal = refusal
             self.outbox.put(None)
+
+    def acknowledge(self, stream: StreamState) -> None:
+        """Says what is durable; not beyond a record that is damaged, and that this call will send again."""
+        begin = self.acked.get(stream.tag)
+        if begin is None and stream.holes:  # nobody knows yet what it will send again
+            return
+        durable = stream.durable if begin is None else stream.sound_from(begin)
+        if begin is not None:
+            self.acked[stream.tag] = durable
+        acked = log_pb2.Acked(stream=stream.name, durable_sequence=durable)
+        self.outbox.put(log_pb2.AppendReply(acked=[acked]))
 
     def writes(self, job: str) -> bool:
         return any(stream.job == job for stream, _ in self.streams.values())

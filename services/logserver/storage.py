@@ -29,7 +29,8 @@ from services.logserver import manifests
 from services.logserver.core import STEP_UNKNOWN, Entry, Hole
 from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
 from services.logserver.failures import StorageBusy, StorageFailed, StorageFull, as_storage_error
-from services.logserver.segments import Segment, Unsound
+from services.logserver.recovered import RecoveredJob, RecoveredStream
+from services.logserver.segments import Segment, Unsound, place_of
 from swift.errors import UsageError
 from swift.log.directory import DROPPED, RESERVE, grave_of
 from swift.log.frame import Bytes
@@ -62,28 +63,12 @@ class Write:
     sequence: int
     frame: Sequence[Bytes]
     """Its bytes, in one or more pieces."""
+    mends: bool = False
+    """It goes where the same record is, damaged."""
 
     @property
     def size(self) -> int:
         return sum(map(len, self.frame))
-
-
-@dataclass(slots=True)
-class RecoveredStream:
-    name: str
-    first: int
-    next_sequence: int
-    entries: list[Entry]
-    holes: list[Hole]
-    quarantined: str = ""
-    torn_bytes: int = 0
-
-
-@dataclass(slots=True)
-class RecoveredJob:
-    name: str
-    meta: JobMeta
-    streams: list[RecoveredStream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +87,9 @@ class Place:
 class Storage(Protocol):
     """Keeps frames and manifests. Raises StorageError. One caller writes; any may read."""
 
-    def commit(self, writes: Sequence[Write], sync: bool) -> None:
-        """Writes frames, in order; with ``sync`` all that was ever committed is durable after it."""
+    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
+        """Writes frames, in order; with ``sync`` all that was ever committed is durable after it. What mends is so at
+        once; gives what does not fit its place."""
 
     def locate(self, job: str, stream: str, sequence: int) -> Place:
         """Where a record is. FileNotFoundError if it was removed."""
@@ -245,13 +231,10 @@ class DirectoryStorage:
                 out.holes.append(Hole(damage.sequence, end, STEP_UNKNOWN, damage.reason))
         for record in scanned.records:
             header = record.header
-            segment.offsets.extend([0] * (header.sequence - segment.next_sequence))
-            segment.offsets.append(record.offset)
+            segment.found(header.sequence, record.offset, header.frame_bytes)
             for index, hole in enumerate(out.holes):
                 if hole.below_step == STEP_UNKNOWN and hole.sequence <= header.sequence:
-                    out.holes[index] = Hole(
-                        hole.sequence, hole.end_sequence, header.key.step + 1, hole.reason
-                    )
+                    out.holes[index] = replace(hole, below_step=header.key.step + 1)
             if header.sequence >= first and header.key.step >= trimmed:
                 out.entries.append(
                     Entry(header.sequence, header.key, header.digest, header.generation, header.frame_bytes)
@@ -273,19 +256,21 @@ class DirectoryStorage:
     @staticmethod
     def _hole(out: RecoveredStream, begin: int, end: int, reason: str) -> None:
         if end > out.first:
-            out.holes.append(Hole(begin, end, STEP_UNKNOWN, reason))
+            out.holes.append(Hole(begin, end, STEP_UNKNOWN, reason, gone=True))
         out.next_sequence = end
 
     # -- writing --------------------------------------------------------------------------------------
 
-    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         groups: dict[tuple[str, str], list[Write]] = {}
         for write in writes:
-            groups.setdefault((write.job, write.stream), []).append(write)
+            if not write.mends:
+                groups.setdefault((write.job, write.stream), []).append(write)
         with self._writing:
             if self._failed:
                 raise StorageFailed(self._failed)
             try:
+                unmended = [write for write in writes if write.mends and not self._mend(write)]
                 placed = self._write(groups)
                 if sync:
                     self._sync()
@@ -297,6 +282,25 @@ class DirectoryStorage:
             with self._maps:
                 for segment, offsets in placed:
                     segment.offsets.extend(offsets)
+        return unmended
+
+    def _mend(self, write: Write) -> bool:
+        stream = (write.job, write.stream)
+        segment = place_of(self._streams.get(stream, []), write.sequence)
+        if segment is None:
+            return False
+        try:
+            if segment.file is not None:  # its last block is in memory, too
+                self._seal(stream, segment)
+            file = self._disk.open(segment.path)
+            try:
+                done = segment.mend(file, write.sequence, write.frame)
+                self._sync_file(file)
+            finally:
+                file.close()
+        except OSError as error:
+            raise as_storage_error(error) from None
+        return done
 
     def _write(self, groups: Mapping[tuple[str, str], list[Write]]) -> list[tuple[Segment, list[int]]]:
         """Where the frames are now."""

@@ -37,8 +37,8 @@ a whole frame with a wrong body                     damage         damage
 another stream's frame, or an unexpected sequence   damage         damage
 =================================================== ============== =============================
 
-A torn tail was never acknowledged and is cut off. Damage is never repaired: what is behind it is still found
-(by its magic and checksums), but the damaged records are refused.
+A torn tail was never acknowledged and is cut off. Damage is not: what is behind it is still found (by its magic and
+checksums), but the damaged records are refused, until their writer sends them again.
 """
 
 import os

@@ -133,6 +133,32 @@ def test_f12_checksum_failure_in_the_middle_quarantines_and_refuses_replay(big: 
         assert not big.inventory().corrupt
 
 
+@pytest.mark.parametrize("part", ["body", "header"])
+def test_f12_a_damaged_record_that_is_sent_again_takes_its_place(big: Server, part: str) -> None:
+    """Its writer never heard that it was durable, and comes back when the server does."""
+    fill(big, 2)
+    first = Call(big)
+    first.open()
+    frames = [frame_of(sequence, body=body_of(sequence))[1] for sequence in range(2, 6)]
+    first.send(*frames)
+    first.until_acked(6)  # so that all are on the disk; this answer is what is lost below
+    big.kill()
+    (path,) = big.segments(STREAM)
+    flip(path, body_offset(path, 3) + 5000 if part == "body" else frame_offset(path, 3) + 50)
+    big.start()
+    assert big.inventory().corrupt
+    again = Call(big)
+    again.open(acked=2)
+    again.send(*frames)
+    again.until_acked(6)
+    again.end()
+    assert [event["sequence"] for event in big.said("mended")] == [3]
+    big.check(0, 6)
+    big.kill()
+    big.start()
+    big.check(0, 6)
+
+
 def test_f13_flipped_header_length_is_refused_before_anything_is_allocated(big: Server) -> None:
     fill(big, 3)
     resting = big.peak_memory_bytes()

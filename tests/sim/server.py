@@ -281,7 +281,7 @@ class ServerProcess(Process):
 
     def _commit(self, batch: list[Queued], sync: bool) -> None:
         try:
-            self.storage.commit([queued.write for queued in batch], sync)
+            unmended = self.storage.commit([queued.write for queued in batch], sync)
         except (StorageFull, StorageFailed) as error:
             self.kernel.count("disk full" if isinstance(error, StorageFull) else "storage failed")
             self._commits.gave_up(error, batch, self.kernel.now)
@@ -289,10 +289,11 @@ class ServerProcess(Process):
             self._wake()
             self._kick()
             return
-        self.later(self.kernel.between(0.0, 0.01), self._end_commit, batch, sync)
+        self.later(self.kernel.between(0.0, 0.01), self._end_commit, batch, sync, unmended)
 
-    def _end_commit(self, batch: list[Queued], sync: bool) -> None:
-        self._commits.committed(batch, sync, self.kernel.now)
+    def _end_commit(self, batch: list[Queued], sync: bool, unmended: list[Write]) -> None:
+        for notice in self._commits.committed(batch, sync, self.kernel.now, unmended):
+            self.kernel.count(notice.event)
         self._committing = False
         self._wake()
         self._kick()

@@ -17,8 +17,9 @@ from services.logserver.appends import Appends
 from services.logserver.commits import Commits, Queued
 from services.logserver.core import Entry, JobState, LogCore, Refusal, StreamState
 from services.logserver.procedures import Save, Step
+from services.logserver.recovered import RecoveredJob
 from services.logserver.state import ServerState, Session
-from services.logserver.storage import DirectoryStorage, RecoveredJob, Write
+from services.logserver.storage import DirectoryStorage, Write
 from swift.log.frame import FrameHeader
 from swift.log.wire import Fsync
 from tests.sim import faults, server

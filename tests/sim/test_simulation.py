@@ -26,6 +26,7 @@ REACHED = (
     "history given up",
     "job FINISHED",
     "killed between two operations of the disk",
+    "mended",
     "message doubled",
     "message lost",
     "record verified",

@@ -20,7 +20,7 @@ class MemoryStorage:
         self.commits: list[tuple[int, bool]] = []
         self.closed = False
 
-    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         self._check()
         size = sum(write.size for write in writes)
         if size > self.space:
@@ -28,10 +28,11 @@ class MemoryStorage:
         self.space -= size
         for write in writes:
             stream = self.frames.setdefault((write.job, write.stream), {})
-            assert write.sequence not in stream, "a record is written once"
+            assert write.mends or write.sequence not in stream, "a record is written once"
             stream[write.sequence] = b"".join(write.frame)
         self.unsynced = 0 if sync else self.unsynced + len(writes)
         self.commits.append((len(writes), sync))
+        return []
 
     def locate(self, job: str, stream: str, sequence: int) -> Place:
         if sequence not in self.frames.get((job, stream), {}):

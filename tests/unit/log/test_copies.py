@@ -65,9 +65,9 @@ class SlowStorage(MemoryStorage):
         self.may = threading.Event()
         self.may.set()
 
-    def commit(self, writes: Sequence[Write], sync: bool) -> None:
+    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         self.may.wait(TIMEOUT_S)
-        super().commit(writes, sync)
+        return super().commit(writes, sync)
 
 
 def flip(server: InProcess, step: int) -> None:

@@ -7,8 +7,8 @@ from services.logserver.appends import Appends
 from services.logserver.commits import Commits
 from services.logserver.core import Refusal, StreamState
 from services.logserver.procedures import Clean, Emit, Procedure, Save, Settle
+from services.logserver.recovered import RecoveredJob
 from services.logserver.state import EngineConfig, Refused, ServerState
-from services.logserver.storage import RecoveredJob
 from swift.log.manifest import JobMeta
 from swift.log.wire import Reason
 from tests.sim.server import Unlocked

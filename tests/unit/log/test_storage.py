@@ -12,7 +12,8 @@ import pytest
 
 from services.logserver.disk import LOCK, RealDisk
 from services.logserver.failures import StorageBusy, StorageFailed, StorageFull
-from services.logserver.storage import RESERVE, DirectoryStorage, RecoveredStream, Storage, Write
+from services.logserver.recovered import RecoveredStream
+from services.logserver.storage import RESERVE, DirectoryStorage, Storage, Write
 from swift.errors import ServiceError, UsageError
 from swift.log.manifest import MANIFEST, JobMeta, StreamMeta
 from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, Ending, padding, scan
