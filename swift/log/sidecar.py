@@ -28,7 +28,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from swift import events
-from swift.errors import LogUnavailable, RecordTrimmed, ServiceError, StaleGeneration, SwiftError
+from swift.errors import (
+    LogUnavailable,
+    RecordCorrupt,
+    RecordTrimmed,
+    ServiceError,
+    StaleGeneration,
+    SwiftError,
+)
 from swift.log.choice import Choice
 from swift.log.link_core import Outgoing
 from swift.log.memory import keep_freed_memory
@@ -104,6 +111,7 @@ class RingWriter(LogWriter):
         self._unlearned = {
             name: list(self._servers) for name in (self._names if resumed else ()) if name
         }  # what a predecessor may have sent something of, and which servers are to say it
+        self._damaged: dict[str, list[str]] = {}  # those that cannot
 
     def _resume(self, server: str, copy: int, held: Sequence[Entry]) -> bool:
         """Puts the streams where a predecessor left them; whether it has sent anything that is still in the ring."""
@@ -164,31 +172,49 @@ class RingWriter(LogWriter):
         return _Placed(entry, self._copies[server], **fields)
 
     def _learn(self, stream: str) -> bool:
-        """What a predecessor knew to be in the log, the servers are asked for. False: they have to be asked again."""
+        """What a predecessor knew to be in the log, the servers are asked for. False: they have to be asked again.
+
+        One whose copy is damaged is taken to hold what another one holds: nothing is written over what may be there.
+        """
         reader = LogReader(self._servers, self.job)
         began = time.monotonic()
         from_step = self._floor_at_start
         left = self._unlearned[stream]
+        damaged = self._damaged.setdefault(stream, [])
         try:
-            while not (self._calling.is_set() or self._over()):
+            while left and not (self._calling.is_set() or self._over()):
                 try:
-                    self.expect(stream, reader.digests(stream, from_step, left[0], timeout_s=_ASK_S), left[0])
+                    found = reader.digests(stream, from_step, left[0], timeout_s=_ASK_S)
                 except SwiftError as error:
                     floor = self._memory.load(Word.FLOOR)
                     if isinstance(error, RecordTrimmed) and from_step < floor:
                         from_step = floor  # the older ones are not asked for any more
                         continue
+                    if isinstance(error, RecordCorrupt) and len(damaged) + 1 < len(self._servers):
+                        damaged.append(left.pop(0))
+                        from_step = self._floor_at_start
+                        continue
                     if not isinstance(error, LogUnavailable) or time.monotonic() - began > self._patience_s:
                         self._asking = error
+                    time.sleep(_RETRY_S)
+                    continue
+                try:
+                    self.expect(stream, found, left[0])
+                except SwiftError as error:
+                    self._asking = error
                     time.sleep(_RETRY_S)
                     continue
                 self._asking = None
                 from_step = self._floor_at_start
                 left.pop(0)
-                if not left:
-                    del self._unlearned[stream]
-                    return True
-            return False
+            if left:
+                return False
+            with self._cond:
+                sound = {key: known.digest for key, known in self._known.get(stream, {}).items()}
+            for server in damaged:
+                self.expect(stream, sound, server)
+            del self._unlearned[stream]
+            return True
         finally:
             reader.close()
 
@@ -253,6 +279,7 @@ class RingWriter(LogWriter):
                 self._calling.clear()
                 self.restart(generation)
                 self._unlearned.clear()
+                self._damaged.clear()
                 self._asking = None
                 with self._sweeping:
                     self._drop(upto)

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from swift import events
@@ -47,9 +47,8 @@ class SidecarWriter(Declaring):
 
     ``module`` is the program that is started.
 
-    A sidecar that dies is replaced by another one, which goes on with the same ring; and so it is, on purpose, when a
-    generation brings other servers. One that outlives its trainer sends what the ring holds, for at most 10 s, and
-    ends.
+    A sidecar that dies is replaced by another one, which goes on with the same ring; so it is, on purpose, when a new
+    generation brings other servers. One that outlives its trainer sends what the ring holds, for at most 10 s.
     """
 
     module = "swift.log.sidecar"
@@ -311,31 +310,32 @@ class SidecarWriter(Declaring):
             self._interrupted = True
             self._cond.notify_all()
 
-    def set_generation(self, generation: int, servers: Sequence[str] = ()) -> None:
+    def set_generation(
+        self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
+    ) -> None:
         """As `LogWriter.set_generation`."""
-        if generation >= self.generation and servers and set(servers) != set(self._servers):
-            self._move(generation, servers)
+        if generation >= self.generation and servers and (emptied or set(servers) != set(self._servers)):
+            self._move(generation, servers, emptied)
         self._enter(generation, {"do": "set_generation", "generation": generation})
 
-    def _move(self, generation: int, servers: Sequence[str]) -> None:
+    def _move(self, generation: int, servers: Sequence[str], emptied: Collection[str]) -> None:
         """The sidecar's successor begins with these servers; what the ring holds is sent to those that lack it."""
         with self._replacing:
             with self._cond:
                 if self._closed:
                     self._raise_pending()
-                self._renumber(servers)
+                self._renumber(servers, emptied)
                 self.generation = generation
-                self._expected.keep(self._servers)
+                self._expected.keep(self._servers.keys() - emptied)
             self._moving = True
             self._process.kill()
             self._process.wait()  # it answers nothing any more
 
-    def _renumber(self, servers: Sequence[str]) -> None:
+    def _renumber(self, servers: Sequence[str], emptied: Collection[str] = ()) -> None:
         if len(set(servers)) > COPIES_MAX:
-            raise UsageError(
-                f"at most {COPIES_MAX} log servers can keep what one rank writes, not {len(servers)}"
-            )
-        before, self._servers = self._servers, {}
+            raise UsageError(f"at most {COPIES_MAX} log servers keep what a rank writes, not {len(servers)}")
+        before = {server: number for server, number in self._servers.items() if server not in emptied}
+        self._servers = {}
         for server in dict.fromkeys(servers):
             if server not in before:
                 self._coming += 1

@@ -318,18 +318,22 @@ class LogWriter(Declaring):
             self._interrupted = True
             self._cond.notify_all()
 
-    def set_generation(self, generation: int, servers: Sequence[str] = ()) -> None:
+    def set_generation(
+        self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
+    ) -> None:
         """(after a fence) Goes on under the new generation: streams are opened again, what was not acked is
         sent again. Pending errors are forgotten. ``servers``: those that keep the streams from now on; the
-        others are not spoken to again."""
-        self._begin(generation, discard=False, servers=servers)
+        others are not spoken to again. ``emptied``: those of them that have come anew, without what they had."""
+        self._begin(generation, False, servers, emptied)
 
     def restart(self, generation: int) -> None:
         """(after a fence and admin.reset: everybody restores a checkpoint) As set_generation, but what was
         not acked is dropped, and so is all knowledge of what the log holds."""
         self._begin(generation, discard=True)
 
-    def _begin(self, generation: int, discard: bool, servers: Sequence[str] = ()) -> None:
+    def _begin(
+        self, generation: int, discard: bool, servers: Sequence[str] = (), emptied: Collection[str] = ()
+    ) -> None:
         with self._cond:
             if generation < self.generation:
                 raise UsageError(f"generation {generation} is older than {self.generation}")
@@ -338,7 +342,7 @@ class LogWriter(Declaring):
                 self._inbox.clear()
                 self._cond.wait_for(lambda: self._working is None)
             self.generation = generation
-            left = self._move(tuple(dict.fromkeys(servers))) if servers else []
+            left = self._move(tuple(dict.fromkeys(servers)), emptied) if servers else []
             for link in self._links.values():
                 self._held_bytes -= link.set_generation(generation, discard)
             if discard:
@@ -353,15 +357,16 @@ class LogWriter(Declaring):
     def _link(self, address: str) -> Link:
         return Link(address, self.job, self.generation, self._name, self._on_change, self._fsync)
 
-    def _move(self, servers: tuple[str, ...]) -> list[Link]:
-        """(holding the lock) From now on these servers keep the streams. Gives the others' links, to be closed."""
-        gone = [self._links.pop(address) for address in self._servers if address not in servers]
+    def _move(self, servers: tuple[str, ...], emptied: Collection[str]) -> list[Link]:
+        """(holding the lock) From now on these servers keep the streams. Gives the old links, to be closed."""
+        stay = set(servers) - set(emptied)
+        gone = [self._links.pop(address) for address in self._servers if address not in stay]
         new = [address for address in servers if address not in self._links]
         self._links |= {address: self._link(address) for address in new}
         self._servers = servers
         for known in self._known.values():
             for record in known.values():
-                record.servers.intersection_update(servers)
+                record.servers &= stay
         left: dict[tuple[str, RecordKey], Outgoing] = {}
         for link in gone:
             self._resent += link.resent

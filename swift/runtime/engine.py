@@ -101,7 +101,7 @@ class Engine:
         self._restorer = Restorer(rank, member, channel, state, store, faults, world)
         self._writer: Writer | None = None
         self.log_servers: list[str] = []
-        self._own_servers: list[str] = []  # those that keep what this rank writes
+        self._own_servers: dict[str, int] = {}  # those that keep what this rank writes, and their numbers
         self._world = world  # all ranks
         self._audit = audit  # None: there are no replicas to compare with
         self._shard = shard
@@ -150,12 +150,13 @@ class Engine:
 
     def _report(self, view: pb.View) -> None:
         if self._writer is not None:
-            self._place_log(view)
-            self._writer.set_generation(view.generation, self._own_servers)
+            emptied = self._place_log(view)
+            self._writer.set_generation(view.generation, list(self._own_servers), emptied)
             try:
                 self._writer.flush(FLUSH_TIMEOUT_S)
-            except LogUnavailable as error:
-                # The coordinator asks the log itself what it has, and plans without the rest.
+            except (ServiceError, LogError, ReplayRefused) as error:
+                # The coordinator asks the log itself what it has, and plans without the rest. If it is still so when
+                # training goes on, this rank refuses then; its state is not lost over it.
                 events.emit("log_incomplete", rank=self._rank, generation=view.generation, reason=str(error))
         standing = self._standing()
         self._member.client.report(
@@ -179,25 +180,26 @@ class Engine:
             return Standing(version=None)
         return self._state.updates.standing(self._state.version)
 
-    def _place_log(self, view: pb.View) -> None:
-        """Takes the servers that the View names for what this rank writes."""
+    def _place_log(self, view: pb.View) -> list[str]:
+        """Takes the servers that the View names for what this rank writes. Gives those that were emptied since."""
         before = self._own_servers
-        self._own_servers = [s for logs in view.log_copies if logs.rank == self._rank for s in logs.servers]
+        self._own_servers = own_servers(view, self._rank)
         if self._own_servers != before:
             events.emit(
                 "log_placed",
                 rank=self._rank,
                 generation=view.generation,
-                servers=self._own_servers,
-                instead_of=before,
+                servers=list(self._own_servers),
+                instead_of=list(before),
             )
+        return [s for s, number in self._own_servers.items() if before.get(s, number) != number]
 
     def _open_log(self, view: pb.View) -> None:
         self.log_servers = list(view.log_servers)
         if self._writer is None:
             self._place_log(view)
             self._writer = open_writer(
-                self._own_servers,
+                list(self._own_servers),
                 view.job,
                 view.generation,
                 codec=self._config.codec,
@@ -397,7 +399,7 @@ class Engine:
 
     def _follow_plan(self, plan: pb.Plan, train_step: TrainStep) -> None:
         assert self._writer is not None
-        self._restorer.follow(plan, self._writer, self._own_servers, lambda: self._step(train_step))
+        self._restorer.follow(plan, self._writer, list(self._own_servers), lambda: self._step(train_step))
 
     def _drop_step(self) -> None:
         self._channel.end_replay()
@@ -460,6 +462,13 @@ class Engine:
             self._writer.close(0.0)
         self._member.close()
         self._communicator.tear_down()
+
+
+def own_servers(view: pb.View, rank: int) -> dict[str, int]:
+    """Those that keep what the rank writes -> their numbers. One that was given up and has come again has another
+    number under the same address: Views may be skipped, so nobody need have seen it go."""
+    numbers = {place.address: n for n, place in enumerate(view.log_places) if not place.lost}
+    return {s: numbers[s] for logs in view.log_copies if logs.rank == rank for s in logs.servers}
 
 
 def _is_communication(error: BaseException) -> bool:

@@ -118,6 +118,8 @@ class Restorer:
                 raise ReplayRefused(str(error)) from None  # the coordinator may know an older one
             self._state.present = True
             events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)
+        # Of older steps nothing comes again, and they may be trimmed: a sidecar's successor shall not ask for them.
+        writer.forget_below(mine.from_version)
         if _gives_up_log(plan):
             # The coordinator has emptied the job's streams; what comes now is logged anew.
             writer.restart(plan.generation)

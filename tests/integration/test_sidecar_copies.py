@@ -228,3 +228,61 @@ def test_a_killed_trainers_ring_is_drained_to_both(servers: list[LogServer]) -> 
     eventually(lambda: gone(pid))
     for server in servers[:2]:
         check(server, 60)
+
+
+def put_step(writer: SidecarWriter, step: int) -> None:
+    body = bytes([step]) * 64
+    writer.append(STREAMS[0], RecordKey(step, 0, 0), "uint8", (64,), body)
+
+
+def killed(writer: SidecarWriter) -> None:
+    """Its sidecar; returns when there is another one."""
+    os.kill(writer.pid, signal.SIGKILL)
+    eventually(lambda: writer.restarts == 1)
+
+
+def test_a_damaged_copy_costs_nothing_while_the_other_is_sound(servers: list[LogServer]) -> None:
+    """One server comes back without what it had acknowledged, and the sidecar's successor asks both what they have."""
+    sound, damaged, _ = servers
+    writer = SidecarWriter([damaged.address, sound.address], JOB, 1)
+    try:
+        for step in range(5):
+            put_step(writer, step)
+        writer.flush(TIMEOUT_S)
+        damaged.kill()
+        shutil.rmtree(damaged.directory)
+        damaged.start()
+        for server in (sound, damaged):
+            server.fence(2)
+        writer.set_generation(2)
+        writer.forget_below(5)
+        put_step(writer, 5)
+        writer.flush(TIMEOUT_S)
+        assert admin.inventory(damaged.address, JOB, TIMEOUT_S)[0].corrupt
+        killed(writer)
+        for step in (5, 6):  # the step that was dropped is done again, and the next one
+            put_step(writer, step)
+        writer.flush(TIMEOUT_S)
+        assert writer.stats.verified == 1
+        there = admin.inventory(sound.address, JOB, TIMEOUT_S)
+        assert [(stream.records, stream.corrupt) for stream in there] == [(7, False)]
+    finally:
+        writer.close(0.0)
+
+
+def test_a_successor_asks_for_nothing_that_is_trimmed(servers: list[LogServer]) -> None:
+    """The first step of a replacement: it has forgotten nothing itself yet, and the log begins with a checkpoint."""
+    one, two, _ = servers
+    for server in (one, two):
+        admin.trim(server.address, JOB, 5, TIMEOUT_S)
+    writer = SidecarWriter([one.address, two.address], JOB, 1)
+    try:
+        writer.forget_below(5)  # as `Restorer.follow` does
+        put_step(writer, 5)
+        writer.flush(TIMEOUT_S)
+        killed(writer)
+        for step in (5, 6):
+            put_step(writer, step)
+        writer.flush(TIMEOUT_S)
+    finally:
+        writer.close(0.0)

@@ -249,6 +249,43 @@ class TestMoving:
             assert steps_of(one) == [3, 4]
             assert steps_of(two) == [0, 1, 2, 3, 4]
 
+    @pytest.mark.parametrize("both", [True, False])
+    def test_a_server_that_was_emptied_before_anybody_wrote_without_it(
+        self, one: InProcess, two: InProcess, both: bool
+    ) -> None:
+        """Given up and named again in one breath: the addresses are the same, what it has acknowledged is gone."""
+        using = (one, two) if both else (one,)
+        with writing(*using) as writer:
+            put_all(writer, 4)
+            writer.flush(TIMEOUT_S)
+            for server in using:
+                server.engine.administration.fence(JOB, 3)
+            admin.reset(one.address, JOB, 3, TIMEOUT_S)
+            writer.set_generation(3, [s.address for s in using], [one.address])
+            for step in (3, 4):  # the step that was dropped is done again
+                put(writer, step)
+            writer.flush(TIMEOUT_S)
+            assert steps_of(one) == [3, 4]
+            assert not both or steps_of(two) == [0, 1, 2, 3, 4]
+
+    def test_a_server_that_comes_again_with_an_empty_disk_is_not_corrupt(
+        self, one: InProcess, two: InProcess
+    ) -> None:
+        with writing(one, two) as writer:
+            put_all(writer, 4)
+            writer.flush(TIMEOUT_S)
+            for server in (one, two):
+                server.engine.administration.fence(JOB, 3)
+            assert isinstance(one.storage, MemoryStorage)
+            one.storage.frames.clear()
+            del one.engine.state.core.jobs[JOB]
+            one.engine.administration.fence(JOB, 3)
+            writer.set_generation(3, [one.address, two.address], [one.address])
+            put(writer, 3)
+            writer.flush(TIMEOUT_S)
+            assert steps_of(one) == [3]
+            assert not any(stream.corrupt for stream in admin.inventory(one.address, JOB, TIMEOUT_S))
+
     def test_one_that_comes_back_gets_what_it_missed(self, one: InProcess, two: InProcess) -> None:
         with writing(one, two) as writer:
             put(writer, 0)

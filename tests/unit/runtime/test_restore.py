@@ -42,6 +42,10 @@ class Opened:
         self.damaged: set[str] = set()
         self.drops = drops
         self.lacking: dict[str, tuple[int, int]] = {}
+        self.floor = 0
+
+    def forget_below(self, step: int) -> None:
+        self.floor = step
 
     def lacks(self, stream: str, steps: tuple[int, int]) -> None:
         for server in ("l0", "l1"):  # a mark that is there already is not written again
@@ -81,6 +85,7 @@ def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is
     assert (log.expected.get(("s1.F", "l0")) == {"s1.F": 3}) == asks
     assert (log.expected.get(("s1.F", "l1")) == {"s1.F": 3}) == asks
     assert bool(log.expected) == asks
+    assert log.floor == 3  # what a sidecar's successor asks for may be trimmed below
 
 
 def test_a_damaged_copy_is_taken_to_hold_what_the_other_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:

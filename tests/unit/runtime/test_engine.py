@@ -1,0 +1,105 @@
+"""What a rank makes of the log's servers between two generations."""
+
+from typing import Any
+
+import pytest
+
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import (
+    Divergence,
+    LogUnavailable,
+    RecordCorrupt,
+    SequenceConflict,
+    ServiceError,
+    SwiftError,
+    UsageError,
+)
+from swift.runtime.config import SessionConfig
+from swift.runtime.engine import Engine, own_servers
+from swift.runtime.state import TrainerState
+from swift.runtime.updates import Updates
+
+SERVERS = [("l0:1", ""), ("l1:1", ""), ("l2:1", "")]
+
+
+def view_of(*copies: str, lost: tuple[int, ...] = (), again: str = "", generation: int = 2) -> pb.View:
+    """Rank 1 has its copies there. ``again``: an address that has come once more."""
+    places = [
+        pb.LogServerPlace(address=address, lost="was given up" if number in lost else "")
+        for number, (address, _) in enumerate(SERVERS)
+    ]
+    places += [pb.LogServerPlace(address=again)] if again else []
+    kept = [pb.LogCopies(rank=0, servers=["l0:1"]), pb.LogCopies(rank=1, servers=copies)]
+    return pb.View(generation=generation, state=pb.PLANNING, log_places=places, log_copies=kept)
+
+
+class Told:
+    """The coordinator's client, and a writer."""
+
+    def __init__(self, trouble: SwiftError | None = None) -> None:
+        self.trouble = trouble
+        self.moves: list[tuple[int, list[str], list[str]]] = []
+        self.reports: list[int] = []
+
+    def set_generation(self, generation: int, servers: list[str], emptied: list[str]) -> None:
+        self.moves.append((generation, servers, emptied))
+
+    def flush(self, timeout_s: float) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+
+    def report(self, generation: int, version: int | None, **_: object) -> None:
+        self.reports.append(generation)
+
+
+def engine_of(told: Told) -> Engine:
+    nothing: Any = None
+    member: Any = nothing
+    state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
+    engine = Engine(1, SessionConfig(), member, nothing, nothing, state, nothing, nothing, nothing)
+    engine._member = type("Member", (), {"client": told})()  # type: ignore[assignment]
+    return engine
+
+
+def test_a_server_is_known_by_its_number() -> None:
+    assert own_servers(view_of("l2:1", "l0:1"), 1) == {"l2:1": 2, "l0:1": 0}
+    assert own_servers(view_of("l0:1", "l1:1", lost=(0,), again="l0:1"), 1) == {"l0:1": 3, "l1:1": 1}
+    assert own_servers(view_of(), 1) == {}
+
+
+def test_a_writer_hears_which_server_was_emptied_though_no_view_without_it_was_seen() -> None:
+    told = Told()
+    engine = engine_of(told)
+    engine._place_log(view_of("l0:1", "l1:1"))
+    engine._writer = told  # type: ignore[assignment]
+    engine._report(view_of("l0:1", "l1:1"))
+    engine._report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))
+    engine._report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))  # said again
+    both = ["l0:1", "l1:1"]
+    assert told.moves == [(2, both, []), (4, both, ["l0:1"]), (4, both, [])]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        RecordCorrupt("s1.F: records 0 to 4 were acknowledged and are gone"),
+        SequenceConflict("stream s1.F is quarantined"),
+        ServiceError("the log has not acknowledged everything within 60 s"),
+        LogUnavailable("log server l0:1 has acknowledged nothing for 60 s"),
+        Divergence("s1.F step 3"),
+    ],
+)
+def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: SwiftError) -> None:
+    told = Told(trouble)
+    engine = engine_of(told)
+    engine._writer = told  # type: ignore[assignment]
+    engine._report(view_of("l0:1"))
+    assert told.reports == [2]
+
+
+def test_what_no_generation_makes_good_is_still_raised() -> None:
+    told = Told(UsageError("start it with a larger --body-bytes-max"))
+    engine = engine_of(told)
+    engine._writer = told  # type: ignore[assignment]
+    with pytest.raises(UsageError):
+        engine._report(view_of("l0:1"))
