@@ -80,7 +80,7 @@ def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
     known = {server.address: server for server in row.log_servers}
     if change.lost and change.lost not in known:
         raise Refusal(Refused.INVALID, f"{change.lost} is none of the log servers: {', '.join(known)}")
-    if change.lost == change.add:
+    if change.lost == change.add and not change.why:
         raise Refusal(Refused.INVALID, "name a log server that is lost, one that has come, or one of each")
 
 

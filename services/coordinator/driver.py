@@ -15,7 +15,7 @@ from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.logs import GenerationRefused, LogControl
 from services.coordinator.messages import Refusal
-from services.coordinator.row import JobRow, LogServer
+from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
@@ -41,6 +41,10 @@ class Unavailable(Exception):
 
 class TooMany(Exception):
     """A limit of this coordinator would be passed."""
+
+
+class _Overtaken(Exception):
+    """Nobody waits for the answer: a newer generation asks anew, or the job is over."""
 
 
 class NoSuchJob(Exception):
@@ -311,27 +315,36 @@ class Driver:
             self.apply(name, m.InventoryTaken(generation=generation, servers=answers))
 
     async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
-        """The answer of every log server in use; None: one refused the generation, and the job has heard of it."""
+        """The answer of every log server in use; None: nobody needs it any more, or one refused the generation, and the
+        job has heard of it."""
         name = job.row.job
-        refusal: GenerationRefused | None = None
+        refusals: list[GenerationRefused] = []
+        overtaken = False
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
-                    address: group.create_task(self._until_answered(name, generation, address, call))
+                    address: group.create_task(self._until_answered(job, generation, address, call))
                     for address in job.row.addresses()
                 }
         except* GenerationRefused as errors:
-            refusal = next(error for error in errors.exceptions if isinstance(error, GenerationRefused))
-        if refusal is None:
-            return {address: task.result() for address, task in tasks.items()}
-        refused = m.LogsRefused(generation=generation, reason=str(refusal), address=refusal.address)
-        self.apply(name, refused)
-        return None
+            refusals = [error for error in errors.exceptions if isinstance(error, GenerationRefused)]
+        except* _Overtaken:
+            overtaken = True
+        for refusal in refusals[:1]:
+            refused = m.LogsRefused(generation=generation, reason=str(refusal), address=refusal.address)
+            self.apply(name, refused)
+        if refusals or overtaken:
+            return None
+        return {address: task.result() for address, task in tasks.items()}
 
-    async def _until_answered(self, name: str, generation: int, address: str, call: Callable[[str], T]) -> T:
-        """Asks for ever: without its log servers a job cannot recover, and they may come back."""
+    async def _until_answered(self, job: Job, generation: int, address: str, call: Callable[[str], T]) -> T:
+        """Asks for as long as the generation lasts: without its log servers a job cannot recover, and they may come
+        back. _Overtaken: they need not any more."""
+        name = job.row.job
         pause_s = RETRY_FIRST_S
         while True:
+            if job.row.generation != generation or job.row.state.is_over:
+                raise _Overtaken
             try:
                 answer = await self._in_thread(lambda: call(address))
             except GenerationRefused as refusal:
@@ -352,6 +365,7 @@ class Driver:
     async def _space(self, job: Job, generation: int) -> None:
         """A server that does not answer is asked again soon enough: nothing waits for this."""
         name = job.row.job
+        granted = job.row.granted  # before it is asked: one that has just come may not know the job yet
 
         async def one(address: str) -> None:
             try:
@@ -362,6 +376,8 @@ class Driver:
                 logger.info("log server %s does not say how much room it has: %s", address, error)
                 return
             self.apply(name, m.LogHeard(address=address))
+            if space.unknown and granted == generation:
+                self._begin_anew(job, generation, address)
             if space.wants_checkpoint:
                 self.apply(
                     name,
@@ -375,6 +391,20 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             for address in job.row.addresses():
                 group.create_task(one(address))
+
+    def _begin_anew(self, job: Job, generation: int, address: str) -> None:
+        """That server held the generation, and does not know the job any more: it came back with another disk, or an
+        empty one. What it had is lost, and it would never grant the generation again: it is used as a new one."""
+        row, number = job.row, job.places.number_of(address)
+        if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
+            return
+        change = m.ChangeLogServers(
+            lost=address,
+            add=address,
+            add_host=row.log_servers[number].host,
+            why="has come back without this job's records",
+        )
+        self.apply(row.job, change)
 
     async def _trim(self, job: Job, below_step: int) -> None:
         """A few times only: the next checkpoint trims again, and records too many do no harm."""

@@ -158,6 +158,8 @@ class ChangeLogServers:
     lost: str = ""
     add: str = ""
     add_host: str = ""
+    why: str = ""
+    """It is lost; empty: an operator says so. Else it may be the one that has come, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,8 +85,8 @@ class Places:
     def change(self, change: m.ChangeLogServers, now: float) -> tuple[bool, dict[int, str]]:
         """What an operator says. (whether one has come, which are to be lost -> why); said again: neither."""
         number = self.number_of(change.lost) if change.lost else None
-        lost = {number: "was given up by an operator"} if number is not None else {}
-        if not change.add or self.number_of(change.add) is not None:
+        lost = {number: change.why or "was given up by an operator"} if number is not None else {}
+        if not change.add or self.number_of(change.add) not in (None, *lost):
             return False, lost
         came = LogServer(address=change.add, host=change.add_host, fresh=True)
         came.instead_of = self._gap(change.lost)

@@ -40,6 +40,8 @@ class JobSpace:
     trimmed_below_step: int
     wants_checkpoint: str
     """Why a checkpoint is needed before the interval brings one; empty: it is not."""
+    unknown: bool = False
+    """It knows no such job."""
 
 
 @contextmanager
@@ -118,7 +120,7 @@ def space(address: str, job: str, generation: int, timeout_s: float) -> JobSpace
     """(coordinator, every so often) Whether the job should be trimmed."""
     for found in status(address, timeout_s, job, generation).jobs:
         return JobSpace(found.trimmed_below_step, found.wants_checkpoint)
-    return JobSpace(0, "")
+    return JobSpace(0, "", unknown=True)
 
 
 def drop(address: str, job: str, timeout_s: float, *, force: bool = False) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """An operator replaces log servers of a job, by real processes: coordinator, log servers, `swift-ft logs`."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,33 @@ def steps_of(server: LogServer) -> list[int]:
 
 def told(coordinator: Coordinator, *words: str) -> int:
     return command.main(["--coordinator", coordinator.address, "--job", JOB, *words])
+
+
+def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer], members: Members) -> None:
+    """Nobody dies, and nobody says a word: else the writers would wait for a generation that it never grants."""
+    one, two, _ = servers
+    members.coordinator("--log-servers", f"m0={one.address},m1={two.address}", "--copies", "2")
+    ranks = members.form(JOB)
+    both = kept_by(members.wait(ranks[0], recovered(1)), 0)
+    writer = SidecarWriter(both, JOB, 1)
+    try:
+        put(writer, range(5))
+        writer.flush(TIMEOUT_S)
+        one.kill()
+        shutil.rmtree(one.directory)
+        one.start()
+        view = members.wait(ranks[0], recovered(2))
+        assert view.reason == f"log server {one.address} is lost: it has come back without this job's records"
+        assert sorted(kept_by(view, 0)) == sorted(both)
+        assert {rank.strategy for rank in view.plan.ranks} <= {control.KEEP, control.CATCH_UP}
+        writer.set_generation(2, kept_by(view, 0), [one.address])
+        put(writer, range(4, 8))
+        writer.flush(TIMEOUT_S)
+        assert steps_of(two) == list(range(8))
+        assert steps_of(one) == list(range(4, 8))
+        finish(members, ranks)
+    finally:
+        writer.close(0.0)
 
 
 def test_a_log_server_is_replaced_by_another_and_comes_back(

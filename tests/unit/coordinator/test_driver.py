@@ -149,6 +149,43 @@ async def test_a_newer_generation_does_not_wait_for_the_older_fence(
     driver.stop()
 
 
+async def asks_no_more(driver: Driver) -> None:
+    async with asyncio.timeout(5):
+        while driver._tasks:
+            await asyncio.sleep(0.01)
+
+
+@scenario
+async def test_a_job_that_is_over_asks_its_log_servers_for_nothing(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    """They may never come back, and each such question would take a thread of those that other jobs need."""
+    logs.troubles["l1"] = LogUnavailable("connection refused")
+    driver = driver_of(logs, store)
+    driver.join("j", join())
+    await view_with(driver, lambda view: "connection refused" in view.waiting_for)
+    driver.apply("j", m.Fail(sender=None, reason="given up"))
+    await asks_no_more(driver)
+    assert driver.status("j").view.reason == "given up"
+    driver.stop()
+
+
+@scenario
+async def test_a_log_server_that_is_given_up_is_asked_for_nothing(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    driver.join("j", join(incarnation="b"))
+    await view_with(driver, lambda view: view.state == pb.PLANNING)
+    logs.troubles["l1"] = LogUnavailable("connection refused")
+    driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+    await view_with(driver, lambda view: "connection refused" in view.waiting_for)
+    driver.apply("j", m.ChangeLogServers(lost="l1"))
+    await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
+    await asks_no_more(driver)
+    driver.stop()
+
+
 @scenario
 async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: MemoryStore) -> None:
     logs.troubles["l1"] = GenerationRefused("l1 holds generation 9")
@@ -302,6 +339,35 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
             await asyncio.sleep(0.01)
     assert not (await view_with(driver, lambda _: True)).HasField("checkpoint_at")
     ticks.cancel()
+    driver.stop()
+
+
+@scenario
+async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = driver_of(logs, store, copies=2)
+    logs.spaces["l1"] = JobSpace(0, "", unknown=True)
+    logs.gate.clear()
+    driver.join("j", join())
+    asked = asyncio.create_task(driver._space(driver._jobs["j"], 1))
+    await asyncio.sleep(0.05)  # asked before anybody has fenced it: it cannot know the job
+    logs.gate.set()
+    await asked
+    await run_to_running(driver)
+    await driver._space(driver._jobs["j"], 1)
+    view = await view_with(driver, lambda view: view.state == pb.PLANNING)
+    assert view.generation == 2
+    assert view.reason == "log server l1 is lost: it has come back without this job's records"
+    assert [(place.address, bool(place.lost)) for place in view.log_places] == [
+        ("l0", False),
+        ("l1", True),
+        ("l1", False),
+    ]
+    assert sorted(view.log_copies[0].servers) == ["l0", "l1"]
+    assert ("reset", "l1", "j", 2) in logs.calls
+    driver._begin_anew(driver._jobs["j"], 1, "l1")  # late
+    assert driver.generation_of("j") == 2
     driver.stop()
 
 
