@@ -39,6 +39,11 @@ def say(line: str) -> None:
     print(f"swift: {line}", file=sys.stderr, flush=True)
 
 
+def _has_run(view: pb.View | None) -> bool:
+    """The job has left FORMING, as far as this View shows it."""
+    return view is not None and view.state not in (pb.FORMING, pb.FAILED)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """How the launcher ends."""
@@ -229,7 +234,7 @@ class ReplacingAgent(SimpleElasticAgent):
             replacements_left=self._replacements_left,
             # Without a coordinator nobody knows whether the job ran in between.
             attempts=0 if view is None else self._attempts[local_rank],
-            has_run=self._has_run,
+            has_run=self._has_run or _has_run(view),  # of which it may only be told in the same moment
             finished=view is not None and view.state == pb.FINISHED,
         )
         verdict = judge_exit(child.rank, child.exit_code, situation)
@@ -312,7 +317,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if view is None or view is self._looked_at or self.outcome is not None:
             return
         self._looked_at = view
-        self._has_run = self._has_run or view.state not in (pb.FORMING, pb.FAILED)
+        self._has_run = self._has_run or _has_run(view)
         if view.state == pb.FAILED:
             self._end(self._settle(), f"job failed: {view.reason}")
             return
