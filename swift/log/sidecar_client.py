@@ -291,10 +291,7 @@ class SidecarWriter(Declaring):
 
     def flush(self, timeout_s: float) -> None:
         """As `LogWriter.flush`."""
-        with self._pushing:
-            for stream in self._unlogged.streams:
-                self._raise_pending()
-                self._declare(stream, wait=True)
+        self.declare()
         self.settle()
         with self._cond:
             self._raise_pending()

@@ -11,6 +11,7 @@ not earlier. A stream that ends in front of its mark (the writer was killed) is 
 end of a dead rank's streams is made again by its own replay.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -130,8 +131,8 @@ class Unlogged:
         self._news = None
 
 
-class Declaring:
-    """What both kinds of writers say of what they drop."""
+class Declaring(ABC):
+    """What both kinds of writers say of what they do not log."""
 
     drops: bool
     """When the queue is full, records are dropped."""
@@ -144,10 +145,24 @@ class Declaring:
             return self._unlogged.news()
 
     def lacks(self, stream: str, steps: Steps) -> None:
-        """Declares steps of a stream unlogged: somebody else may have dropped records of them."""
+        """Declares steps of a stream unlogged: who had the rank before has not got all of them out."""
         check_name("stream", stream)
         with self._unlogged_lock:
             self._unlogged.lacks(stream, steps)
+
+    def declare(self) -> None:
+        """Puts the marks that are due into the queue; it is not waited for the log. Raises as `append` does."""
+        with self._unlogged_lock:
+            for stream in self._unlogged.streams:
+                self._raise_pending()
+                self._declare(stream, wait=True)
+
+    @abstractmethod
+    def _raise_pending(self) -> None: ...
+
+    @abstractmethod
+    def _declare(self, stream: str, wait: bool) -> bool:
+        """(holding the lock) Puts the mark that is due, if one is, into the queue. False: there is no room."""
 
 
 def _both(one: Steps, other: Steps) -> Steps:

@@ -228,13 +228,14 @@ class LogWriter(Declaring):
         self._inbox.append(item)
         self._cond.notify_all()
 
-    def _declare(self, stream: str) -> None:
+    def _declare(self, stream: str, wait: bool = True) -> bool:
         """(holding the lock) Puts the mark that is due, if one is, in front of what comes. It takes no room to speak
         of, and there is one of a stream at most."""
         due = self._unlogged.due(stream)
         if due is not None:
             self._put(_Item(stream, due, MARK_DTYPE, MARK_SHAPE, memoryview(b""), _OVERHEAD_BYTES))
             self._unlogged.marked(stream)
+        return True
 
     def _wait_for_room(self, held: int) -> None:
         """(holding the lock)"""
@@ -298,8 +299,7 @@ class LogWriter(Declaring):
         """Returns when everything appended is durable. Raises what `append` raises; ServiceError in time."""
         deadline = time.monotonic() + timeout_s
         with self._cond:
-            for stream in self._unlogged.streams:
-                self._declare(stream)
+            self.declare()
             while True:
                 self._raise_pending()
                 if not self._inbox and self._working is None and not self._held_bytes:

@@ -5,7 +5,7 @@ has the names), and compares what it sends with its own F and B. A neighbour tha
 stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay must have
 logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a hole,
 so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was
-declared unlogged (swift.log.unlogged): nothing that was dropped is guessed at, nor filled in behind what came after it.
+declared unlogged (swift.log.unlogged): nothing that is missing is guessed at, nor filled in behind what came after it.
 Collective results come from one rank that has done all the steps before t.
 
 Whether each single record is there is not known here; a rank that finds one missing refuses.
@@ -85,7 +85,10 @@ def _unlogged(summary: StreamSummary, first: int, last: int) -> str:
         return ""
     begin, end = summary.unlogged
     steps = f"step {begin}" if begin == end else f"steps {begin} to {end}"
-    return f"records of {summary.stream} were dropped in {steps}, as the log could not keep up"
+    return (
+        f"records of {summary.stream} in {steps} are declared unlogged: dropped, as the log could not keep up, or "
+        "lost with a process that a replica has replaced"
+    )
 
 
 def collective_source(

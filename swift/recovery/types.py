@@ -160,7 +160,7 @@ class StreamSummary:
     reason: str = ""
     """Why it is corrupt, or why it begins so late."""
     unlogged: tuple[int, int] | None = None
-    """The first and the last step of which records were dropped, because the log could not keep up."""
+    """The first and the last step that are declared not to be whole (`swift.log.unlogged`)."""
 
 
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")

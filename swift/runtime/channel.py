@@ -92,9 +92,10 @@ class Channel:
     def replaying(self) -> bool:
         return self._reader is not None
 
-    def stream(self, stage: int, kind: str) -> str:
-        """The name of a boundary's stream in this rank's column."""
-        return streams.boundary(stage, kind, self._column, self._columns)
+    def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
+        """The name of a boundary's stream in this rank's column, or in another one's."""
+        column = self._column if rank is None else rank % self._columns
+        return streams.boundary(stage, kind, column, self._columns)
 
     def open(self, writer: LogWriter | SidecarWriter) -> None:
         self._capture = capture_for(writer, self._device)

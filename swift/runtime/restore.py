@@ -5,7 +5,8 @@ copies    a REPLICA receives from its sources, which have gone their own way by 
 replay    if that is below the plan's target: the steps up to it, out of the log
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,13 +14,22 @@ import torch
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
-from swift.errors import RecordCorrupt, ReplayRefused, ReplicaDiffers, ServiceError
+from swift.errors import (
+    LogInterrupted,
+    LogUnavailable,
+    RecordCorrupt,
+    RecordTrimmed,
+    ReplayRefused,
+    ReplicaDiffers,
+    ServiceError,
+)
+from swift.log.gaps import gaps
 from swift.log.memory import freed_memory_kept
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
-from swift.log.unlogged import Steps
+from swift.log.unlogged import Steps, declared
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -98,6 +108,9 @@ class Restorer:
         self._state = state
         self._store = store
         self._faults = faults
+        self._copied: Transfer | None = (
+            None  # how this process got its state; until the log's gaps are declared
+        )
 
     def follow(self, plan: pb.Plan, writer: Writer, log_servers: list[str], step: Callable[[], None]) -> None:
         """Returns with the state at the plan's target; `step` does one step of the trainer. `log_servers`: those that
@@ -112,6 +125,7 @@ class Restorer:
         elif mine.strategy in (pb.REPLAY, pb.CHECKPOINT):
             events.emit("restore_begin", rank=self._rank, generation=plan.generation)
             self._state.present = False
+            self._copied = None
             try:
                 self._state.load_state_dict(self._store.load(mine.from_version))
             except ServiceError as error:
@@ -124,14 +138,14 @@ class Restorer:
             # The coordinator has emptied the job's streams; what comes now is logged anew.
             writer.restart(plan.generation)
         self._copy_replicas(plan)
-        arrives = mine.strategy == pb.REPLAY or (mine.strategy == pb.REPLICA and not self._state.lived)
         older = mine.strategy == pb.REPLAY or (mine.strategy == pb.REPLICA and mine.from_version < target)
         if older or not self._state.lived:
             # What is done from here on, be it the next step, was logged by a process that held the rank before, or by
             # this one, which has forgotten it.
             self._expect_own(writer, log_servers, mine.from_version)
-        if arrives and mine.strategy == pb.REPLICA and writer.drops:
-            self._distrust_own(writer, log_servers, mine.from_version)
+        if self._copied is not None:
+            self._declare_gaps(writer, log_servers, self._copied)
+            self._copied = None
         if mine.from_version < target:
             self._replay(plan, mine, writer, step)
         if self._state.version != target:
@@ -212,6 +226,7 @@ class Restorer:
         except ServiceError as error:
             raise ReplicaDiffers(f"ranks {list(transfer.sources)} hold another state: {error}") from None
         self._state.present = True
+        self._copied = transfer
         events.emit(
             "copy_end",
             **where,
@@ -264,19 +279,69 @@ class Restorer:
             filled=after["records"] - before["records"],
         )
 
-    def _distrust_own(self, writer: Writer, log_servers: list[str], version: int) -> None:
-        """The process that held the rank before may have dropped records and died before it could declare them. A
-        replay would make them again, a copy does not."""
+    def _declare_gaps(self, writer: Writer, log_servers: list[str], copied: Transfer) -> None:
+        """What this rank has not logged of the steps that it has not done again: what the process that held it before
+        had not got out, or the rest of a step that it has dropped and the replica has finished."""
         view = self._member.watcher.latest
         base = max(view.checkpoints, default=0) if view is not None else 0
-        if base >= version:
+        if view is None or base >= copied.version:
             return
-        self._expect_own(writer, log_servers, version - 1)  # another predecessor may have said so already
-        for stream in self._own_streams():
-            writer.lacks(stream, Steps(base, version - 1))
+        steps = Steps(base, copied.version - 1)
+        own = self._held(log_servers, self._own_streams(), base)
+        alike = []
+        for rank in copied.sources:
+            servers = [server for logs in view.log_copies if logs.rank == rank for server in logs.servers]
+            alike.append(self._logged(self._held(servers, self._streams_of(rank), base), rank))
+        copies = {s: [held[s] for held in own.values() if s in held] for s in self._own_streams()}
+        found = gaps(copies, alike, steps)
+        if not found:
+            return
+        for stream, lacking in found.items():
+            for server, held in own.items():  # a mark that is there already is not written again
+                marks = {k: digest for k, digest in held.get(stream, {}).items() if declared(k) is not None}
+                writer.expect(stream, marks, server)
+            writer.lacks(stream, lacking)
+        writer.declare()  # before anybody waits for these records: others may replay at this moment
+        first, last = min(s.first for s in found.values()), max(s.last for s in found.values())
+        events.emit("gap_declared", rank=self._rank, first_step=first, last_step=last, streams=sorted(found))
         self._member.ask_checkpoint(
-            version - 1, f"rank {self._rank} was copied, and its predecessor may have dropped records"
+            last,
+            f"rank {self._rank} was copied, and its streams lack records of {Steps(first, last)}",
         )
+
+    def _held(
+        self, servers: Iterable[str], streams: list[str], from_step: int
+    ) -> dict[str, dict[str, dict[RecordKey, bytes]]]:
+        """server -> stream -> what it has of it, where that is not damaged. Servers that do not answer are left out."""
+        found: dict[str, dict[str, dict[RecordKey, bytes]]] = {}
+        for server in servers:
+            held: dict[str, dict[RecordKey, bytes]] = {}
+            reader = LogReader([server], self._member.client.job)
+            try:
+                for stream in streams:
+                    with suppress(RecordCorrupt, RecordTrimmed):
+                        held[stream] = reader.digests(
+                            stream, from_step, server, cancelled=lambda: self._member.noticed
+                        )
+            except LogInterrupted:
+                raise
+            except LogUnavailable:
+                continue
+            finally:
+                reader.close()
+            found[server] = held
+        return found
+
+    def _logged(
+        self, held: dict[str, dict[str, dict[RecordKey, bytes]]], rank: int
+    ) -> dict[str, set[RecordKey]]:
+        """What a replica has logged, on some server, by the names of this rank's streams."""
+        logged: dict[str, set[RecordKey]] = {}
+        for ours, theirs in zip(self._own_streams(), self._streams_of(rank), strict=True):
+            for copy in held.values():
+                if theirs in copy:
+                    logged.setdefault(ours, set()).update(copy[theirs])
+        return logged
 
     def _expect_own(self, writer: Writer, log_servers: list[str], from_version: int) -> None:
         """What this rank's streams hold already, on each server, is compared, and not logged there again."""
@@ -306,7 +371,13 @@ class Restorer:
             writer.expect(stream, sound, server)
 
     def _own_streams(self) -> list[str]:
-        own = [
-            self._channel.stream(stage.stage_index, kind) for stage in self._state.stages for kind in KINDS
+        return self._streams_of(self._rank)
+
+    def _streams_of(self, rank: int) -> list[str]:
+        """What a rank of the same stages writes."""
+        boundaries = [
+            self._channel.stream(stage.stage_index, kind, rank)
+            for stage in self._state.stages
+            for kind in KINDS
         ]
-        return [*own, collectives(self._rank)]
+        return [*boundaries, collectives(rank)]

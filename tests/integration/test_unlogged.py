@@ -1,83 +1,26 @@
 """log_when_full="drop": a log server stands still, training does not; what came of it is never replayed over."""
 
-import json
-import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from swift import events
-from swift.drill.cluster import LOG_SERVER, Cluster
-from tests.integration.trainer_world import TRAINERS
+from tests.integration import watched
 
 STEPS, PAUSE_S, STOPPED_AT = 260, 0.04, 15
-_PATIENCE_S = 100.0
 _HELD_UP_S = 2.0
 """No step is as long on a busy machine; one that waits for the log would take as long as the server stands still."""
 
-Event = dict[str, Any]
 
-
-class Run:
-    """A cluster, and what it has said so far."""
-
+class Run(watched.Run):
     def __init__(self, directory: Path, pause_s: float = PAUSE_S) -> None:
-        self.directory = directory
-        self.trace: list[Event] = []
-        self.cluster = Cluster(
-            directory,
-            ranks=2,
-            spares=1,
-            trainer=[str(TRAINERS / "dropping.py")],
-            trainer_arguments=[str(STEPS), str(pause_s)],
-        )
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not condition():
-            assert self.cluster.poll() is None, f"it is over\n{self.cluster.output_tail()}"
-            self._wait(deadline)
-
-    def end(self) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while (code := self.cluster.poll()) is None:
-            self._wait(deadline)
-        assert code == 0, self.cluster.output_tail()
-        self.trace = events.read(self.directory / "events")
-
-    def _wait(self, deadline: float) -> None:
-        assert time.monotonic() < deadline, self.cluster.output_tail()
-        self.trace += self.cluster.tail.read()
-        time.sleep(0.01)
-
-    def said(self, name: str, **fields: object) -> list[Event]:
-        return [
-            event
-            for event in self.trace
-            if event["event"] == name and all(event.get(field) == value for field, value in fields.items())
-        ]
-
-    def signal_log_server(self, number: signal.Signals) -> None:
-        os.kill(self.cluster._processes[LOG_SERVER].pid, number)
+        super().__init__(directory, "dropping.py", STEPS, pause_s, ranks=2, spares=1)
 
     def stop_log_server(self) -> None:
         """Until each rank has dropped something."""
         self.until(lambda: len(self.said("step_end", step=STOPPED_AT)) == 2)
         self.signal_log_server(signal.SIGSTOP)
         self.until(lambda: {event["rank"] for event in self.said("unlogged")} == {0, 1})
-
-    def kill(self, rank: int) -> None:
-        (joined,) = self.said("joined", rank=rank)
-        os.kill(joined["member_pid"], signal.SIGKILL)
-
-    def digests(self) -> list[dict[str, str]]:
-        return [
-            json.loads((self.directory / "digests" / f"rank{r}-v{STEPS}.json").read_text()) for r in (0, 1)
-        ]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +82,7 @@ def test_a_loss_before_that_checkpoint_falls_back_and_says_why(
     (plan,) = run.said("plan")
     assert {rank["strategy"] for rank in plan["ranks"]} == {"CHECKPOINT"}
     assert plan["target_version"] == 0
-    assert "were dropped in step" in plan["reason"]
+    assert "are declared unlogged: dropped" in plan["reason"]
     assert "as the log could not keep up" in plan["reason"]
     assert run.digests() == twin
 

@@ -224,6 +224,21 @@ def test_a_predecessor_may_have_dropped_something(kind: type[Writer]) -> None:
         assert (found.unlogged, found.records) == (Steps(0, 6), 2)
 
 
+def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself(kind: type[Writer]) -> None:
+    with shut(kind, when_full="block") as (gate, server, writer):
+        writer.lacks(STREAM, Steps(2, 3))
+        writer.lacks("other", Steps(3, 3))
+        writer.declare()  # the server takes nothing
+        gate.open.set()
+        wanted = {STREAM: Steps(2, 3), "other": Steps(3, 3)}
+        deadline = time.monotonic() + TIMEOUT_S
+        while {s.stream: s.unlogged for s in admin.inventory(server.address, JOB, TIMEOUT_S)} != wanted:
+            assert time.monotonic() < deadline
+        writer.declare()  # nothing is due any more
+        writer.flush(TIMEOUT_S)
+        assert [stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)] == [1, 1]
+
+
 def test_it_is_on_the_disk(tmp_path: Path) -> None:
     """Another server on the same directory says the same, and so do the files; an export leaves the mark out."""
     root = tmp_path / "data"

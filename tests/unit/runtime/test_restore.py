@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
-from swift.errors import RecordCorrupt, ReplayRefused, ServiceError, UsageError
+from swift.errors import LogUnavailable, RecordCorrupt, ReplayRefused, ServiceError, UsageError
+from swift.log.record import RecordKey
+from swift.log.unlogged import MARK_SLOT
 from swift.runtime import restore
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
@@ -35,33 +37,40 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
 
 
 class Opened:
-    """A log as a restorer sees it: reader, writer and channel in one."""
+    """A log as a restorer sees it: reader, writer and channel in one. All servers have the same."""
 
-    def __init__(self, drops: bool = False) -> None:
-        self.expected: dict[tuple[str, str], dict[str, int]] = {}
+    drops = False
+
+    def __init__(self) -> None:
+        self.expected: dict[tuple[str, str], dict[RecordKey, bytes]] = {}
         self.damaged: set[str] = set()
-        self.drops = drops
+        self.down: set[str] = set()
+        self.held: dict[str, list[RecordKey]] = {}
         self.lacking: dict[str, tuple[int, int]] = {}
+        self.declared = False
         self.floor = 0
 
     def forget_below(self, step: int) -> None:
         self.floor = step
 
     def lacks(self, stream: str, steps: tuple[int, int]) -> None:
-        for server in ("l0", "l1"):  # a mark that is there already is not written again
-            assert self.expected[stream, server] == {stream: steps[1]}
         self.lacking[stream] = steps
 
-    def digests(self, stream: str, from_step: int, server: str, *, cancelled: Any) -> dict[str, int]:
+    def declare(self) -> None:
+        self.declared = True
+
+    def digests(self, stream: str, from_step: int, server: str, *, cancelled: Any) -> dict[RecordKey, bytes]:
         if server in self.damaged:
             raise RecordCorrupt(f"damaged on {server}")
-        return {stream: from_step}
+        if server in self.down:
+            raise LogUnavailable(f"{server} does not answer")
+        return {key: b"" for key in self.held.get(stream, ()) if key.step >= from_step}
 
-    def expect(self, stream: str, digests: dict[str, int], server: str) -> None:
-        self.expected[stream, server] = dict(digests)
+    def expect(self, stream: str, digests: dict[RecordKey, bytes], server: str) -> None:
+        self.expected.setdefault((stream, server), {}).update(digests)
 
-    def stream(self, stage: int, kind: str) -> str:
-        return f"s{stage}.{kind}"
+    def stream(self, stage: int, kind: str, rank: int = 0) -> str:
+        return f"s{stage}c{rank}.{kind}"
 
     def close(self) -> None: ...
 
@@ -81,45 +90,106 @@ def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is
     monkeypatch: pytest.MonkeyPatch, strategy: Any, lived: bool, asks: bool
 ) -> None:
     log = Opened()
-    follow(monkeypatch, log, strategy, lived)
-    assert (log.expected.get(("s1.F", "l0")) == {"s1.F": 3}) == asks
-    assert (log.expected.get(("s1.F", "l1")) == {"s1.F": 3}) == asks
+    log.held["s1c0.F"] = [RecordKey(step, 0, 0) for step in range(2, 4)]
+    follow(monkeypatch, log, strategy, lived, checkpoint=3)
+    for server in ("l0", "l1"):
+        assert log.expected.get(("s1c0.F", server)) == ({RecordKey(3, 0, 0): b""} if asks else None)
     assert bool(log.expected) == asks
     assert log.floor == 3  # what a sidecar's successor asks for may be trimmed below
+    assert not log.lacking
 
 
 def test_a_damaged_copy_is_taken_to_hold_what_the_other_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Opened()
+    log.held["s1c0.F"] = [RecordKey(3, 0, 0)]
     log.damaged.add("l0")
     follow(monkeypatch, log, pb.REPLAY, False)
-    assert log.expected["s1.F", "l0"] == log.expected["s1.F", "l1"] == {"s1.F": 3}
+    assert log.expected["s1c0.F", "l0"] == log.expected["s1c0.F", "l1"] == {RecordKey(3, 0, 0): b""}
     log.damaged.add("l1")
     with pytest.raises(RecordCorrupt, match="damaged on l0"):
         follow(monkeypatch, log, pb.REPLAY, False)
 
 
+def logged_to(last: int) -> Opened:
+    """Rank 0 has logged its steps up to this one, its replica up to step 2; two microbatches each."""
+    log = Opened()
+    for column, steps in ((0, last + 1), (1, 3)):
+        log.held[f"s1c{column}.F"] = [RecordKey(step, m, 0) for step in range(steps) for m in (0, 1)]
+    return log
+
+
 @pytest.mark.parametrize(
-    ("strategy", "lived", "checkpoint", "lacks"),
+    ("strategy", "lived", "checkpoint", "last", "lacks"),
     [
-        (pb.REPLICA, False, 1, (1, 2)),
-        (pb.REPLICA, False, 2, (2, 2)),
-        (pb.REPLICA, False, 3, None),
-        (pb.REPLICA, True, 1, None),
-        (pb.REPLAY, False, 1, None),
+        (pb.REPLICA, False, 0, 0, (1, 2)),
+        (pb.REPLICA, False, 2, 0, (2, 2)),
+        (pb.REPLICA, False, 3, 0, None),
+        (pb.REPLICA, False, 0, 2, None),
+        (pb.REPLICA, True, 0, 0, (1, 2)),
+        (pb.REPLAY, False, 0, 0, None),
+        (pb.CHECKPOINT, False, 0, 0, None),
+        (pb.KEEP, False, 0, 0, None),
     ],
 )
-def test_what_a_predecessor_may_have_dropped_is_declared_where_it_is_not_made_again(
+def test_what_a_predecessor_has_not_logged_is_declared_where_it_is_not_made_again(
     monkeypatch: pytest.MonkeyPatch,
     strategy: Any,
     lived: bool,
     checkpoint: int,
+    last: int,
     lacks: tuple[int, int] | None,
 ) -> None:
-    log = Opened(drops=True)
+    log = logged_to(last)
     asked = follow(monkeypatch, log, strategy, lived, checkpoint)
-    assert set(log.lacking.values()) == ({lacks} if lacks else set())
-    assert set(log.lacking) == ({"s1.F", "s1.B", "s1.X", "s1.T", "r0.C"} if lacks else set())
+    assert log.lacking == ({"s1c0.F": lacks} if lacks else {})
+    assert log.declared == bool(lacks)
     assert asked == ([2] if lacks else [])
+
+
+def test_who_was_copied_in_a_recovery_that_was_superseded_still_declares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = logged_to(1)
+    restorer = restorer_of(monkeypatch, log, [])
+    log.damaged |= {"l0", "l1"}  # as good as any error between the copy and the declaration
+    with pytest.raises(RecordCorrupt):
+        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    log.damaged.clear()
+    restorer.follow(plan_of(pb.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    assert log.lacking == {"s1c0.F": (2, 2)}
+    log.lacking.clear()
+    restorer.follow(plan_of(pb.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    assert not log.lacking, "once is enough"
+
+
+def test_a_checkpoint_after_the_copy_leaves_nothing_to_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged_to(1)
+    restorer = restorer_of(monkeypatch, log, [])
+    log.damaged |= {"l0", "l1"}
+    with pytest.raises(RecordCorrupt):
+        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    log.damaged.clear()
+    restorer.follow(plan_of(pb.REPLAY), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    assert not log.lacking
+
+
+def test_a_replica_whose_log_cannot_be_read_is_no_witness(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged_to(2)
+    log.down.add("l2")
+    follow(monkeypatch, log, pb.REPLICA, False)
+    assert log.lacking["s1c0.F"] == (2, 2)  # it may lack a record
+    log.down.clear()
+    log.damaged.add("l2")
+    follow(monkeypatch, log, pb.REPLICA, False)
+    assert log.lacking["s1c0.F"] == (2, 2)
+
+
+def test_a_mark_that_is_there_is_expected_and_so_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged_to(0)
+    held = RecordKey(0, 0, MARK_SLOT)
+    log.held["s1c0.F"].append(held)
+    follow(monkeypatch, log, pb.REPLICA, False)
+    assert log.expected["s1c0.F", "l0"] == log.expected["s1c0.F", "l1"] == {held: b""}
 
 
 def follow(
@@ -127,26 +197,40 @@ def follow(
 ) -> list[int]:
     """A plan to version 3 of which nothing is replayed, and two log servers; gives what checkpoints were asked for."""
     asked: list[int] = []
+    restorer = restorer_of(monkeypatch, log, asked, checkpoint)
+    restorer._state.lived = lived
+    restorer.follow(plan_of(strategy), log, ["l0", "l1"], lambda: None)
+    return asked
+
+
+def plan_of(strategy: Any) -> pb.Plan:
+    mine = pb.RankPlan(rank=0, strategy=strategy, from_version=3)
+    if strategy == pb.REPLICA:
+        mine.sources.append(1)
+    other = pb.RankPlan(rank=1, strategy=pb.KEEP, from_version=3)
+    return pb.Plan(target_version=3, exact=True, ranks=[mine, other])
+
+
+def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], checkpoint: int = 0) -> Restorer:
     monkeypatch.setattr(restore, "LogReader", lambda servers, job: log)
-    monkeypatch.setattr(Restorer, "_copy_replicas", lambda self, plan: None)
+    received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="")
+    monkeypatch.setattr(restore, "receive_state", lambda *given, **named: received)
     state = TrainerState(1, Updates(SessionConfig(), None, FaultInjector(0), lambda: None))
-    state.version, state.present, state.lived = 3, True, lived
+    state.version, state.present = 3, True
     state.stages = [SimpleNamespace(stage_index=1)]
+    state.destinations = dict  # type: ignore[method-assign, assignment]
     state.load_state_dict = lambda values: None  # type: ignore[assignment, method-assign]
     store: Any = SimpleNamespace(load=lambda version: {})
+    places = [pb.LogCopies(rank=0, servers=["l0", "l1"]), pb.LogCopies(rank=1, servers=["l2"])]
     member: Any = SimpleNamespace(
         client=SimpleNamespace(job="job"),
-        watcher=SimpleNamespace(latest=pb.View(checkpoints=[checkpoint])),
+        watcher=SimpleNamespace(latest=pb.View(checkpoints=[checkpoint], log_copies=places)),
         ask_checkpoint=lambda after, reason: asked.append(after),
         noticed=False,
+        check=lambda: None,
     )
     nothing: Any = None
-    restorer = Restorer(0, member, log, state, store, FaultInjector(0), nothing)
-    other = pb.RankPlan(rank=1, strategy=pb.KEEP, from_version=3)
-    mine = pb.RankPlan(rank=0, strategy=strategy, from_version=3)
-    plan = pb.Plan(target_version=3, exact=True, ranks=[mine, other])
-    restorer.follow(plan, log, ["l0", "l1"], lambda: None)
-    return asked
+    return Restorer(0, member, log, state, store, FaultInjector(0), nothing)
 
 
 @pytest.mark.parametrize("setting", ["wait", ""])

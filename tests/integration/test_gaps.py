@@ -1,0 +1,135 @@
+"""A rank dies with records that only its ring had, and is copied from a replica: nobody makes these steps again.
+
+What takes its place says in the streams which steps they lack, and from then on nobody replays them.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from swift.drill.cluster import JOB
+from swift.log import admin
+from tests.integration import watched
+
+STEPS, PAUSE_S, BEHIND_FROM, BEHIND = 90, 0.05, 10, 4
+_AT_ONCE_S = 20.0
+"""From the plan that reads the log to the one that does not: far less than a record is waited for."""
+
+
+class Run(watched.Run):
+    def __init__(self, directory: Path, *more: str, pause_s: float = PAUSE_S) -> None:
+        super().__init__(directory, "lagging.py", STEPS, pause_s, *more, ranks=4, spares=3)
+
+    def sidecar(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.said("sidecar_started", name=f"rank{rank}")[-1]["sidecar_pid"], number)
+
+    def ended(self, step: int) -> bool:
+        return len({event["rank"] for event in self.said("step_end", step=step)}) == self.ranks
+
+    def resumed(self) -> bool:
+        newest = max((event["generation"] for event in self.said("plan")), default=0)
+        return len(self.said("resumed", generation=newest)) == self.ranks
+
+    def records(self) -> int:
+        """That the log has, of all ranks."""
+        (address,) = self.cluster.log_addresses
+        return sum(stream.records for stream in admin.inventory(address, JOB, 10.0))
+
+    def is_still(self) -> bool:
+        """Nothing has come for as long as ten of its steps take."""
+        before = self.records()
+        time.sleep(10 * PAUSE_S)
+        return self.records() == before
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    run = Run(tmp_path_factory.mktemp("twin"), pause_s=0.0)
+    with run.cluster:
+        run.end()
+    assert not run.said("plan")
+    return run.digests()
+
+
+def lose_records(run: Run) -> int:
+    """Rank 0 and what sends for it are killed, some steps behind. The version that its successor is a copy of."""
+    run.until(lambda: run.ended(BEHIND_FROM))
+    run.sidecar(0, signal.SIGSTOP)
+    run.until(lambda: run.ended(BEHIND_FROM + BEHIND))
+    run.kill(0)
+    run.sidecar(0, signal.SIGKILL)
+    run.until(run.resumed)
+    (copied,) = run.said("plan")
+    assert copied["ranks"][0]["strategy"] == "REPLICA"
+    (gap,) = run.said("gap_declared", rank=0)
+    assert BEHIND_FROM < gap["first_step"] < gap["last_step"] == copied["target_version"] - 1
+    assert "s0c0.F" in gap["streams"]
+    return int(copied["target_version"])
+
+
+@pytest.mark.timeout(240)
+def test_steps_that_died_with_a_rank_and_its_sidecar_are_declared_and_not_waited_for(
+    tmp_path: Path, twin: list[dict[str, str]]
+) -> None:
+    run = Run(tmp_path)
+    with run.cluster:
+        lost = lose_records(run)
+        run.until(lambda: run.ended(lost))
+        assert [event["version"] for event in run.said("checkpoint_complete")] == [0]
+        run.kill(2, 3)
+        run.end()
+    *_, last = run.said("plan")
+    assert {rank["strategy"] for rank in last["ranks"]} == {"CHECKPOINT"}, last["reason"]
+    assert "records of s0c0.F" in last["reason"]
+    assert "are declared unlogged" in last["reason"]
+    dead = run.said("member_exited", rank=2)[0]["t"]
+    assert run.said("resumed", rank=0)[-1]["t"] - dead < _AT_ONCE_S
+    assert not run.said("refused"), "nobody has even tried"
+    assert run.digests() == twin
+
+
+@pytest.mark.timeout(240)
+def test_behind_the_checkpoint_that_this_forces_a_loss_is_replayed(
+    tmp_path: Path, twin: list[dict[str, str]]
+) -> None:
+    run = Run(tmp_path)
+    with run.cluster:
+        lost = lose_records(run)
+        run.until(lambda: run.said("checkpoint_complete")[-1]["version"] > lost)
+        base = run.said("checkpoint_complete")[-1]["version"]
+        run.until(lambda: run.ended(base + 5))
+        run.kill(2, 3)
+        run.end()
+    (asked,) = run.said("checkpoint_asked")
+    assert "was copied, and its streams lack records of steps" in asked["reason"]
+    *_, last = run.said("plan")
+    assert [rank["from_version"] for rank in last["ranks"][2:]] == [base, base], last["reason"]
+    assert {rank["strategy"] for rank in last["ranks"][2:]} == {"REPLAY"}
+    assert run.digests() == twin
+
+
+@pytest.mark.timeout(240)
+def test_nothing_is_declared_where_the_sidecar_has_sent_everything(
+    tmp_path: Path, twin: list[dict[str, str]]
+) -> None:
+    run = Run(tmp_path, str(BEHIND_FROM))
+    with run.cluster:
+        run.until(lambda: run.said("resting"))
+        run.until(run.is_still)  # the others wait for it
+        run.kill(0)
+        run.until(run.resumed)
+        (copied,) = run.said("plan")
+        assert copied["target_version"] == BEHIND_FROM + 1
+        assert copied["ranks"][0]["strategy"] == "REPLICA"
+        run.until(lambda: run.ended(BEHIND_FROM + 3))
+        run.kill(2, 3)
+        run.end()
+    *_, last = run.said("plan")
+    assert [rank["from_version"] for rank in last["ranks"][2:]] == [0, 0], last["reason"]
+    assert {rank["strategy"] for rank in last["ranks"][2:]} == {"REPLAY"}
+    assert not run.said("gap_declared")
+    assert not run.said("checkpoint_asked")
+    assert run.digests() == twin

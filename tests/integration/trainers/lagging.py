@@ -1,0 +1,48 @@
+"""Two stages of two replicas each, whose log may be many steps behind: `lagging.py STEPS PAUSE_S [REST_AT]`.
+
+Rank 0 does nothing for a long time once it has done all of step REST_AT.
+"""
+
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
+
+import swift
+from swift import events
+
+STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
+REST_AT, REST_S = int(sys.argv[3]) if sys.argv[3:] else -1, 60.0
+WIDTH, BATCH = 16, 8
+
+if __name__ == "__main__":
+    session = swift.Session.from_env(
+        seed=5, checkpoint_every=1_000_000, replicas=2, log_queue_bytes=8 << 20, log_when_full="block"
+    )
+    torch.manual_seed(session.rank)
+    module = nn.Linear(WIDTH, WIDTH)
+    stage = session.pipeline_stage(module, session.pipeline_rank, 2)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    optimizer = session.optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+
+    session.register(schedule=schedule)
+
+    def train_step(step: int) -> None:
+        generator = torch.Generator().manual_seed(2 * step + session.column)
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        optimizer.zero_grad()
+        if session.pipeline_rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x)
+        session.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        resting = step == REST_AT and session.rank == 0
+        if resting:
+            events.emit("resting", step=step)
+        time.sleep(REST_S if resting else PAUSE_S)
+
+    session.run(train_step, num_steps=STEPS)
+    session.close()

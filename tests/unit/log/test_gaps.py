@@ -1,0 +1,115 @@
+"""What a dead writer has not got out: told from the log's own copies and from what a replica has logged."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from swift.log.gaps import gaps
+from swift.log.record import RecordKey
+from swift.log.unlogged import Steps, hull, mark
+
+STEPS = Steps(10, 14)
+
+
+def keys(steps: Iterable[int], microbatches: int = 2) -> list[RecordKey]:
+    return [RecordKey(step, m, 0) for step in steps for m in range(microbatches)]
+
+
+WHOLE = keys(range(10, 16))
+
+
+def lacking(*copies: Sequence[RecordKey], alike: Sequence[Sequence[RecordKey]] = (WHOLE,)) -> Steps | None:
+    """What one stream lacks; its neighbour ``b`` is whole."""
+    own = {"a": copies, "b": [WHOLE]}
+    found = gaps(own, [{"a": one, "b": WHOLE} for one in alike], STEPS)
+    assert "b" not in found
+    return found.get("a")
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        (keys(range(10, 15)), None),
+        (keys(range(10, 16)), None),
+        ([*keys(range(10, 15)), RecordKey(15, 0, 0)], None),
+        (keys(range(10, 13)), Steps(13, 14)),
+        (keys(range(10, 15))[:-1], Steps(14, 14)),
+        (keys(range(10, 13))[:-1], Steps(12, 14)),
+        ([], STEPS),
+    ],
+)
+def test_what_is_behind_the_last_record(held: Sequence[RecordKey], found: Steps | None) -> None:
+    assert lacking(held) == found
+
+
+def test_what_is_declared_is_not_declared_again() -> None:
+    held = [*keys([10]), mark(Steps(11, 12)), *keys([13])]
+    assert lacking(held) == Steps(14, 14)
+    assert lacking([*keys([10]), mark(Steps(11, 14))]) is None
+    assert lacking([*keys([10, 11]), mark(Steps(11, 12))]) == Steps(13, 14)
+
+
+def test_every_copy_must_have_it_but_one_that_has_only_come() -> None:
+    assert lacking(keys(range(10, 15)), keys(range(10, 14))) == Steps(14, 14)
+    assert lacking(keys(range(10, 15)), []) is None
+    assert lacking([], []) == STEPS
+
+
+def test_a_stream_that_is_never_written_lacks_nothing() -> None:
+    assert lacking([], alike=([],)) is None
+    assert gaps({"a": [[]], "b": [[]]}, [{"a": [], "b": []}], STEPS) == {}, (
+        "nor does a trainer that logs nothing"
+    )
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [
+        (),
+        ([],),
+        (keys(range(13, 16)),),
+        ([*keys(range(10, 14)), mark(Steps(13, 14)), *keys([15])],),
+    ],
+)
+def test_without_a_witness_the_last_step_counts_as_missing(alike: Sequence[list[RecordKey]]) -> None:
+    whole_to_13 = keys(range(10, 14))
+    found = gaps({"a": [whole_to_13]}, [{"a": one} for one in alike], STEPS)
+    assert found["a"] == Steps(13, 14)
+    assert gaps({"a": [WHOLE]}, [{"a": one} for one in alike], STEPS) == {}, "a later step is there"
+
+
+def test_a_stream_of_the_replica_that_cannot_be_read_tells_nothing() -> None:
+    whole = keys(range(10, 15))
+    assert gaps({"a": [whole], "b": [WHOLE]}, [{"b": WHOLE}], STEPS) == {"a": Steps(14, 14)}
+
+
+def test_one_replica_that_can_tell_is_enough() -> None:
+    assert lacking(keys(range(10, 15)), alike=([], WHOLE)) is None
+    assert lacking(keys(range(10, 15))[:-1], alike=(WHOLE[:-5], WHOLE)) == Steps(14, 14)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_rank_that_is_cut_off_anywhere_declares_what_it_lacks_and_no_more(seed: int) -> None:
+    """Several streams, some sparse, written in one order; a random part of the end is gone."""
+    chance = random.Random(seed)
+    shape = {f"s{n}": chance.choice((0, 1, 1, 3)) for n in range(4)}
+    shape["s0"] = max(1, shape["s0"])
+    written = [
+        (name, RecordKey(step, m, 0))
+        for step in range(10, 16)
+        for name, microbatches in shape.items()
+        for m in range(microbatches)
+    ]
+    until = chance.randint(0, len(written))
+    own = {name: [key for at, key in written[:until] if at == name] for name in shape}
+    alike = {name: [key for at, key in written if at == name] for name in shape}
+    found = gaps({name: [held] for name, held in own.items()}, [alike], STEPS)
+    for name in shape:
+        missing = [k.step for k in alike[name] if k not in own[name] and k.step <= STEPS.last]
+        assert found.get(name) == (Steps(min(missing), STEPS.last) if missing else None)
+        if missing:
+            own[name].append(mark(found[name]))
+    again = gaps({name: [held] for name, held in own.items()}, [alike], STEPS)
+    assert again == {}
+    assert all(hull(own[name]) == steps for name, steps in found.items())
