@@ -7,6 +7,8 @@ and is told what was said and done by the simulated world.
   answered, whatever crashes
 - *unique*: a key has one sequence, and a sequence one content
 - *replay*: what a replaying rank reads is what was computed, and so is the state that it says it is ready with
+- *declared*: behind a record that was dropped, nothing is sent before a mark that declares it
+- *gap*: no plan replays a step that an acknowledged mark declares, nor writes it again
 - *trim*: no trim passes the newest complete checkpoint
 - *reset*: nothing that was acknowledged after a reset was over is dropped by it
 - *live*: when faults stop, the job ends within bounded time (the world looks)
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 _FRAME = struct.Struct("<4sHHIIQQQQIIQQ")
 _KEY_MASK = (1 << 64) - 1
+_MARK_SLOT = (1 << 32) - 1
 
 
 class Violation(AssertionError):
@@ -59,6 +62,11 @@ def frames_of_message(message: bytes) -> Iterator[Seen]:
         while message[at] & 0x80:
             at += 1
         yield from frames_in(memoryview(message)[at + 1 :])
+
+
+def _declares(key: tuple[int, int, int]) -> range:
+    """The steps that a mark says are not whole."""
+    return range(key[0] - key[1], key[0] + 1)
 
 
 class Truth:
@@ -148,6 +156,8 @@ class Checkers:
         """(rank, version, state) of durable checkpoints"""
         self._sent: dict[tuple[str, int], dict[int, Seen]] = {}
         self._writers: dict[tuple[int, int], str] = {}
+        self._dropped: dict[tuple[str, int], set[int]] = {}
+        """(writer, stream) -> the steps that it has dropped records of and not declared yet."""
         self._acked: dict[str, dict[int, _Acked]] = {}
         self._begins: dict[str, int] = {}
         """stream -> the first sequence behind its last reset"""
@@ -161,6 +171,25 @@ class Checkers:
     def sent(self, writer: str, message: bytes) -> None:
         for seen in frames_of_message(message):
             self._sent.setdefault((writer, seen.tag), {})[seen.sequence] = seen
+            dropped = self._dropped.get((writer, seen.tag), set())
+            if seen.key[2] == _MARK_SLOT:
+                dropped.difference_update(_declares(seen.key))
+            elif any(step < seen.step for step in dropped):
+                raise Violation(
+                    "declared",
+                    f"{writer} sends a record of step {seen.step}, has dropped records of steps {sorted(dropped)}, "
+                    "and has not said so",
+                )
+
+    def dropped(self, writers: list[str], tag: int, step: int) -> None:
+        """A record is not sent, to any of the servers that it should be on."""
+        for writer in writers:
+            self._dropped.setdefault((writer, tag), set()).add(step)
+
+    def given_up(self, name: str) -> None:
+        """Everybody restores; the process goes on with empty streams."""
+        for key in [key for key in self._dropped if key[0].endswith(f"/{name}")]:
+            del self._dropped[key]
 
     def accepted(self, server: str, writer: str, frame: bytes | memoryview) -> None:
         for seen in frames_in(frame):
@@ -280,6 +309,18 @@ class Checkers:
             raise Violation(
                 "replay", f"{reader} was given another tensor than s{stage}.{kind} of step {step}"
             )
+
+    def replays(self, reader: str, stream: str, first: int, until: int) -> None:
+        """A plan has it read or write these steps of a server's stream again."""
+        if stream in self.damaged or stream in self.lossy:
+            return
+        for record in self._acked.get(stream, {}).values():
+            if record.key[2] == _MARK_SLOT and set(_declares(record.key)) & set(range(first, until)):
+                raise Violation(
+                    "gap",
+                    f"{reader} is to replay steps {first} to {until - 1}, and {stream} declares that steps "
+                    f"{[*_declares(record.key)]} are not whole",
+                )
 
     def ready(self, who: str, rank: int, version: int, history: int, state: int) -> None:
         if state != self.truth.state(rank, version, history):

@@ -285,6 +285,9 @@ def _summaries(server: ServerProcess) -> list[StreamSummary]:
             trimmed_below_step=reply.trimmed_below_step,
             corrupt=stream.corrupt,
             reason=stream.reason,
+            unlogged=(stream.unlogged_from_step, stream.unlogged_to_step)
+            if stream.HasField("unlogged_from_step")
+            else None,
         )
         for stream in reply.streams
     ]

@@ -12,7 +12,7 @@ import pytest
 from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.places import Places
-from services.logserver import procedures
+from services.logserver import procedures, reading
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits, Queued
 from services.logserver.core import Entry, JobState, LogCore, Refusal, StreamState
@@ -20,8 +20,11 @@ from services.logserver.procedures import Save, Step
 from services.logserver.recovered import RecoveredJob
 from services.logserver.state import ServerState, Session
 from services.logserver.storage import DirectoryStorage, Write
+from swift.log import unlogged
 from swift.log.frame import FrameHeader
+from swift.log.unlogged import MARK_SLOT, Steps, Unlogged
 from swift.log.wire import Fsync
+from swift.recovery import coverage
 from tests.sim import faults, server
 from tests.sim.run import run_seed
 
@@ -224,4 +227,53 @@ def test_a_recovery_that_forgets_a_stream(
 def test_a_recovery_that_finds_nothing(monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "a log server killed")
     mutation.setattr(DirectoryStorage, "recover", lambda self: [])
+    is_caught(mutation, "acked")
+
+
+def test_a_declaration_that_is_lost(monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "a rank cut off from a log server", "a log server paused")
+    mutation.setattr(Unlogged, "due", lambda self, stream: None)
+    is_caught(mutation, "declared")
+
+
+def test_a_declaration_that_names_one_step_of_several(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = unlogged.mark
+    only(monkeypatch, "a rank cut off from a log server", "a log server paused")
+    mutation.setattr(unlogged, "mark", lambda steps: real(Steps(steps.last, steps.last)))
+    is_caught(mutation, "declared")
+
+
+def test_a_planner_that_does_not_look_at_declarations(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "a rank killed", "a log server paused")
+    mutation.setattr(coverage, "_unlogged", lambda summary, first, last: "")
+    is_caught(mutation, "gap")
+
+
+def test_an_inventory_that_forgets_declarations(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "a rank killed", "a log server paused")
+    mutation.setattr(reading, "hull", lambda keys: None)
+    is_caught(mutation, "gap")
+
+
+def test_a_trim_that_drops_a_declaration_too_early(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = LogCore.trim
+
+    def trim(self: LogCore, job: JobState, below_step: int) -> list[StreamState]:
+        changed = real(self, job, below_step)
+        for stream in changed:
+            for entry in list(stream.by_sequence.values()):
+                if entry.key.slot == MARK_SLOT:
+                    stream.remove(entry)
+        return changed
+
+    only(monkeypatch, "a rank cut off from a log server", "a log server paused")
+    mutation.setattr(LogCore, "trim", trim)
     is_caught(mutation, "acked")

@@ -14,17 +14,19 @@ from services.coordinator.messages import Refusal, Refused
 from services.logserver.core import Refusal as LogRefusal
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import log_pb2
-from swift.errors import LogError, SwiftError
+from swift.errors import LogError, LogUnavailable, SwiftError
 from swift.log.frame import CODEC_NONE, checksum, decode_header, decode_record
 from swift.log.link_core import Outgoing
-from swift.log.record import RecordKey, digest_of
+from swift.log.record import RecordKey, digest_of, stream_tag
 from swift.log.streams import boundary
+from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Steps, declared
 from swift.log.wire import Reason, split_frames
 from tests.sim.checkers import Checkers, Violation, body_of, first_state, next_state, output
 from tests.sim.client import SimLink
 from tests.sim.control import Coordinator, Shown
+from tests.sim.dropping import Dropping
 from tests.sim.kernel import Kernel, Network, Process
-from tests.sim.server import ServerProcess
+from tests.sim.server import JOB, ServerProcess, at
 
 STEPS = 9
 CHECKPOINT_EVERY = 3
@@ -43,6 +45,8 @@ class Surroundings(Protocol):
     """(generation, kind, rank, step) -> what was sent live."""
     checkpoints: dict[tuple[int, int], list[tuple[int, int]]]
     """(rank, version) -> (generation, state), as saved."""
+    drop_queue: int
+    """Records that a writer lets wait before it drops the next; 0: it is blocked instead."""
 
     def coordinator(self) -> Coordinator | None: ...
 
@@ -69,6 +73,7 @@ class _Reader:
         self.from_step = from_step
         self.next_sequence = 0
         self.records: dict[int, bytes] = {}
+        self.marks: list[Steps] = []
         self.asked_at = -RESAY_S
         self.waits_since = now
         self.request = 0
@@ -100,6 +105,7 @@ class Trainer(Process):
         self._digests_wanted: set[tuple[str, str]] = set()
         """Of which stream, from which server."""
         self._damaged: set[tuple[str, str]] = set()
+        self._dropping = Dropping(world.drop_queue)
         self._readers: dict[str, _Reader] = {}
         self._refused_in = 0
         self._to_say: int | None = None
@@ -152,6 +158,21 @@ class Trainer(Process):
         self.later(0.5, self._beat)
         if self._joined:
             self._tell(m.Heartbeat(sender=self.sender, version=self.version or 0), lambda refusal: None)
+            self._say_wanted()
+
+    def _say_wanted(self) -> None:
+        wanted, generation = self._dropping.wanted, self._generation
+        if wanted is None:
+            return
+        ask = m.AskCheckpoint(
+            sender=self.sender, generation=generation, after_version=wanted[0], reason=wanted[1]
+        )
+
+        def heard(refusal: Refusal | None) -> None:
+            if refusal is None and self._dropping.wanted is wanted and self._generation == generation:
+                self._dropping.wanted = None
+
+        self._tell(ask, heard)
 
     def see(self, shown: Shown) -> None:
         new, old = shown.view, self.shown.view if self.shown is not None else None
@@ -234,6 +255,7 @@ class Trainer(Process):
             # As a trainer whose flush raises: it ends, and its successor reports that it holds nothing.
             self.world.trainer_failed(self)
             return
+        self._declare_all()
         if not self._backlog():
             self.say(
                 "report",
@@ -246,15 +268,16 @@ class Trainer(Process):
         world = self.world
         assert self.shown is not None
         history = self.shown.history
-        if self._log_has_failed():
+        if self._log_has_failed(may_drop=bool(self._dropping.queue)):
             return
         if self._to_say is not None and self._say_saved(self._to_say):
             self._to_say = None
         if step == STEPS:
+            self._declare_all()
             if not self._backlog():
                 self.say("finish", m.Finish(sender=self.sender, version=step))
             return
-        if self._backlog() > BACKLOG_MAX:
+        if not self._dropping.queue and self._backlog() > BACKLOG_MAX:
             self.kernel.count("writer blocked by its queue")
             return
         if self._stage == 0:
@@ -280,8 +303,10 @@ class Trainer(Process):
         self.state = next_state(self.state, self._forward, self._backward)
         self.version = step + 1
         self._stage = 0
-        if self.version % CHECKPOINT_EVERY == 0:
+        assert self.shown is not None
+        if self._dropping.saves(self.shown.view, self.version) or self.version % CHECKPOINT_EVERY == 0:
             self._save_checkpoint()
+        self._dropping.after_step(step)
 
     def _save_checkpoint(self) -> None:
         assert self.version is not None
@@ -346,11 +371,33 @@ class Trainer(Process):
             )
         return link
 
-    def _log(self, kind: str, step: int, value: int) -> None:
-        """As `LogWriter`: what the log has already is compared, what it has not is appended."""
+    def _log(self, kind: str, step: int, value: int, keep: bool = False) -> None:
+        """As `LogWriter.append`; ``keep``: it is not dropped."""
         stream = boundary(self.rank, kind)
-        key, body = RecordKey(step, 0, 0), body_of(value, self.world.checkers.truth.repeats)
-        digest = digest_of("uint8", (len(body),), body)
+        body = body_of(value, self.world.checkers.truth.repeats)
+        if self._dropping.queue and not keep and self._dropping.refuses(stream, step, self._backlog()):
+            self.kernel.count("record dropped")
+            self._dropping.unlogged.drop(stream, step, len(body))
+            writers = [at(name, self.name) for name in self._own]
+            self.world.checkers.dropped(writers, stream_tag(JOB, stream), step)
+            return
+        self._declare(stream)
+        self._put(stream, RecordKey(step, 0, 0), "uint8", (len(body),), body)
+
+    def _declare(self, stream: str) -> None:
+        due = self._dropping.unlogged.due(stream)
+        if due is not None:
+            self.kernel.count("steps declared unlogged")
+            self._put(stream, due, MARK_DTYPE, MARK_SHAPE, b"")
+            self._dropping.unlogged.marked(stream)
+
+    def _declare_all(self) -> None:
+        for stream in self._dropping.unlogged.streams:
+            self._declare(stream)
+
+    def _put(self, stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: bytes) -> None:
+        """As `LogWriter`: what the log has already is compared, what it has not is appended."""
+        digest = digest_of(dtype, shape, body)
         logged = self._known.setdefault(stream, {}).setdefault(key, _Logged(digest))
         missing = [name for name in self._own if name not in logged.servers]
         if logged.digest != digest:
@@ -360,8 +407,8 @@ class Trainer(Process):
         record = Outgoing(
             stream=stream,
             key=key,
-            dtype="uint8",
-            shape=(len(body),),
+            dtype=dtype,
+            shape=shape,
             raw_bytes=len(body),
             codec=CODEC_NONE,
             stored=body,
@@ -376,10 +423,10 @@ class Trainer(Process):
     def _backlog(self) -> int:
         return sum(link.core.pending for link in self.links.values())
 
-    def _log_has_failed(self) -> bool:
+    def _log_has_failed(self, may_drop: bool = False) -> bool:
         for link in self.links.values():
             error: SwiftError | None = link.core.error(PATIENCE_S, self.kernel.now)
-            if error is not None:
+            if error is not None and not (may_drop and isinstance(error, LogUnavailable)):
                 self._refuse(f"log: {type(error).__name__}")
                 return True
         return False
@@ -419,8 +466,12 @@ class Trainer(Process):
             raise Violation("plan", f"{self.name} is to go on from {mine.from_version}, holds {self.version}")
         if all(other.strategy == pb.CHECKPOINT for other in plan.ranks):
             self._known.clear()
+            self._dropping.forget()
+            self.world.checkers.given_up(self.name)
             for link in self.links.values():
                 link.set_generation(self._generation, discard=True)
+        if mine.from_version < plan.target_version:
+            self._check_gaps(mine, plan)
         if mine.strategy == pb.REPLAY:
             kinds = [
                 k for k, there in (("F", self.rank + 1 < self.world.ranks), ("B", self.rank > 0)) if there
@@ -430,6 +481,18 @@ class Trainer(Process):
                 self.kernel.count("careless: did not ask for digests")
                 self._digests_wanted.clear()
         return True
+
+    def _check_gaps(self, mine: pb.RankPlan, plan: pb.Plan) -> None:
+        """What it is to read: its neighbours' streams up to where these are written again. And what it will write."""
+        needed = [(self.rank, kind, plan.target_version) for kind in "FB"]
+        for rank, kind in ((self.rank - 1, "F"), (self.rank + 1, "B")):
+            if 0 <= rank < self.world.ranks:
+                needed.append((rank, kind, min(plan.target_version, plan.ranks[rank].from_version)))
+        sources = {entry.stream: entry.servers for entry in plan.sources}
+        for rank, kind, until in needed:
+            stream = boundary(rank, kind)
+            for server in list(sources.get(stream, ()))[:1]:
+                self.world.checkers.replays(self.name, at(server, stream), mine.from_version, until)
 
     def _ask_digests(self, from_step: int) -> None:
         for stream, name in sorted(self._digests_wanted):
@@ -489,14 +552,14 @@ class Trainer(Process):
             return
         if self._stage == 0:
             if self.rank + 1 < self.world.ranks:
-                self._log("F", step, output(self.state, history, forward))
+                self._log("F", step, output(self.state, history, forward), keep=True)
             self._stage = 1
         last = self.rank + 1 == self.world.ranks
         backward = 0 if last else self._logged("B", self.rank + 1, step, from_step)
         if backward is None or self._refused_in == self._generation:
             return
         if self.rank:
-            self._log("B", step, output(self.state, -1 - history, backward))
+            self._log("B", step, output(self.state, -1 - history, backward), keep=True)
         self.state = next_state(self.state, forward, backward)
         self.version = step + 1
         self._stage = 0
@@ -515,7 +578,9 @@ class Trainer(Process):
             self.world.checkers.replayed(self.name, kind, rank, self.shown.history, step, body)
             reader.waits_since = self.kernel.now
             return int.from_bytes(body[:8], "little")
-        if self.kernel.now - reader.waits_since > MISSING_S:
+        if any(steps.first <= step <= steps.last for steps in reader.marks):
+            self._refuse("a record was dropped")
+        elif self.kernel.now - reader.waits_since > MISSING_S:
             self._refuse("a record is missing")
         elif self.kernel.now - reader.asked_at > RESAY_S:
             server = self.world.servers()[reader.copies[0]]
@@ -559,7 +624,11 @@ class Trainer(Process):
                     self._refuse("a record came damaged")
                     return
                 reader.next_sequence = record.sequence + 1
-                reader.records[record.key.step] = bytes(record.body)
+                steps = declared(record.key)
+                if steps is None:
+                    reader.records[record.key.step] = bytes(record.body)
+                else:
+                    reader.marks.append(steps)
                 at += header.frame_bytes
         refused = refusal is not None and refusal.reason is not Reason.DRAINING
         if refused and (len(reader.copies) == 1 or not self._next_copy(reader, refused=True)):

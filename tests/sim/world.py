@@ -53,6 +53,8 @@ class World:
         if self.places.random() < 0.2:
             self.names, self.log_lost_s = ["log0", "log1", "log2"], 6.0
             self.copies = self.places.choice((1, 2, 2))
+        drops = random.Random(f"drops {seed}")
+        self.drop_queue = drops.choice((1, 2, 3, 5)) if drops.random() < 0.25 else 0
         self.lost: set[str] = set()
         """Servers that never come back."""
         self.fsync = chance.choices((Fsync.ALWAYS, Fsync.INTERVAL, Fsync.NEVER), (7, 2, 1))[0]
@@ -103,6 +105,9 @@ class World:
             versions = dict(row.ready)
             if len(versions) < self.ranks or len(set(versions.values())) > 1:
                 raise Violation("replay", f"the job runs with ranks at {versions}")
+        planned = row.plan if self.state is State.PLANNING and row.state is State.RECOVERING else None
+        if planned is not None and planned.restores and "declared unlogged" in planned.reason:
+            self.kernel.count("nothing replayed over declared steps")
         self.state, self.reason = row.state, row.reason
 
     # -- life and death -----------------------------------------------------------------------------------
