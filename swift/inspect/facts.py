@@ -28,7 +28,7 @@ class StreamFacts:
     first_step: int | None = None
     last_step: int | None = None
     unlogged: tuple[int, int] | None = None
-    """The first and the last step that the writer has declared not to be whole, as the log could not keep up."""
+    """The first and the last step that the writer has declared not to be whole."""
     segments: list[SegmentFacts] | None = None
     """None: a server does not tell."""
     problems: list[str] = field(default_factory=list)

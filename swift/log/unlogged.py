@@ -8,7 +8,7 @@ A mark is a record of the stream, of an empty tensor, whose key says which steps
 them, ``microbatch`` how many lie before that one, ``slot`` is `MARK_SLOT`. It has its sequence like any other record,
 so nothing behind a gap can be in the log without the mark; and a trim drops it with the last step that it speaks of,
 not earlier. A stream that ends in front of its mark (the writer was killed) is one that ends: what is missing at the
-end of a dead rank's streams is made again by its own replay.
+end of a dead rank's streams is made again by its own replay, or declared by who takes its place (`swift.log.gaps`).
 """
 
 from abc import ABC, abstractmethod
