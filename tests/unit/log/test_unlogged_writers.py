@@ -224,6 +224,25 @@ def test_a_predecessor_may_have_dropped_something(kind: type[Writer]) -> None:
         assert (found.unlogged, found.records) == (Steps(0, 6), 2)
 
 
+def test_who_waits_for_a_record_already_is_freed_by_its_declaration(kind: type[Writer]) -> None:
+    """A rank replays while another one, which was copied, finds that it has not logged all of a step."""
+    with InProcess() as server, writing(kind, server, when_full="block") as writer:
+        assert put(writer, 2)
+        writer.flush(TIMEOUT_S)
+        reader = LogReader([server.address], JOB)
+        cursor = reader.follow(STREAM, 2)
+        late = threading.Timer(0.2, lambda: (writer.lacks(STREAM, Steps(2, 2)), writer.declare()))
+        try:
+            assert cursor.get(key(2), TIMEOUT_S, never).key == key(2)
+            late.start()
+            with pytest.raises(RecordMissing, match=r"step 2 microbatch 1 .*declared unlogged"):
+                cursor.get(key(2, 1), 1e6, never)
+        finally:
+            late.join()
+            cursor.close()
+            reader.close()
+
+
 def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself(kind: type[Writer]) -> None:
     with shut(kind, when_full="block") as (gate, server, writer):
         writer.lacks(STREAM, Steps(2, 3))
