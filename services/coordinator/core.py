@@ -162,7 +162,7 @@ class Job:
         self.row.refusals = 0
         self.row.distrusted = []
         self.suspicions.clear()
-        self.steps.restart(now)
+        self.steps.restart(self.row.ready, now)
         version = max(self.row.ready.values())
         self.checkpoints.run_on(version)
         asked = self._asked(version, self.places.settle(version))

@@ -1,6 +1,7 @@
 """Steps that run too long: shown to people, never acted on."""
 
 from collections import deque
+from collections.abc import Mapping
 
 from services.coordinator.row import JobRow, State
 from services.coordinator.timing import Timing
@@ -20,9 +21,10 @@ class StepClock:
         self._at: dict[int, tuple[int, float]] = {}
         """rank -> (version, since when)"""
 
-    def restart(self, now: float) -> None:
-        """Training goes on after a recovery: steps begin now."""
-        self._at = {rank: (version, now) for rank, (version, _) in self._at.items()}
+    def restart(self, versions: Mapping[int, int], now: float) -> None:
+        """Training goes on, with each rank at its version: steps begin now. What a heartbeat told before, or what a
+        replacement has been given, is no progress from here on."""
+        self._at = {rank: (version, now) for rank, version in versions.items()}
 
     def forget(self, rank: int) -> None:
         self._at.pop(rank, None)

@@ -307,7 +307,7 @@ class Engine:
                 self._writer.await_sidecar()  # so that the first steps do not only lie in its ring
         else:
             self._follow_plan(view.plan, train_step)
-        version = self._state.version
+        version = self._member.version = self._state.version
         stages = sorted(stage.stage_index for stage in self._state.stages)
         num_stages = self._state.stages[0].num_stages
         events.emit("ready", rank=self._rank, generation=view.generation, version=version)

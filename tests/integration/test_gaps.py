@@ -14,7 +14,7 @@ from swift.drill.cluster import JOB
 from swift.log import admin
 from tests.integration import watched
 
-STEPS, PAUSE_S, BEHIND_FROM, BEHIND = 90, 0.05, 10, 4
+STEPS, PAUSE_S, BEHIND_FROM, BEHIND = 120, 0.05, 10, 4
 _AT_ONCE_S = 20.0
 """From the plan that reads the log to the one that does not: far less than a record is waited for."""
 

@@ -89,11 +89,25 @@ def test_the_step_bound_is_derived_from_observed_steps() -> None:
     assert clock.overdue(49.0) == [(0, 41.0)]
     clock.see(0, 7, 50.0, running=False)  # steps of a replay teach nothing
     assert clock.bound_s == 40.0
-    clock.restart(100.0)
+    clock.restart({0: 7}, 100.0)
     assert clock.overdue(139.0) == []
     clock.forget(0)
     assert clock.overdue(1000.0) == []
     assert clock.version(0) == 0
+
+
+def test_what_a_recovery_gives_a_rank_is_no_step_that_it_has_done() -> None:
+    """Else an early checkpoint, whose margin goes by the quickest step, would be agreed on far ahead."""
+    clock = StepClock(Timing())
+    clock.see(0, 0, 0.0, running=True)
+    clock.see(0, 1, 1.0, running=True)
+    clock.see(1, 40, 1.0, running=True)
+    clock.forget(2)  # its successor has said nothing of a version yet
+    clock.restart({0: 50, 1: 50, 2: 50}, 10.0)
+    assert [clock.version(rank) for rank in range(3)] == [50, 50, 50]
+    for rank in range(3):
+        clock.see(rank, 51, 11.0, running=True)
+    assert clock.steps_within(1.0) == 1
 
 
 def test_the_log_client_s_errors_become_retry_or_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
