@@ -12,7 +12,7 @@ and does the same with other batches: what it has logged is what there ought to 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from swift.log.record import RecordKey
-from swift.log.unlogged import Steps, declared
+from swift.log.unlogged import Steps, declared, mark
 
 Keys = Collection[RecordKey]
 
@@ -35,8 +35,16 @@ def gaps(
         held = [copy for copy in copies if copy] or [()]
         lacking = sorted({step for copy in held for step in _lacking(stream, copy, replicas, steps)})
         if lacking:
-            found[stream] = Steps(lacking[0], lacking[-1])
+            _add(found, stream, Steps(lacking[0], lacking[-1]), held)
     return found
+
+
+def _add(found: dict[str, Steps], stream: str, steps: Steps, copies: Sequence[Keys]) -> None:
+    """One copy may hold the mark that another one lacks. It is not written again: a key has one sequence."""
+    while any(mark(steps) in copy for copy in copies) and steps.first > 0:
+        steps = Steps(steps.first - 1, steps.last)
+    if not any(mark(steps) in copy for copy in copies):
+        found[stream] = steps
 
 
 def _lacking(stream: str, copy: Keys, replicas: Sequence["_Replica"], steps: Steps) -> Iterable[int]:

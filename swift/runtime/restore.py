@@ -29,7 +29,7 @@ from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
-from swift.log.unlogged import Steps, declared
+from swift.log.unlogged import Steps
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -297,9 +297,6 @@ class Restorer:
         if not found:
             return
         for stream, lacking in found.items():
-            for server, held in own.items():  # a mark that is there already is not written again
-                marks = {k: digest for k, digest in held.get(stream, {}).items() if declared(k) is not None}
-                writer.expect(stream, marks, server)
             writer.lacks(stream, lacking)
         writer.declare()  # before anybody waits for these records: others may replay at this moment
         first, last = min(s.first for s in found.values()), max(s.last for s in found.values())

@@ -56,6 +56,13 @@ def test_every_copy_must_have_it_but_one_that_has_only_come() -> None:
     assert lacking([], []) == STEPS
 
 
+def test_a_mark_that_one_copy_has_is_not_written_again_for_another() -> None:
+    """A key is taken once: the new mark is another one, that says as much."""
+    marked, cut_off = [*keys(range(10, 13)), mark(Steps(13, 14))], keys(range(10, 13))
+    assert lacking(marked, cut_off) == Steps(12, 14)
+    assert gaps({"a": [[mark(Steps(0, 4))], keys([0])[:1]]}, [{"a": keys(range(6))}], Steps(0, 4)) == {}
+
+
 def test_a_stream_that_is_never_written_lacks_nothing() -> None:
     assert lacking([], alike=([],)) is None
     assert gaps({"a": [[]], "b": [[]]}, [{"a": [], "b": []}], STEPS) == {}, (

@@ -15,7 +15,6 @@ from swift.errors import (
     UsageError,
 )
 from swift.log.record import RecordKey
-from swift.log.unlogged import MARK_SLOT
 from swift.runtime import restore
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
@@ -195,14 +194,6 @@ def test_a_replica_whose_log_cannot_be_read_is_no_witness(monkeypatch: pytest.Mo
     log.damaged.add("l2")
     follow(monkeypatch, log, pb.REPLICA, False)
     assert log.lacking["s1c0.F"] == (2, 2)
-
-
-def test_a_mark_that_is_there_is_expected_and_so_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = logged_to(0)
-    held = RecordKey(0, 0, MARK_SLOT)
-    log.held["s1c0.F"].append(held)
-    follow(monkeypatch, log, pb.REPLICA, False)
-    assert log.expected["s1c0.F", "l0"] == log.expected["s1c0.F", "l1"] == {held: b""}
 
 
 def follow(
