@@ -31,9 +31,9 @@ class StepClock:
 
     def see(self, rank: int, version: int, now: float, *, running: bool) -> None:
         known = self._at.get(rank)
-        if known is not None and version == known[0]:
-            return
-        if known is not None and running and version > known[0]:
+        if known is not None and (version == known[0] or (running and version < known[0])):
+            return  # a lower one is of before training went on: that took it from there
+        if known is not None and running:
             self._recent_s.append((now - known[1]) / (version - known[0]))
         self._at[rank] = (version, now)
 

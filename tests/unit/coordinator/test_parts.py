@@ -110,6 +110,18 @@ def test_what_a_recovery_gives_a_rank_is_no_step_that_it_has_done() -> None:
     assert clock.steps_within(1.0) == 1
 
 
+def test_what_a_heartbeat_tells_late_is_no_step_back() -> None:
+    """Read before its rank was ready, taken once all are RUNNING: the next one would be many steps in one."""
+    clock = StepClock(Timing())
+    clock.restart({0: 50}, 10.0)
+    clock.see(0, 40, 10.1, running=True)
+    assert clock.version(0) == 50
+    clock.see(0, 51, 11.0, running=True)
+    assert clock.steps_within(1.0) == 1
+    clock.see(0, 45, 11.5, running=False)  # undone, or restored: this one is of a recovery
+    assert clock.version(0) == 45
+
+
 def test_the_log_client_s_errors_become_retry_or_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = LogServers(1.0)
 
