@@ -47,6 +47,10 @@ class _Overtaken(Exception):
     """Nobody waits for the answer: a newer generation asks anew, or the job is over."""
 
 
+class _Forgotten(Exception):
+    """A log server that held a generation of the job does not know it any more."""
+
+
 class NoSuchJob(Exception):
     """Nobody has joined a job of that name."""
 
@@ -111,14 +115,16 @@ class Driver:
         known = {server.address: number for number, server in enumerate(row.log_servers)}
         if row.state.is_over or set(row.addresses()) <= named <= set(known):
             return
-        for numbers in (row.living(), range(len(row.log_servers))):  # those that are lost may be left out
+        # Those that are lost may be left out. One that came for another one is named in its place, or as it came.
+        for numbers in (job.places.by_origin(), row.living(), range(len(row.log_servers))):
             moved = dict(zip(numbers, self._log_servers, strict=False))
             others = [known.get(server.address, number) for number, server in moved.items()]
             if len(named) == len(numbers) and others == list(moved):
                 self._carry_out(job, job.relocate(moved))
                 return
+        kept = ",".join(row.log_servers[number].address for number in job.places.by_origin())
         raise UsageError(
-            f"--log-servers names {','.join(sorted(named))}, job {row.job} is kept on {','.join(row.addresses())}: "
+            f"--log-servers names {','.join(sorted(named))}, job {row.job} is kept on {kept}: "
             "name as many, in the same order; those that are lost may be left out"
         )
 
@@ -286,11 +292,17 @@ class Driver:
 
     async def _fence(self, job: Job, generation: int) -> None:
         name = job.row.job
-        fresh = {server.address for server in job.row.log_servers if server.fresh}
+        fresh = {job.row.log_servers[number].address for number in job.places.fresh()}
+        granted = job.row.granted
 
         def fence(address: str) -> None:
-            # What a new one has of this job was not written by it, or long ago.
-            (self._logs.reset if address in fresh else self._logs.fence)(address, name, generation)
+            if address in fresh:  # what a new one has of this job was not written by it, or long ago
+                self._logs.reset(address, name, generation)
+                return
+            # Fenced, it knows the job: nobody could tell any more that what it had is gone.
+            if granted and self._logs.space(address, name, generation).unknown:
+                raise _Forgotten
+            self._logs.fence(address, name, generation)
 
         if await self._ask_all(job, generation, fence) is not None:
             self.apply(name, m.LogsFenced(generation=generation))
@@ -350,6 +362,9 @@ class Driver:
             except GenerationRefused as refusal:
                 refusal.address = address
                 raise
+            except _Forgotten:
+                self._begin_anew(job, generation, address)
+                raise _Overtaken from None
             except ServiceError as error:
                 self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=str(error)))
                 await asyncio.sleep(pause_s)
@@ -393,8 +408,8 @@ class Driver:
                 group.create_task(one(address))
 
     def _begin_anew(self, job: Job, generation: int, address: str) -> None:
-        """That server held the generation, and does not know the job any more: it came back with another disk, or an
-        empty one. What it had is lost, and it would never grant the generation again: it is used as a new one."""
+        """That server held this generation, or one before, and does not know the job any more: it came back with
+        another disk, or an empty one. What it had is lost: it is used as a new one, in a new generation."""
         row, number = job.row, job.places.number_of(address)
         if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
             return

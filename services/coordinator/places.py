@@ -128,10 +128,25 @@ class Places:
     def granted(self) -> list[int]:
         """All hold the generation, and those that came are empty: from now on what is written there stays.
         Gives those."""
-        came = [number for number in self._row.living() if self._row.log_servers[number].fresh]
+        came = self.fresh()
         for number in came:
             self._row.log_servers[number].fresh = False
         return came
+
+    def fresh(self) -> list[int]:
+        """Those that are to be emptied first. One that was lost before that is not: it may have come again."""
+        return [number for number in self._row.living() if self._row.log_servers[number].fresh]
+
+    def by_origin(self) -> list[int]:
+        """Those in use, each at the place of the one that it came for: as --log-servers named them."""
+        servers = self._row.log_servers
+
+        def origin(number: int) -> int:
+            while (before := servers[number].instead_of) is not None:
+                number = before
+            return number
+
+        return sorted(self._row.living(), key=origin)
 
     def _gap(self, lost: str) -> int | None:
         """Whose place one takes that comes now: of the one that is named with it, or of one lost before."""

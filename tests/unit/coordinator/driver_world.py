@@ -1,0 +1,113 @@
+"""A driver, log servers in memory, a clock that a test moves, and a job of one rank."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from services.coordinator import messages as m
+from services.coordinator.driver import Driver
+from services.coordinator.row import LogServer
+from services.coordinator.store import MemoryStore
+from services.coordinator.timing import Timing
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift.log.admin import JobSpace
+from swift.recovery import StreamSummary
+
+
+class FakeLogs:
+    """Log servers in memory. `troubles[address]` is raised while it is there."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.troubles: dict[str, Exception] = {}
+        self.spaces: dict[str, JobSpace] = {}
+        self.forgotten: set[str] = set()
+        """Those that do not know the job; a fence makes it known."""
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _called(self, *call: object) -> None:
+        self.calls.append(call)
+        self.gate.wait(10)
+        trouble = self.troubles.get(str(call[1]))
+        if trouble is not None:
+            raise trouble
+
+    def fence(self, address: str, job: str, generation: int) -> None:
+        self._called("fence", address, job, generation)
+        self.forgotten.discard(address)
+
+    def trim(self, address: str, job: str, below_step: int) -> None:
+        self._called("trim", address, job, below_step)
+
+    def reset(self, address: str, job: str, generation: int) -> None:
+        self._called("reset", address, job, generation)
+        self.forgotten.discard(address)
+
+    def space(self, address: str, job: str, generation: int) -> JobSpace:
+        self._called("space", address, job, generation)
+        if address in self.forgotten:
+            return JobSpace(0, "", unknown=True)
+        return self.spaces.get(address, JobSpace(0, ""))
+
+    def inventory(self, address: str, job: str) -> list[StreamSummary]:
+        self._called("inventory", address, job)
+        return []
+
+
+class FakeClock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def driver_of(
+    logs: FakeLogs,
+    store: MemoryStore,
+    servers: tuple[str, ...] = ("l0", "l1"),
+    copies: int = 1,
+    clock: Callable[[], float] = events.now,
+) -> Driver:
+    named = [LogServer(address=address, host=address) for address in servers]
+    driver = Driver(store, logs, Timing(), named, copies=copies, clock=clock)
+    driver.start()
+    return driver
+
+
+def join(rank: int = 0, incarnation: str = "a") -> m.Join:
+    return m.Join(
+        rank=rank, incarnation=incarnation, pid=1, host="h", world_size=1, config={}, fingerprint={}
+    )
+
+
+def sender(incarnation: str = "a") -> m.Sender:
+    return m.Sender(rank=0, incarnation=incarnation)
+
+
+async def view_with(driver: Driver, wanted: Callable[[pb.View], bool]) -> pb.View:
+    async with asyncio.timeout(5), aclosing(driver.views("j")) as views:
+        async for view in views:
+            if wanted(view):
+                return view
+    raise AssertionError("no such view")
+
+
+async def run_to_running(driver: Driver) -> None:
+    driver.join("j", join())
+    driver.apply("j", m.CheckpointDurable(sender=sender(), version=0, generation=0))
+    driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=1))
+    await view_with(driver, lambda view: view.state == pb.RUNNING)
+
+
+def scenario(test: Callable[[FakeLogs, MemoryStore], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(test(FakeLogs(), MemoryStore()))  # type: ignore[arg-type]
+
+    run.__name__ = test.__name__
+    return run

@@ -1,0 +1,216 @@
+"""Log servers that come, go and come back: what is emptied, what is never taken for whole, whose place each takes."""
+
+import asyncio
+import threading
+
+import pytest
+
+from services.coordinator import messages as m
+from services.coordinator.driver import Driver
+from services.coordinator.row import RankLogs
+from services.coordinator.store import MemoryStore
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import LogUnavailable, UsageError
+from swift.log.admin import JobSpace
+from tests.unit.coordinator.driver_world import (
+    FakeLogs,
+    driver_of,
+    join,
+    run_to_running,
+    scenario,
+    sender,
+    view_with,
+)
+
+
+async def planning(driver: Driver, generation: int) -> pb.View:
+    return await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == generation)
+
+
+async def die(driver: Driver, generation: int) -> pb.View:
+    """The rank's process; another one takes its place in `generation`."""
+    old = driver._jobs["j"].row.holders[0].incarnation
+    driver.apply("j", m.MemberExited(rank=0, incarnation=old, pid=1, exit_code=-9))
+    driver.join("j", join(incarnation=f"of {generation}"))
+    return await planning(driver, generation)
+
+
+async def recover(driver: Driver, generation: int, version: int | None) -> pb.View:
+    incarnation = driver._jobs["j"].row.holders[0].incarnation
+    said = sender(incarnation)
+    driver.apply("j", m.MemberReport(sender=said, generation=generation, version=version))
+    view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
+    target = view.plan.target_version
+    driver.apply("j", m.Ready(sender=said, generation=generation, version=target, stages=(0,), num_stages=1))
+    return await view_with(driver, lambda view: view.state == pb.RUNNING)
+
+
+def logs_of_rank(driver: Driver) -> RankLogs:
+    return driver._jobs["j"].row.placement[0]
+
+
+def servers(driver: Driver) -> list[tuple[str, bool]]:
+    """(address, lost) of each, by its number."""
+    return [(server.address, bool(server.lost)) for server in driver._jobs["j"].row.log_servers]
+
+
+def asked(logs: FakeLogs, kind: str, generation: int) -> list[str]:
+    return sorted(str(call[1]) for call in logs.calls if call[0] == kind and call[3] == generation)
+
+
+@scenario
+async def test_a_server_that_was_lost_before_it_was_emptied_is_emptied_once(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    """It is added again later. What is acknowledged there from then on must outlive every death."""
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    logs.troubles["l2"] = LogUnavailable("connection refused")
+    driver.apply("j", m.ChangeLogServers(lost="l1", add="l2"))
+    await view_with(driver, lambda view: "connection refused" in view.waiting_for)
+    driver.apply("j", m.ChangeLogServers(lost="l2"))
+    await planning(driver, 3)
+    logs.troubles.clear()
+    driver.apply("j", m.ChangeLogServers(add="l2"))
+    await planning(driver, 4)
+    assert servers(driver) == [("l0", False), ("l1", True), ("l2", True), ("l2", False)]
+    assert asked(logs, "reset", 4) == ["l2"]
+    for generation in (5, 6):
+        await recover(driver, generation - 1, version=0)
+        await die(driver, generation)
+        assert asked(logs, "reset", generation) == []
+        assert asked(logs, "fence", generation) == ["l0", "l2"]
+    driver.stop()
+
+
+@scenario
+async def test_servers_that_come_back_empty_together_are_all_used_anew(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    """The first one makes a generation; its fence would make the job known to the second one, and nobody would see."""
+    driver = driver_of(logs, store, copies=2)
+    await run_to_running(driver)
+    logs.forgotten = {"l0", "l1"}
+    await driver._space(driver._jobs["j"], 1)
+    await planning(driver, 3)
+    lost = [address for address, gone in servers(driver)[:2] if gone]
+    assert lost == ["l0", "l1"]
+    assert sorted(servers(driver)[2:]) == [("l0", False), ("l1", False)]
+    assert asked(logs, "fence", 2) == asked(logs, "fence", 3) == []
+    assert asked(logs, "reset", 3) == ["l0", "l1"]
+    assert [copy.whole_from for copy in logs_of_rank(driver).copies] == [None, None]
+    driver.stop()
+
+
+@scenario
+async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    """The death is told before anybody has asked the server: its fence waits for it, and finds an empty disk."""
+    driver = driver_of(logs, store, ("l0",))
+    await run_to_running(driver)
+    driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+    logs.troubles["l0"] = LogUnavailable("connection refused")
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    driver.join("j", join(incarnation="b"))
+    await view_with(driver, lambda view: "connection refused" in view.waiting_for)
+    logs.forgotten = {"l0"}
+    logs.troubles.clear()
+    view = await planning(driver, 3)
+    assert view.reason == "log server l0 is lost: it has come back without this job's records"
+    assert servers(driver) == [("l0", True), ("l0", False)]
+    assert asked(logs, "reset", 3) == ["l0"]
+    assert [copy.whole_from for copy in logs_of_rank(driver).copies] == [None]
+    # It goes on from a state that somebody has: the log cannot feed a replay until there is a checkpoint.
+    view = await recover(driver, 3, version=3)
+    assert view.checkpoint_reason == "log server l0 is lost: it has come back without this job's records"
+    assert [copy.whole_from for copy in logs_of_rank(driver).copies] == [3]
+    # It is known again: the next death costs it nothing.
+    await die(driver, 4)
+    assert servers(driver) == [("l0", True), ("l0", False)]
+    assert asked(logs, "fence", 4) == ["l0"]
+    driver.stop()
+
+
+@scenario
+async def test_a_job_that_begins_finds_servers_that_do_not_know_it(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    logs.forgotten = {"l0", "l1"}
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    assert servers(driver) == [("l0", False), ("l1", False)]
+    assert asked(logs, "fence", 1) == ["l0", "l1"]
+    driver.stop()
+
+
+@scenario
+async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    """One that has come is asked before it knows the job; it says so once it does, and holds the generation."""
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    answer, reset = threading.Event(), threading.Event()
+    empty = logs.reset
+
+    def space(address: str, job: str, generation: int) -> JobSpace:
+        if address != "l2":
+            return JobSpace(0, "")
+        answer.wait(10)
+        return JobSpace(0, "", unknown=True)
+
+    def until_told(address: str, job: str, generation: int) -> None:
+        reset.wait(10)
+        empty(address, job, generation)
+
+    logs.space, logs.reset = space, until_told  # type: ignore[method-assign]
+    driver.apply("j", m.ChangeLogServers(add="l2"))
+    question = asyncio.create_task(driver._space(driver._jobs["j"], 2))
+    await asyncio.sleep(0)  # it begins: nobody holds generation 2
+    assert driver._jobs["j"].row.granted == 1
+    reset.set()
+    await planning(driver, 2)
+    answer.set()
+    await question
+    assert driver.generation_of("j") == 2
+    assert servers(driver) == [("l0", False), ("l1", False), ("l2", False)]
+    driver.stop()
+
+
+@scenario
+async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    """Of an operator who has heard nothing of a server that came back empty, under its own address."""
+    first = driver_of(logs, store)
+    await run_to_running(first)
+    for generation, address in ((2, "l0"), (3, "l0"), (4, "l1")):
+        logs.forgotten = {address}
+        await first._space(first._jobs["j"], generation - 1)
+        await planning(first, generation)
+    assert servers(first) == [("l0", True), ("l1", True), ("l0", True), ("l0", False), ("l1", False)]
+    logs.forgotten = {"l0"}
+    await first._space(first._jobs["j"], 4)
+    await planning(first, 5)
+    assert servers(first)[-2:] == [("l1", False), ("l0", False)]
+    first.stop()
+    moved = driver_of(logs, store, ("new0", "new1"))
+    assert servers(moved)[-2:] == [("new1", False), ("new0", False)]
+    moved.stop()
+
+
+@scenario
+async def test_a_server_elsewhere_is_named_in_the_place_of_the_one_it_came_for(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    first = driver_of(logs, store)
+    await run_to_running(first)
+    first.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
+    await planning(first, 2)
+    first.stop()
+    with pytest.raises(UsageError, match="names l7, job j is kept on l2,l1"):
+        driver_of(logs, store, ("l7",))
+    moved = driver_of(logs, store, ("new0", "l1"))
+    assert servers(moved) == [("l0", True), ("l1", False), ("new0", False)]
+    moved.stop()
