@@ -154,8 +154,12 @@ class Places:
         taken = {server.instead_of for server in servers if not (server.lost and server.fresh)}
         open_ = [n for n, server in enumerate(servers) if _was_lost(server) and n not in taken]
         named = [n for n, server in enumerate(servers) if server.address == lost and n not in taken]
-        found = [*reversed(named), *open_]
-        return found[0] if found else None
+        found = next(iter([*reversed(named), *open_]), None)
+        if (
+            found is not None and servers[found].fresh
+        ):  # it never came into use: it takes the place that this one had
+            return servers[found].instead_of
+        return found
 
     def named(self, number: int) -> dict[str, object]:
         """For the trace."""

@@ -7,6 +7,7 @@ import pytest
 
 from services.coordinator import messages as m
 from services.coordinator.driver import Driver
+from services.coordinator.places import unreplaced
 from services.coordinator.row import RankLogs
 from services.coordinator.store import MemoryStore
 from swift._pb import coordinator_pb2 as pb
@@ -214,3 +215,21 @@ async def test_a_server_elsewhere_is_named_in_the_place_of_the_one_it_came_for(
     moved = driver_of(logs, store, ("new0", "l1"))
     assert servers(moved) == [("l0", True), ("l1", False), ("new0", False)]
     moved.stop()
+
+
+@scenario
+async def test_who_replaces_a_server_that_never_came_takes_the_place_of_the_first(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    logs.troubles["l2"] = LogUnavailable("not there")
+    driver.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
+    await view_with(driver, lambda view: view.state == pb.FENCING)
+    row = driver._jobs["j"].row
+    assert unreplaced(row) == [0]
+    driver.apply("j", m.ChangeLogServers(lost="l2", add="l3"))
+    await planning(driver, 3)
+    assert servers(driver)[-2:] == [("l2", True), ("l3", False)]
+    assert row.log_servers[-1].instead_of == 0
+    assert unreplaced(row) == []
