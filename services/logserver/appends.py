@@ -138,6 +138,8 @@ class Appends:
         if opened is None or self._state.holders.get(header.stream_tag) is not session:
             raise Refused(Refusal(Reason.NOT_OPEN, f"{header.key}: its stream is not open in this call"))
         stream, generation = opened
+        if session.underway_bytes + header.frame_bytes > self._state.config.writer_bytes_max:
+            raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
         session.acked.setdefault(stream.tag, header.sequence)
         if header.sequence == stream.appended:
             full = self._state.space.refuses(stream.job, header.frame_bytes)
@@ -153,8 +155,6 @@ class Appends:
         if not mends:
             self._state.space.added(stream.job, header.frame_bytes)
         session.underway_bytes += header.frame_bytes
-        if session.underway_bytes > self._state.config.writer_bytes_max:
-            raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
         write = Write(stream.job, stream.name, header.sequence, frame, mends)
         self._commits.put(session, stream, write, session.fsync[stream.tag])
         return 0

@@ -118,7 +118,9 @@ class Commits:
             stream, sequence = queued.stream, queued.write.sequence
             if queued.write in unmended:
                 stream.mending.pop(sequence, None)
-                queued.session.end(cannot_be_mended(stream, sequence))
+                refusal = cannot_be_mended(stream, sequence)
+                queued.session.end(refusal)
+                self._state.send_again(stream, sequence, refusal)
                 continue
             self._state.space.added(stream.job, self._state.core.mended(stream, sequence))
             news.append(Notice("mended", {"job": stream.job, "stream": stream.name, "sequence": sequence}))

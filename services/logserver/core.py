@@ -115,8 +115,7 @@ class StreamState:
 
     def cut_hole(self, sequence: int) -> None:
         """This record is in no hole any more."""
-        hole = self.hole_at(sequence)
-        if hole is not None:
+        while (hole := self.hole_at(sequence)) is not None:  # two of them: two things say that it is damaged
             self.holes.remove(hole)
             for begin, end in ((hole.sequence, sequence), (sequence + 1, hole.end_sequence)):
                 if begin < end:

@@ -139,6 +139,8 @@ class ObservedStorage:
             self.failures[type(error).__name__] += 1
             raise
         self.commit_s.observe(time.monotonic() - began)
+        for write in unmended:
+            records[write.job] -= 1
         for job, count in records.items():
             self.acknowledged_records[job] += count
         return unmended

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import crc32c
 
-from services.logserver.core import StreamState
+from services.logserver.core import Entry, StreamState
 from services.logserver.storage import Storage
 from swift.errors import LogError, RecordCorrupt
 from swift.log.assembly import MESSAGE_BYTES
@@ -37,16 +37,22 @@ _ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is to
 @dataclass(frozen=True, slots=True)
 class Wanted:
     stream: StreamState
-    sequence: int
-    frame_bytes: int
+    entry: Entry
+
+    @property
+    def sequence(self) -> int:
+        return self.entry.sequence
+
+    @property
+    def frame_bytes(self) -> int:
+        return self.entry.frame_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
     """Why a record cannot be sent."""
 
-    stream: StreamState
-    sequence: int
+    wanted: Wanted
     reason: str
     kind: Reason = Reason.CORRUPT
     """TRIMMED: it was dropped meanwhile; BUSY: nobody can tell now."""
@@ -166,7 +172,7 @@ class ReadAhead:
                 header = _header(frame, wanted)
                 check_body(header, frame[header.header_bytes :])
             except LogError as error:
-                return at, Damage(wanted.stream, wanted.sequence, str(error))
+                return at, Damage(wanted, str(error))
             at += wanted.frame_bytes
         return at, None
 
@@ -191,18 +197,18 @@ class ReadAhead:
             if part.begin + part.size == wanted.frame_bytes and begun.crc != begun.header.body_crc:
                 raise RecordCorrupt(f"{begun.header.key}: its body's checksum does not match")
         except LogError as error:
-            return 0, Damage(wanted.stream, wanted.sequence, str(error))
+            return 0, Damage(wanted, str(error))
         return len(view), None
 
 
 def _unreadable(wanted: Wanted, error: OSError) -> Damage:
     if isinstance(error, FileNotFoundError):
         reason = f"record {wanted.sequence} of {wanted.stream.name} was dropped while it was read"
-        return Damage(wanted.stream, wanted.sequence, reason, Reason.TRIMMED)
+        return Damage(wanted, reason, Reason.TRIMMED)
     if error.errno in _DAMAGED:
-        return Damage(wanted.stream, wanted.sequence, f"it cannot be read: {error.strerror}")
+        return Damage(wanted, f"it cannot be read: {error.strerror}")
     reason = f"record {wanted.sequence} of {wanted.stream.name} cannot be read now: {error.strerror}"
-    return Damage(wanted.stream, wanted.sequence, reason, Reason.BUSY)
+    return Damage(wanted, reason, Reason.BUSY)
 
 
 def _header(frame: memoryview, wanted: Wanted) -> FrameHeader:

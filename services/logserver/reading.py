@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
 from services.logserver.core import Hole, JobState, Refusal, StreamState
-from services.logserver.readahead import ReadAhead, Wanted
+from services.logserver.readahead import Damage, ReadAhead, Wanted
 from services.logserver.space import Account, Alarm
 from services.logserver.state import Refused, ServerState, check_names
 from swift import events
@@ -94,7 +94,7 @@ class Reading:
         if damage is not None:
             if damage.kind is not Reason.CORRUPT:
                 raise Refused(Refusal(damage.kind, damage.reason))
-            raise Refused(self._found_damage(damage.stream, damage.sequence, damage.reason))
+            raise Refused(self._found_damage(damage))
 
     def _plan_read(
         self, job: JobState, request: log_pb2.ReadRequest, sequence: int
@@ -109,18 +109,22 @@ class Reading:
                 return plan, sequence, entry
             if entry is None:
                 break
-            plan.append(Wanted(stream, entry.sequence, entry.frame_bytes))
+            plan.append(Wanted(stream, entry))
             sequence = entry.sequence + 1
             size += entry.frame_bytes
         return plan, sequence, None
 
-    def _found_damage(self, stream: StreamState, sequence: int, reason: str) -> Refusal:
+    def _found_damage(self, damage: Damage) -> Refusal:
+        stream, entry, sequence = damage.wanted.stream, damage.wanted.entry, damage.wanted.sequence
+        reason = f"record {sequence} of {stream.name} {entry.key}: {damage.reason}"
         with self._changed:
-            entry = stream.by_sequence.get(sequence)
-            name = f"{stream.name} {entry.key}" if entry is not None else stream.name
-            reason = f"record {sequence} of {name}: {reason}"
-            if entry is not None and stream.hole_at(sequence) is None:
+            if stream.by_sequence.get(sequence) is not entry:
+                message = f"record {sequence} of {stream.name} was mended or dropped while it was read: read it again"
+                return Refusal(Reason.BUSY, message)
+            if stream.hole_at(sequence) is None:
                 stream.insert_hole(Hole(sequence, sequence + 1, entry.key.step + 1, reason))
+                self._state.send_again(stream, sequence, Refusal(Reason.CORRUPT, reason))
+                self._changed.notify_all()
         events.emit("stream_corrupt", job=stream.job, stream=stream.name, reason=reason)
         return Refusal(Reason.CORRUPT, reason)
 

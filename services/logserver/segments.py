@@ -8,7 +8,13 @@ from pathlib import Path
 
 from services.logserver.disk import NO_SPACE, File
 from swift.log.frame import Bytes
-from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, padding
+from swift.log.segment import (
+    BLOCK_BYTES,
+    SEGMENT_HEADER_BYTES,
+    SegmentHeader,
+    encode_segment_header,
+    padding,
+)
 
 _RESERVE_STEP = 32 << 20
 
@@ -23,7 +29,7 @@ class Segment:
     first: int
     size: int
     """Where its frames end."""
-    offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # 0: damaged
+    offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # 0: damaged, and nobody knows where
     file: File | None = None  # if it is the last one and not sealed
     tail: bytes = b""
     """Of the last block, what the frames fill: the next write begins with it."""
@@ -36,9 +42,10 @@ class Segment:
         return self.first + len(self.offsets)
 
     def found(self, sequence: int, offset: int, size: int) -> None:
-        """(at the start, in their order) A record's frame. Where one is missing before it, its place is known."""
+        """(at the start, in their order) A record's frame. Of those that are missing before it the first begins where
+        the last one ended."""
         missing = sequence - self.next_sequence
-        self.offsets.extend([self._end] if missing == 1 else [0] * missing)
+        self.offsets.extend([self._end, *[0] * missing][:missing])
         self.offsets.append(offset)
         self._end = offset + size
 
@@ -47,10 +54,16 @@ class Segment:
         read; nothing was written. What is sound stays so, whenever this is cut off."""
         index, size = sequence - self.first, sum(map(len, frame))
         if index == len(self.offsets):  # the file ends with damage in which nothing was found
-            if not _overwrite(file, self.size, frame, last=True):
+            begin, frames = self.size, frame
+            if not self.size:  # and with its own header
+                head = encode_segment_header(
+                    SegmentHeader(self.path.parent.parent.name, self.path.parent.name, self.first)
+                )
+                begin, frames = len(head), [head, *frame]
+            if not _overwrite(file, self.size, frames, last=True):
                 return False
-            self.offsets.append(self.size)
-            self.size += size
+            self.offsets.append(begin)
+            self.size = begin + size
             return True
         offset = self.offsets[index]
         behind = self.offsets[index + 1] if index + 1 < len(self.offsets) else self.size
@@ -114,14 +127,15 @@ def place_of(segments: Sequence[Segment], sequence: int) -> Segment | None:
     for segment in reversed(segments):
         if segment.first <= sequence < segment.next_sequence:
             return segment
-        if sequence == segment.next_sequence and segment.file is None:
+        if sequence == segment.next_sequence and (segment.file is None or segment is not segments[-1]):
             return segment
     return None
 
 
 def _overwrite(file: File, offset: int, frame: Sequence[Bytes], *, last: bool = False) -> bool:
-    """What shares its first and its last block is written as it is there. ``last``: what is behind it is cut off,
-    after that: it says so long that something was there."""
+    """What shares its first and its last block is written as it is there. ``last``: what is behind it is cut off. That
+    comes first: behind a frame that is sound it would be damage, of a record that never was. What is damaged itself
+    still says that something was there."""
     begin, end = offset // BLOCK_BYTES * BLOCK_BYTES, offset + sum(map(len, frame))
     try:
         before = file.read(begin, offset - begin)
@@ -130,9 +144,9 @@ def _overwrite(file: File, offset: int, frame: Sequence[Bytes], *, last: bool = 
         return False
     if len(before) < offset - begin:
         return False
+    if last and file.size > end:
+        file.resize(end)
     file.write(begin, [before, *frame, behind, padding(end + len(behind))])
-    if last:
-        file.resize(end + len(padding(end)))
     return True
 
 

@@ -209,6 +209,13 @@ class ServerState:
     def writers_of(self, job: JobState) -> int:
         return sum(stream.tag in self.holders for stream in job.streams.values())
 
+    def send_again(self, stream: StreamState, sequence: int, refusal: Refusal) -> None:
+        """This record is damaged: ends the call that may have sent it and was not told yet that it is durable. Its
+        writer comes back and sends it again."""
+        holder = self.holders.get(stream.tag)
+        if holder is not None and holder.acked.get(stream.tag, sequence + 1) <= sequence:
+            holder.end(refusal)
+
     def end_sessions(self, refusal: Refusal) -> None:
         for session in self.sessions:
             session.end(refusal)

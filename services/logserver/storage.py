@@ -241,13 +241,14 @@ class DirectoryStorage:
                 )
         ends = [hole.end_sequence for hole in out.holes]
         out.next_sequence = max(out.next_sequence, segment.next_sequence, *ends)
+        if scanned.torn_bytes:  # behind damage, too: records go on in the next file
+            file.resize(scanned.end)
+            file.sync()
         if scanned.ending is Ending.SEALED or scanned.damage:
             file.close()
             return segment
         segment.file = file
         self._open[segment] = (scanned.path.parent.parent.name, scanned.path.parent.name)
-        if scanned.torn_bytes:
-            file.resize(scanned.end)
         file.sync()
         tail = scanned.end % BLOCK_BYTES
         segment.tail = file.read(scanned.end - tail, tail)
@@ -344,7 +345,13 @@ class DirectoryStorage:
             last = segments[-1]
             if last.next_sequence == sequence and last.size < self.segment_bytes:
                 return last
-            self._seal(stream, last)
+            if last.first < sequence:
+                self._seal(stream, last)
+            else:  # empty, and in the way: records before the one that it is named after have come again
+                self._disk.remove(last.path)
+                self._close(last)
+                with self._maps:
+                    segments.pop()
         return self._new_segment(stream, sequence)
 
     def _seal_idle(self, wanted: Set[tuple[str, str]]) -> None:

@@ -318,7 +318,7 @@ class LinkCore:
             self._stale = message
         elif reason in _FATAL:
             self._error = error
-        return FULL_RETRY_S if reason in _NO_ROOM else RETRY_S
+        return FULL_RETRY_S if reason in _NO_ROOM or reason == Reason.CORRUPT else RETRY_S
 
     def on_error(self, error: SwiftError) -> None:
         """What an answer made clear: nothing more is sent until the next generation."""

@@ -159,6 +159,8 @@ def test_what_a_refusal_means(core: LinkCore) -> None:
     refused = ServiceError("refused")
     number, _ = opened(core, 0)
     assert core.on_failure(number, Reason.FULL, "full", refused) == FULL_RETRY_S
+    # All that is under way is sent again for one record, which may be refused again.
+    assert core.on_failure(number, Reason.CORRUPT, "damaged", refused) == FULL_RETRY_S
     assert core.may_connect
     assert core.error(60.0, 59.0) is None
     assert isinstance(core.error(60.0, 61.0), LogUnavailable)
