@@ -104,4 +104,5 @@ def _summary(stream: admin.StreamInventory) -> StreamSummary:
         corrupt=stream.corrupt,
         reason=stream.reason,
         unlogged=stream.unlogged,
+        marks=stream.marks,
     )

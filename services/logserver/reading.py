@@ -10,7 +10,7 @@ from services.logserver.state import Refused, ServerState, check_names
 from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import MESSAGE_BYTES
-from swift.log.unlogged import hull
+from swift.log.unlogged import declared, hull
 from swift.log.wire import Reason
 
 _POLL_S = 0.5
@@ -142,15 +142,16 @@ class Reading:
                 raise Refused(refusal)
             if stream is None:
                 return []
-            return [
-                log_pb2.RecordDigest(
-                    step=entry.key.step,
-                    microbatch=entry.key.microbatch,
-                    slot=entry.key.slot,
-                    digest=entry.digest,
-                )
-                for entry in self._state.core.digests(stream, request.from_step)
-            ]
+            entries = list(self._state.core.digests(stream, request.from_step))
+        return [
+            log_pb2.RecordDigest(
+                step=entry.key.step,
+                microbatch=entry.key.microbatch,
+                slot=entry.key.slot,
+                digest=entry.digest,
+            )
+            for entry in entries
+        ]
 
     def inventory(self, job_name: str) -> log_pb2.InventoryReply:
         check_names(job_name)
@@ -211,6 +212,7 @@ def _space(account: Account, disk_reason: str) -> log_pb2.Space:
 def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
     steps = [entry.key.step for entry in stream.by_sequence.values()]
     unlogged = hull(entry.key for entry in stream.by_sequence.values())
+    marks = sum(declared(entry.key) is not None for entry in stream.by_sequence.values())
     return log_pb2.StreamInventory(
         stream=stream.name,
         records=len(steps),
@@ -227,4 +229,5 @@ def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
         quarantined=stream.quarantined,
         unlogged_from_step=None if unlogged is None else unlogged.first,
         unlogged_to_step=None if unlogged is None else unlogged.last,
+        marks=marks,
     )

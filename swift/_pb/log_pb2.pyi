@@ -364,6 +364,7 @@ class StreamInventory(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     UNLOGGED_FROM_STEP_FIELD_NUMBER: _builtins.int
     UNLOGGED_TO_STEP_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     records: _builtins.int
     bytes: _builtins.int
@@ -382,6 +383,8 @@ class StreamInventory(_message.Message):
     unlogged_from_step: _builtins.int
     """from here to the next one, steps were declared not to be whole"""
     unlogged_to_step: _builtins.int
+    marks: _builtins.int
+    """records that declare this; the others are tensors"""
     @_builtins.property
     def holes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """records that were there once and are not to be had"""
@@ -404,10 +407,11 @@ class StreamInventory(_message.Message):
         quarantined: _builtins.str = ...,
         unlogged_from_step: _builtins.int | None = ...,
         unlogged_to_step: _builtins.int | None = ...,
+        marks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_sequence", b"first_sequence", "first_step", b"first_step", "has_records", b"has_records", "holes", b"holes", "last_step", b"last_step", "next_sequence", b"next_sequence", "quarantined", b"quarantined", "reason", b"reason", "records", b"records", "stream", b"stream", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step", "_unlogged_to_step", b"_unlogged_to_step", "bytes", b"bytes", "corrupt", b"corrupt", "durable_sequence", b"durable_sequence", "first_sequence", b"first_sequence", "first_step", b"first_step", "has_records", b"has_records", "holes", b"holes", "last_step", b"last_step", "marks", b"marks", "next_sequence", b"next_sequence", "quarantined", b"quarantined", "reason", b"reason", "records", b"records", "stream", b"stream", "unlogged_from_step", b"unlogged_from_step", "unlogged_to_step", b"unlogged_to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__unlogged_from_step: _TypeAlias = _typing.Literal["unlogged_from_step"]  # noqa: Y015
     _WhichOneofArgType__unlogged_from_step: _TypeAlias = _typing.Literal["_unlogged_from_step", b"_unlogged_from_step"]  # noqa: Y015

@@ -31,6 +31,8 @@ class StreamInventory:
     quarantined: str = ""
     unlogged: Steps | None = None
     """From the first to the last step that the stream's writer has declared not to be whole."""
+    marks: int = 0
+    """How many of the records say so; the others are tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]
             unlogged=Steps(stream.unlogged_from_step, stream.unlogged_to_step)
             if stream.HasField("unlogged_from_step")
             else None,
+            marks=stream.marks,
         )
         for stream in reply.streams
     ]

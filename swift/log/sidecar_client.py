@@ -93,6 +93,7 @@ class SidecarWriter(Declaring):
         self._replacing = threading.Lock()
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
         self._error: SwiftError | None = None  # until the next generation
+        self._refused = []
         self._trouble: SwiftError | None = None  # until the sidecar says otherwise
         self._interrupted = False
         self._closed = False
@@ -502,8 +503,9 @@ class SidecarWriter(Declaring):
         with self._cond:
             if "trouble" in message:
                 error = error_from_json(message["trouble"])
-                if message["final"]:
+                if error is not None and message["final"]:
                     self._error = self._error or error
+                    self._refused = self._refused or [error]
                 else:
                     self._trouble = error
             elif "codec" in message:

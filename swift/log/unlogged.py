@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from swift.errors import SwiftError
 from swift.log.record import RecordKey, check_name
 
 WHEN_FULL = ("block", "drop")
@@ -138,11 +139,17 @@ class Declaring(ABC):
     """When the queue is full, records are dropped."""
     _unlogged: Unlogged
     _unlogged_lock: AbstractContextManager[Any]
+    _refused: list[SwiftError]
 
     def unlogged(self) -> Dropped | None:
         """What was dropped since the last call."""
         with self._unlogged_lock:
             return self._unlogged.news()
+
+    def refused(self) -> SwiftError | None:
+        """Why a record was not taken since the last call; what is not for want of room. A new generation forgets the
+        error, but the record does not come again."""
+        return self._refused.pop() if self._refused else None
 
     def lacks(self, stream: str, steps: Steps) -> None:
         """Declares steps of a stream unlogged: who had the rank before has not got all of them out."""

@@ -102,7 +102,8 @@ def collective_source(
     """
     starts = [r.from_version for r in ranks if r.from_version < target]
     logged = {r.rank: log.get(streams.collectives(r.rank)) for r in ranks}
-    if not starts or not any(summary and summary.records for summary in logged.values()):
+    # A stream that nobody ever writes may be declared all the same, by who cannot tell.
+    if not starts or not any(summary and summary.records > summary.marks for summary in logged.values()):
         return -1, ""
     by_rank = {report.rank: report for report in reports}
     keeps = {r.rank for r in ranks if r.strategy is Strategy.KEEP}

@@ -161,6 +161,8 @@ class StreamSummary:
     """Why it is corrupt, or why it begins so late."""
     unlogged: tuple[int, int] | None = None
     """The first and the last step that are declared not to be whole (`swift.log.unlogged`)."""
+    marks: int = 0
+    """How many of the records declare this; the others are tensors."""
 
 
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")

@@ -107,6 +107,7 @@ class Engine:
         self._shard = shard
         self._rolled_forward = False  # a step was finished on the plan's word; its recovery is not over
         self.vote_seconds = 0.0
+        self._lost: SwiftError | None = None  # why the log lacks, or contradicts, what this rank has done
         self._view: pb.View | None = None
         self._entering = threading.Lock()
         self._early = EarlyCheckpoint(member)
@@ -152,12 +153,20 @@ class Engine:
         if self._writer is not None:
             emptied = self._place_log(view)
             self._writer.set_generation(view.generation, list(self._own_servers), emptied)
+            trouble: SwiftError | None = None
             try:
                 self._writer.flush(FLUSH_TIMEOUT_S)
             except (ServiceError, LogError, ReplayRefused) as error:
                 # The coordinator asks the log itself what it has, and plans without the rest. If it is still so when
                 # training goes on, this rank refuses then; its state is not lost over it.
-                events.emit("log_incomplete", rank=self._rank, generation=view.generation, reason=str(error))
+                trouble = error
+            self._lost = self._lost or self._writer.refused()
+            trouble = trouble or self._lost
+            if trouble is not None:
+                events.emit(
+                    "log_incomplete", rank=self._rank, generation=view.generation, reason=str(trouble)
+                )
+            self._restorer.flushed = trouble is None
         standing = self._standing()
         self._member.client.report(
             view.generation,
@@ -399,7 +408,14 @@ class Engine:
 
     def _follow_plan(self, plan: pb.Plan, train_step: TrainStep) -> None:
         assert self._writer is not None
+        done_again = own_plan(plan, self._rank).strategy in (pb.REPLAY, pb.CHECKPOINT)
+        self._lost = self._lost or self._writer.refused()
+        if self._lost is not None and not done_again:
+            raise ReplayRefused(f"what rank {self._rank} has done is not in the log: {self._lost}")
         self._restorer.follow(plan, self._writer, list(self._own_servers), lambda: self._step(train_step))
+        if done_again:
+            self._writer.refused()
+            self._lost = None
 
     def _drop_step(self) -> None:
         self._channel.end_replay()

@@ -1,6 +1,7 @@
 """A joiner gets a replica's state, bit for bit, over the rebuilt default group.
 
-(source) ``send_state``: header, manifest, its share of the chunks, digests of every piece of the whole state
+(source) ``send_state``: header (also says whether the log has all that this rank has done), manifest, its share of the
+chunks, digests of every piece of the whole state
 (joiner) ``receive_state``: manifests of all sources compared, chunks, digests of all sources compared with each other
 and with what arrived
 
@@ -45,8 +46,8 @@ from swift.runtime.tensors import as_bytes, byte_view
 # Operations in flight per source: gloo has the next one at hand while a chunk is digested. They hold no copies.
 _IN_FLIGHT = 8
 _DIGEST_BYTES = 16
-_HEADER_WORDS = 4
-_PROTOCOL = 0x7377_6966_7401
+_HEADER_WORDS = 5
+_PROTOCOL = 0x7377_6966_7402
 _MANIFEST_BYTES_MAX = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
@@ -86,6 +87,8 @@ class Received:
     digest: str
     bytes: int
     seconds: float
+    witnesses: tuple[int, ...] = ()
+    """The sources whose logs hold all that they have done (`swift.log.gaps`)."""
 
 
 class Pending(Protocol):
@@ -129,10 +132,12 @@ def send_state(
     check: Callable[[], None],
     on_chunk: OnChunk = _nothing,
     wire: Wire | None = None,
+    logged: bool = True,
 ) -> Sent:
     """(each source) Sends its share of `state`, a TrainerState's state_dict. Returns when the bytes are on their way.
 
     `check` is called between chunks, and so is `on_chunk` with (chunks sent, this source's chunks), first with 0.
+    `logged`: the log has all that this rank has done.
     Raises RuntimeError (torch's) if the joiner is lost, UsageError for a state that cannot be sent.
     """
     begin = time.monotonic()
@@ -140,7 +145,9 @@ def send_state(
     manifest, tensors = manifest_of(state, transfer.version)
     source = transfer.sources.index(rank)
     data = manifest.to_bytes()
-    header = torch.tensor([_PROTOCOL, manifest.version, len(data), xxhash.xxh3_64_intdigest(data) >> 1])
+    header = torch.tensor(
+        [_PROTOCOL, manifest.version, len(data), xxhash.xxh3_64_intdigest(data) >> 1, logged]
+    )
     check()
     in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
 
@@ -199,7 +206,7 @@ def receive_state(
     assert rank == transfer.joiner
     begin = time.monotonic()
     wire = wire or DefaultGroup()
-    manifest, data = _same_manifest(transfer, wire, check)
+    manifest, data, witnesses = _same_manifest(transfer, wire, check)
     destination = Destination(manifest, into, transfer.sources[0], rank)
     chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
     digests = bytearray()
@@ -234,15 +241,19 @@ def receive_state(
         digest=_combined(data, digests),
         bytes=sum(chunk.bytes for chunk in chunks),
         seconds=time.monotonic() - begin,
+        witnesses=witnesses,
     )
 
 
 # --- manifests ---
 
 
-def _same_manifest(transfer: Transfer, wire: Wire, check: Callable[[], None]) -> tuple[Manifest, bytes]:
-    """The manifest of all sources. Raises ReplicaDiffers if they have several."""
-    texts = {source: _receive_manifest(source, wire, check) for source in transfer.sources}
+def _same_manifest(
+    transfer: Transfer, wire: Wire, check: Callable[[], None]
+) -> tuple[Manifest, bytes, tuple[int, ...]]:
+    """The manifest of all sources (ReplicaDiffers if they have several), and those that have logged everything."""
+    begun = {source: _receive_manifest(source, wire, check) for source in transfer.sources}
+    texts = {source: text for source, (text, _) in begun.items()}
     manifests = {}
     for source, text in texts.items():
         try:
@@ -259,14 +270,15 @@ def _same_manifest(transfer: Transfer, wire: Wire, check: Callable[[], None]) ->
         if texts[source] != texts[first]:
             path = first_difference(manifests[first], manifests[source])
             raise ReplicaDiffers(f"{_camps(texts)} hold different states, first at {path}")
-    return manifests[first], texts[first]
+    return manifests[first], texts[first], tuple(source for source, (_, logged) in begun.items() if logged)
 
 
-def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> bytes:
+def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tuple[bytes, bool]:
+    """And whether its log is whole."""
     check()
     header = torch.zeros(_HEADER_WORDS, dtype=torch.int64)
     wire.receive(header.view(torch.uint8), source, _TAG_HEADER).wait()
-    protocol, _version, length, digest = header.tolist()
+    protocol, _version, length, digest, logged = header.tolist()
     if protocol != _PROTOCOL or not 0 < length <= _MANIFEST_BYTES_MAX:
         raise ReplicaDiffers(
             f"rank {source} sent {protocol:#x} where a copy begins; run one version of swift"
@@ -277,7 +289,7 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> byt
     data = text.numpy().tobytes()
     if xxhash.xxh3_64_intdigest(data) >> 1 != digest:
         raise ReplicaDiffers(f"the manifest of rank {source} is not what it sent: its checksum differs")
-    return data
+    return data, bool(logged)
 
 
 def _camps(values: dict[int, bytes]) -> str:

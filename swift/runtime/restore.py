@@ -5,9 +5,9 @@ copies    a REPLICA receives from its sources, which have gone their own way by 
 replay    if that is below the plan's target: the steps up to it, out of the log
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
-from swift.log.unlogged import Steps
+from swift.log.unlogged import Steps, declared
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -57,6 +57,10 @@ def _gives_up_log(plan: pb.Plan) -> bool:
     if all(entry.strategy == pb.CHECKPOINT for entry in plan.ranks):
         return True
     return not plan.exact and all(entry.from_version == plan.target_version for entry in plan.ranks)
+
+
+def _spanned(several: Collection[Steps]) -> Steps:
+    return Steps(min(steps.first for steps in several), max(steps.last for steps in several))
 
 
 class _Wire:
@@ -88,6 +92,11 @@ class _Arriving:
         return result
 
 
+class _Copied(NamedTuple):
+    version: int
+    witnesses: tuple[int, ...]
+
+
 class Restorer:
     """What one rank does in RECOVERING, besides building its groups."""
 
@@ -108,9 +117,10 @@ class Restorer:
         self._state = state
         self._store = store
         self._faults = faults
-        self._copied: Transfer | None = (
-            None  # how this process got its state; until the log's gaps are declared
-        )
+        self._copied: _Copied | None = None
+        """How this process got its state, until the log's gaps are declared."""
+        self.flushed = True
+        """What this process has done was in the log when it reported."""
 
     def follow(self, plan: pb.Plan, writer: Writer, log_servers: list[str], step: Callable[[], None]) -> None:
         """Returns with the state at the plan's target; `step` does one step of the trainer. `log_servers`: those that
@@ -196,6 +206,7 @@ class Restorer:
             self._member.check,
             self._faults.copying,
             wire=_Wire(self._world, self._faults),
+            logged=self.flushed and self._copied is None,
         )
         events.emit(
             "copy_end",
@@ -226,7 +237,7 @@ class Restorer:
         except ServiceError as error:
             raise ReplicaDiffers(f"ranks {list(transfer.sources)} hold another state: {error}") from None
         self._state.present = True
-        self._copied = transfer
+        self._copied = _Copied(transfer.version, received.witnesses)
         events.emit(
             "copy_end",
             **where,
@@ -279,7 +290,7 @@ class Restorer:
             filled=after["records"] - before["records"],
         )
 
-    def _declare_gaps(self, writer: Writer, log_servers: list[str], copied: Transfer) -> None:
+    def _declare_gaps(self, writer: Writer, log_servers: list[str], copied: _Copied) -> None:
         """What this rank has not logged of the steps that it has not done again: what the process that held it before
         had not got out, or the rest of a step that it has dropped and the replica has finished."""
         view = self._member.watcher.latest
@@ -287,58 +298,67 @@ class Restorer:
         if view is None or base >= copied.version:
             return
         steps = Steps(base, copied.version - 1)
-        own = self._held(log_servers, self._own_streams(), base)
-        alike = []
-        for rank in copied.sources:
-            servers = [server for logs in view.log_copies if logs.rank == rank for server in logs.servers]
-            alike.append(self._logged(self._held(servers, self._streams_of(rank), base), rank))
-        copies = {s: [held[s] for held in own.values() if s in held] for s in self._own_streams()}
-        found = gaps(copies, alike, steps)
-        if not found:
-            return
+        ours = self._own_streams()
+        own = [self._held(server, ours, base) for server in log_servers]
+        copies = {stream: [held[stream] for held in own if stream in held] for stream in ours}
+        found = gaps(copies, self._logged_alike(view, copied.witnesses, base), steps)
         for stream, lacking in found.items():
             writer.lacks(stream, lacking)
-        writer.declare()  # before anybody waits for these records: others may replay at this moment
-        first, last = min(s.first for s in found.values()), max(s.last for s in found.values())
-        events.emit("gap_declared", rank=self._rank, first_step=first, last_step=last, streams=sorted(found))
-        self._member.ask_checkpoint(
-            last,
-            f"rank {self._rank} was copied, and its streams lack records of {Steps(first, last)}",
-        )
+        if found:
+            hole = _spanned(found.values())
+            events.emit(
+                "gap_declared",
+                rank=self._rank,
+                first_step=hole.first,
+                last_step=hole.last,
+                streams=sorted(found),
+            )
+            writer.declare()  # before anybody waits for these records: others may replay at this moment
+        # Marks that are there already count as well: who has put them there may have got no further.
+        marks = (key for held in own for logged in held.values() for key in logged)
+        touching = [one for one in map(declared, marks) if one is not None and one.first <= steps.last]
+        if unlogged := [*touching, *found.values()]:
+            hole = _spanned(unlogged)
+            self._member.ask_checkpoint(
+                hole.last, f"rank {self._rank} was copied, and its streams lack records of {hole}"
+            )
 
-    def _held(
-        self, servers: Iterable[str], streams: list[str], from_step: int
-    ) -> dict[str, dict[str, dict[RecordKey, bytes]]]:
-        """server -> stream -> what it has of it, where that is not damaged. Servers that do not answer are left out."""
-        found: dict[str, dict[str, dict[RecordKey, bytes]]] = {}
-        for server in servers:
-            held: dict[str, dict[RecordKey, bytes]] = {}
-            reader = LogReader([server], self._member.client.job)
-            try:
-                for stream in streams:
-                    with suppress(RecordCorrupt, RecordTrimmed):
-                        held[stream] = reader.digests(
-                            stream, from_step, server, cancelled=lambda: self._member.noticed
-                        )
-            except LogInterrupted:
-                raise
-            except LogUnavailable:
-                continue
-            finally:
-                reader.close()
-            found[server] = held
-        return found
+    def _held(self, server: str, streams: list[str], from_step: int) -> dict[str, dict[RecordKey, bytes]]:
+        """By stream, what a server has of it, where that is not damaged. Raises LogUnavailable: what does not answer
+        has not nothing."""
+        held: dict[str, dict[RecordKey, bytes]] = {}
+        reader = LogReader([server], self._member.client.job)
+        try:
+            for stream in streams:
+                self._member.check()
+                with suppress(RecordCorrupt, RecordTrimmed):
+                    held[stream] = reader.digests(
+                        stream, from_step, server, cancelled=lambda: self._member.noticed
+                    )
+        finally:
+            reader.close()
+        return held
 
-    def _logged(
-        self, held: dict[str, dict[str, dict[RecordKey, bytes]]], rank: int
-    ) -> dict[str, set[RecordKey]]:
-        """What a replica has logged, on some server, by the names of this rank's streams."""
-        logged: dict[str, set[RecordKey]] = {}
-        for ours, theirs in zip(self._own_streams(), self._streams_of(rank), strict=True):
-            for copy in held.values():
-                if theirs in copy:
-                    logged.setdefault(ours, set()).update(copy[theirs])
-        return logged
+    def _logged_alike(
+        self, view: pb.View, ranks: tuple[int, ...], from_step: int
+    ) -> Iterator[dict[str, set[RecordKey]]]:
+        """What each replica has logged, on the servers of its that answer, by the names of this rank's streams."""
+        for rank in ranks:
+            logged: dict[str, set[RecordKey]] = {}
+            theirs = self._streams_of(rank)
+            for server in [
+                server for logs in view.log_copies if logs.rank == rank for server in logs.servers
+            ]:
+                try:
+                    held = self._held(server, theirs, from_step)
+                except LogInterrupted:
+                    raise
+                except LogUnavailable:
+                    continue
+                for ours, name in zip(self._own_streams(), theirs, strict=True):
+                    if name in held:
+                        logged.setdefault(ours, set()).update(held[name])
+            yield logged
 
     def _expect_own(self, writer: Writer, log_servers: list[str], from_version: int) -> None:
         """What this rank's streams hold already, on each server, is compared, and not logged there again."""

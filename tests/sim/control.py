@@ -288,6 +288,7 @@ def _summaries(server: ServerProcess) -> list[StreamSummary]:
             unlogged=(stream.unlogged_from_step, stream.unlogged_to_step)
             if stream.HasField("unlogged_from_step")
             else None,
+            marks=stream.marks,
         )
         for stream in reply.streams
     ]

@@ -1,7 +1,7 @@
 """What a dead writer has not got out: told from the log's own copies and from what a replica has logged."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
@@ -93,7 +93,52 @@ def test_a_stream_of_the_replica_that_cannot_be_read_tells_nothing() -> None:
 
 def test_one_replica_that_can_tell_is_enough() -> None:
     assert lacking(keys(range(10, 15)), alike=([], WHOLE)) is None
-    assert lacking(keys(range(10, 15))[:-1], alike=(WHOLE[:-5], WHOLE)) == Steps(14, 14)
+    unsure = [*keys(range(10, 14)), mark(Steps(14, 14)), *keys([15])]
+    assert lacking(keys(range(10, 15))[:-1], alike=(unsure, WHOLE)) == Steps(14, 14)
+
+
+def test_no_more_replicas_are_asked_than_it_takes() -> None:
+    asked: list[int] = []
+
+    def alike() -> Iterator[dict[str, list[RecordKey]]]:
+        for number, logged in enumerate((keys(range(13, 16)), WHOLE, WHOLE)):
+            asked.append(number)
+            yield {"a": logged, "b": WHOLE}
+
+    assert gaps({"a": [keys(range(10, 13))], "b": [WHOLE]}, alike(), STEPS) == {"a": Steps(13, 14)}
+    assert asked == [0, 1]
+    asked.clear()
+    assert gaps({"a": [WHOLE], "b": [WHOLE]}, alike(), STEPS) == {}
+    assert asked == []
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_replica_that_has_not_logged_so_far_cannot_tell(more: int) -> None:
+    """What it has not got out, a rank that died beside it may not have got out either."""
+    own = keys(range(10, 14))[: 6 + more]
+    assert gaps({"a": [own]}, [{"a": keys(range(10, 13))}], STEPS) == {"a": Steps(13, 14)}
+
+
+@pytest.mark.parametrize("later", [keys(range(14, 16)), []])
+def test_where_a_stream_of_a_replica_begins_says_nothing_of_another(later: list[RecordKey]) -> None:
+    """It has moved to other servers, and has sent them of each stream what it still had."""
+    own = {"F": [WHOLE], "B": [keys(range(10, 13))]}
+    found = gaps(own, [{"F": keys(range(11, 16)), "B": later}], Steps(10, 13))
+    assert found == {"B": Steps(12, 13)}
+
+
+class Counted(list[RecordKey]):
+    passes = 0
+
+    def __iter__(self) -> Iterator[RecordKey]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_keys_are_gone_through_once_and_not_for_each_step() -> None:
+    own, alike = Counted(keys([0])), Counted(keys(range(200)))
+    assert gaps({"a": [own]}, [{"a": alike}], Steps(0, 199)) == {"a": Steps(1, 199)}
+    assert max(own.passes, alike.passes) < 5
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -110,6 +110,7 @@ def test_a_full_queue_never_holds_the_caller_up_and_what_is_missing_is_in_the_lo
         assert writer.unlogged() is None
         writer.flush(TIMEOUT_S)
         assert inventory(server).unlogged == Steps(first, last)
+        assert inventory(server).marks == 1
         there = steps_there(server)
         assert all(there[step] == 2 for step in range(first))
         assert not any(step in there for step in range(first + 1, last + 1))

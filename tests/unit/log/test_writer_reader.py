@@ -12,6 +12,7 @@ import pytest
 
 from services.logserver.state import EngineConfig
 from services.logserver.storage import DirectoryStorage
+from swift._pb import log_pb2
 from swift.errors import (
     Divergence,
     LogInterrupted,
@@ -170,11 +171,39 @@ def test_divergence_names_the_record(server: InProcess) -> None:
         writer.set_generation(1)
         put(writer, 8, stream="s2.B")
         writer.flush(TIMEOUT_S)
+        assert isinstance(writer.refused(), Divergence)  # the record does not come again
+        assert writer.refused() is None
     with writing(server) as writer:
         put(writer, 1, value=5)
         put(writer, 1, value=6)
         with pytest.raises(Divergence):
             writer.flush(TIMEOUT_S)
+
+
+def test_a_server_makes_the_digests_answer_without_keeping_others_waiting(
+    server: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writing(server) as writer:
+        put(writer, 1)
+        writer.flush(TIMEOUT_S)
+    changed, free = server.engine.state.changed, []
+    make = log_pb2.RecordDigest
+
+    def making(**fields: object) -> log_pb2.RecordDigest:
+        def look() -> None:
+            free.append(changed.acquire(timeout=1.0))
+            if free[-1]:
+                changed.release()
+
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        return make(**fields)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(log_pb2, "RecordDigest", making)
+    found = server.engine.reading.digests(log_pb2.DigestsRequest(job=JOB, stream="s0.F"))
+    assert [record.step for record in found] == [1]
+    assert free == [True]
 
 
 def test_forgotten_keys_are_sent_and_the_server_answers(server: InProcess) -> None:

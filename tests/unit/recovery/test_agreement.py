@@ -311,6 +311,18 @@ class TestReplay:
         log = {"r1.C": StreamSummary(stream="r1.C", records=5, first_step=10, last_step=14)}
         assert decided(reports(held(15), LOST), layout, log, config=config).restores
 
+    @pytest.mark.parametrize(("records", "restores"), [(2, False), (3, True)])
+    def test_a_stream_of_nothing_but_marks_wants_no_source(self, records: int, restores: bool) -> None:
+        layout = mesh(2, 2)
+        log = whole_log(layout, 10, 14)
+        log["r0.C"] = StreamSummary(
+            stream="r0.C", records=records, first_step=12, last_step=14, unlogged=(10, 14), marks=2
+        )
+        said = reports(held(15), LOST, held(15), held(15))
+        outcome = decided(said, layout, log, config=PlanConfig(strategy="replay"))
+        assert outcome.restores == restores
+        assert outcome.collective_source == -1
+
     def test_one_who_keeps_comes_first(self) -> None:
         layout = mesh(2, 2)
         log = whole_log(layout, 10, 14)

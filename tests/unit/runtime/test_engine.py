@@ -9,6 +9,7 @@ from swift.errors import (
     Divergence,
     LogUnavailable,
     RecordCorrupt,
+    ReplayRefused,
     SequenceConflict,
     ServiceError,
     SwiftError,
@@ -38,6 +39,7 @@ class Told:
 
     def __init__(self, trouble: SwiftError | None = None) -> None:
         self.trouble = trouble
+        self.lost: SwiftError | None = None
         self.moves: list[tuple[int, list[str], list[str]]] = []
         self.reports: list[int] = []
 
@@ -47,6 +49,10 @@ class Told:
     def flush(self, timeout_s: float) -> None:
         if self.trouble is not None:
             raise self.trouble
+
+    def refused(self) -> SwiftError | None:
+        lost, self.lost = self.lost, None
+        return lost
 
     def report(self, generation: int, version: int | None, **_: object) -> None:
         self.reports.append(generation)
@@ -95,6 +101,39 @@ def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: Sw
     engine._writer = told  # type: ignore[assignment]
     engine._report(view_of("l0:1"))
     assert told.reports == [2]
+    assert not engine._restorer.flushed, "its log is no witness"
+    told.trouble = None
+    engine._report(view_of("l0:1"))
+    assert engine._restorer.flushed
+
+
+@pytest.mark.parametrize("when", ["before", "with", "after"])
+def test_a_record_that_was_not_taken_is_refused_however_many_generations_come_between(when: str) -> None:
+    told = Told()
+    engine = engine_of(told)
+    engine._writer = told  # type: ignore[assignment]
+    followed: list[Any] = []
+    engine._restorer.follow = lambda plan, *_: followed.append(plan.ranks[0].strategy)  # type: ignore[method-assign]
+    if when != "after":
+        told.lost = Divergence("s1.F step 3 is not the same")
+        told.trouble = told.lost if when == "with" else None
+        engine._report(view_of("l0:1"))
+        told.trouble = None
+        engine._report(view_of("l0:1", generation=3))
+        assert not engine._restorer.flushed
+    else:
+        told.lost = ServiceError("s1.F step 3 cannot be logged")
+    for strategy in (pb.KEEP, pb.REPLICA, pb.KEEP):
+        with pytest.raises(ReplayRefused, match="what rank 1 has done is not in the log: s1"):
+            engine._follow_plan(plan_of(strategy), lambda _: None)
+    assert followed == []
+    for strategy in (pb.CHECKPOINT, pb.KEEP):  # it does these steps again
+        engine._follow_plan(plan_of(strategy), lambda _: None)
+    assert followed == [pb.CHECKPOINT, pb.KEEP]
+
+
+def plan_of(strategy: Any) -> pb.Plan:
+    return pb.Plan(target_version=3, ranks=[pb.RankPlan(rank=1, strategy=strategy)])
 
 
 def test_what_no_generation_makes_good_is_still_raised() -> None:

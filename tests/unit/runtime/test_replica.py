@@ -478,3 +478,13 @@ def test_bytes_of_a_tensor() -> None:
 def test_a_transfer_has_sources_of_its_own(sources: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="sources"):
         Transfer(joiner=2, sources=sources, version=0)
+
+
+@pytest.mark.parametrize("logged", [(True, True), (False, True), (True, False), (False, False)])
+def test_a_source_says_whether_its_log_is_whole(logged: tuple[bool, bool]) -> None:
+    memory = Memory()
+    transfer = Transfer(joiner=2, sources=(0, 1), version=3)
+    for rank in transfer.sources:
+        send_state(transfer, rank, {"a": torch.ones(3)}, never, wire=memory.at(rank), logged=logged[rank])
+    received = receive_state(transfer, 2, {}, never, wire=memory.at(2))
+    assert received.witnesses == tuple(rank for rank in (0, 1) if logged[rank])

@@ -15,7 +15,9 @@ from swift.errors import (
     UsageError,
 )
 from swift.log.record import RecordKey
+from swift.log.unlogged import Steps, mark
 from swift.runtime import restore
+from swift.runtime.communicator import Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.restore import Restorer
@@ -52,6 +54,8 @@ class Opened:
         self.damaged: set[str] = set()
         self.down: set[str] = set()
         self.called_off: set[str] = set()
+        self.asked: list[str] = []
+        self.witnesses: tuple[int, ...] = (1,)
         self.held: dict[str, list[RecordKey]] = {}
         self.lacking: dict[str, tuple[int, int]] = {}
         self.declared = False
@@ -67,6 +71,7 @@ class Opened:
         self.declared = True
 
     def digests(self, stream: str, from_step: int, server: str, *, cancelled: Any) -> dict[RecordKey, bytes]:
+        self.asked.append(server)
         if server in self.damaged:
             raise RecordCorrupt(f"damaged on {server}")
         if server in self.called_off:
@@ -174,6 +179,113 @@ def test_who_was_copied_in_a_recovery_that_was_superseded_still_declares(
     assert not log.lacking, "once is enough"
 
 
+@pytest.mark.parametrize("got_out", [True, False])
+def test_who_declares_what_another_generation_has_already_sent_asks_for_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, got_out: bool
+) -> None:
+    """The marks that a call that was called off has left are due, and go out with the next report."""
+    log = logged_to(1)
+    asked: list[int] = []
+    restorer = restorer_of(monkeypatch, log, asked)
+
+    def called_off() -> None:
+        raise LogInterrupted("called off")
+
+    log.declare = called_off  # type: ignore[method-assign]
+    with pytest.raises(LogInterrupted):
+        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    assert asked == []
+    del log.declare
+    if got_out:
+        log.held["s1c0.F"].append(mark(Steps(*log.lacking["s1c0.F"])))
+    log.lacking.clear()
+    restorer.follow(plan_of(pb.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    assert asked == [2]
+    assert log.declared != got_out
+
+
+@pytest.mark.parametrize(
+    ("marked", "asked"),
+    [(Steps(0, 0), [0]), (Steps(1, 2), [2]), (Steps(2, 4), [4]), (Steps(3, 3), []), (None, [])],
+)
+def test_a_checkpoint_makes_up_for_what_a_predecessor_declared(
+    monkeypatch: pytest.MonkeyPatch, marked: Steps | None, asked: list[int]
+) -> None:
+    """It may have died before it asked."""
+    log = logged_to(2)
+    if marked is not None:
+        log.held["s1c0.F"].append(mark(marked))
+    assert follow(monkeypatch, log, pb.REPLICA, False) == asked
+    assert not log.declared
+    assert follow(monkeypatch, log, pb.REPLICA, False, checkpoint=3) == []
+
+
+def test_a_server_of_its_own_that_does_not_answer_is_not_taken_to_have_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = logged_to(2)
+    log.down |= {"l0", "l1"}
+    with pytest.raises(LogUnavailable):
+        follow(monkeypatch, log, pb.REPLICA, True)
+    assert not log.lacking
+
+
+def test_one_replica_is_asked_and_then_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged_to(2)
+    log.held["s1c2.F"] = log.held["s1c1.F"]
+    log.witnesses = (1, 2)
+    places = [pb.LogCopies(rank=0, servers=["l0"]), pb.LogCopies(rank=1, servers=["l2"])]
+    places.append(pb.LogCopies(rank=2, servers=["l3"]))
+    restorer = restorer_of(monkeypatch, log, [])
+    restorer._member.watcher.latest.ClearField("log_copies")
+    restorer._member.watcher.latest.log_copies.extend(places)
+    restorer.follow(plan_of(pb.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
+    assert set(log.asked) == {"l0", "l2"}
+    assert not log.lacking
+
+
+def test_a_recovery_that_is_superseded_asks_for_no_more_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged_to(1)
+    restorer = restorer_of(monkeypatch, log, [])
+    restorer._state.lived = True
+
+    def check() -> None:
+        if log.asked:
+            raise Interrupted("a newer generation")
+
+    restorer._member.check = check  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    assert log.asked == ["l0"]
+
+
+@pytest.mark.parametrize(("flushed", "copied"), [(True, False), (False, False), (True, True)])
+def test_a_source_is_a_witness_if_it_has_flushed_and_declared(
+    monkeypatch: pytest.MonkeyPatch, flushed: bool, copied: bool
+) -> None:
+    log = logged_to(1)
+    restorer = restorer_of(monkeypatch, log, [])
+    restorer._state.state_dict = dict  # type: ignore[method-assign, assignment]
+    told: list[bool] = []
+
+    def send(*_: Any, logged: bool, **__: Any) -> Any:
+        told.append(logged)
+        return SimpleNamespace(bytes=0, seconds=0.0, digest="")
+
+    monkeypatch.setattr(restore, "send_state", send)
+    if copied:
+        log.called_off.add("l0")
+        with pytest.raises(LogInterrupted):
+            restorer.follow(plan_of(pb.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
+        log.called_off.clear()
+    restorer.flushed = flushed
+    other = pb.RankPlan(rank=1, strategy=pb.REPLICA, from_version=3, sources=[0])
+    keeps = pb.RankPlan(rank=0, strategy=pb.KEEP, from_version=3)
+    plan = pb.Plan(target_version=3, exact=True, ranks=[keeps, other])
+    restorer.follow(plan, log, ["l0"], lambda: None)  # type: ignore[arg-type]
+    assert told == [flushed and not copied]
+
+
 def test_a_checkpoint_after_the_copy_leaves_nothing_to_declare(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logged_to(1)
     restorer = restorer_of(monkeypatch, log, [])
@@ -187,6 +299,10 @@ def test_a_checkpoint_after_the_copy_leaves_nothing_to_declare(monkeypatch: pyte
 
 def test_a_replica_whose_log_cannot_be_read_is_no_witness(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logged_to(2)
+    log.witnesses = ()
+    follow(monkeypatch, log, pb.REPLICA, False)
+    assert log.lacking["s1c0.F"] == (2, 2), "it has told that it could not log everything"
+    log.witnesses = (1,)
     log.down.add("l2")
     follow(monkeypatch, log, pb.REPLICA, False)
     assert log.lacking["s1c0.F"] == (2, 2)  # it may lack a record
@@ -217,7 +333,7 @@ def plan_of(strategy: Any) -> pb.Plan:
 
 def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], checkpoint: int = 0) -> Restorer:
     monkeypatch.setattr(restore, "LogReader", lambda servers, job: log)
-    received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="")
+    received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="", witnesses=log.witnesses)
     monkeypatch.setattr(restore, "receive_state", lambda *given, **named: received)
     state = TrainerState(1, Updates(SessionConfig(), None, FaultInjector(0), lambda: None))
     state.version, state.present = 3, True
