@@ -93,7 +93,6 @@ class SidecarWriter(Declaring):
         self._replacing = threading.Lock()
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
         self._error: SwiftError | None = None  # until the next generation
-        self._refused = []
         self._trouble: SwiftError | None = None  # until the sidecar says otherwise
         self._interrupted = False
         self._closed = False
@@ -504,8 +503,7 @@ class SidecarWriter(Declaring):
             if "trouble" in message:
                 error = error_from_json(message["trouble"])
                 if error is not None and message["final"]:
-                    self._error = self._error or error
-                    self._refused = self._refused or [error]
+                    self._error = self._error or self._refuse(error)
                 else:
                     self._trouble = error
             elif "codec" in message:

@@ -139,7 +139,7 @@ class Declaring(ABC):
     """When the queue is full, records are dropped."""
     _unlogged: Unlogged
     _unlogged_lock: AbstractContextManager[Any]
-    _refused: list[SwiftError]
+    _refused: SwiftError | None = None
 
     def unlogged(self) -> Dropped | None:
         """What was dropped since the last call."""
@@ -149,7 +149,14 @@ class Declaring(ABC):
     def refused(self) -> SwiftError | None:
         """Why a record was not taken since the last call; what is not for want of room. A new generation forgets the
         error, but the record does not come again."""
-        return self._refused.pop() if self._refused else None
+        refused = self._refused
+        if refused is not None:
+            self._refused = None
+        return refused
+
+    def _refuse(self, error: SwiftError) -> SwiftError:
+        self._refused = self._refused or error
+        return error
 
     def lacks(self, stream: str, steps: Steps) -> None:
         """Declares steps of a stream unlogged: who had the rank before has not got all of them out."""

@@ -164,7 +164,6 @@ class LogWriter(Declaring):
         self._working: _Item | None = None
         self._known: dict[str, dict[RecordKey, _Known]] = {}
         self._error: SwiftError | None = None
-        self._refused = []
         self._interrupted = False
         self._closed = False
         self._name = name or job
@@ -429,8 +428,7 @@ class LogWriter(Declaring):
 
     def _on_error(self, error: SwiftError) -> None:
         with self._cond:
-            self._error = self._error or error
-            self._refused = self._refused or [error]
+            self._error = self._error or self._refuse(error)
 
     def _on_choice(self, stream: str, choice: Choice) -> None:
         """What "auto" does with a stream from here on."""
