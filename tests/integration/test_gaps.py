@@ -104,7 +104,7 @@ def test_behind_the_checkpoint_that_this_forces_a_loss_is_replayed(
         run.kill(2, 3)
         run.end()
     (asked,) = run.said("checkpoint_asked")
-    assert "was copied, and its streams lack records of steps" in asked["reason"]
+    assert "was copied, and its streams lack records of step" in asked["reason"]
     *_, last = run.said("plan")
     assert [rank["from_version"] for rank in last["ranks"][2:]] == [base, base], last["reason"]
     assert {rank["strategy"] for rank in last["ranks"][2:]} == {"REPLAY"}
