@@ -31,6 +31,8 @@ RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
 JOBS_MAX = 1024
+# A generation's resets, by their numbers: the second one drops what ranks have sent to a new server since the first.
+EMPTIED_WHEN_NEW, GIVEN_UP = 0, 1
 
 T = TypeVar("T")
 
@@ -297,7 +299,7 @@ class Driver:
 
         def fence(address: str) -> None:
             if address in fresh:  # what a new one has of this job was not written by it, or long ago
-                self._logs.reset(address, name, generation)
+                self._logs.reset(address, name, generation, EMPTIED_WHEN_NEW)
                 return
             # Fenced, it knows the job: nobody could tell any more that what it had is gone.
             if granted and self._logs.space(address, name, generation).unknown:
@@ -311,7 +313,7 @@ class Driver:
         name = job.row.job
 
         def reset(address: str) -> None:
-            self._logs.reset(address, name, generation)
+            self._logs.reset(address, name, generation, GIVEN_UP)
 
         if await self._ask_all(job, generation, reset) is not None:
             self.apply(name, m.LogsReset(generation=generation))

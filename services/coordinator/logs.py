@@ -27,8 +27,8 @@ class LogControl(Protocol):
         """It may drop the records of steps below `below_step`."""
         ...
 
-    def reset(self, address: str, job: str, generation: int) -> None:
-        """It drops every record of the job. GenerationRefused."""
+    def reset(self, address: str, job: str, generation: int, number: int) -> None:
+        """It drops every record of the job, once for each number of a generation. GenerationRefused."""
         ...
 
     def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
@@ -63,11 +63,11 @@ class LogServers:
         with _named_errors(address, job):
             admin.trim(address, job, below_step, self._timeout_s)
 
-    def reset(self, address: str, job: str, generation: int) -> None:
+    def reset(self, address: str, job: str, generation: int, number: int) -> None:
         with _named_errors(address, job):
             # A server that came back with an empty disk holds no generation yet.
             admin.fence(address, job, generation, self._timeout_s)
-            admin.reset(address, job, generation, self._timeout_s)
+            admin.reset(address, job, generation, self._timeout_s, number=number)
 
     def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
         with _named_errors(address, job):

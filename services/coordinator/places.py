@@ -155,10 +155,10 @@ class Places:
         open_ = [n for n, server in enumerate(servers) if _was_lost(server) and n not in taken]
         named = [n for n, server in enumerate(servers) if server.address == lost and n not in taken]
         found = next(iter([*reversed(named), *open_]), None)
-        if (
-            found is not None and servers[found].fresh
-        ):  # it never came into use: it takes the place that this one had
-            return servers[found].instead_of
+        if found is not None and servers[found].fresh:
+            return servers[
+                found
+            ].instead_of  # that one never came into use, and leaves the place it was to take
         return found
 
     def named(self, number: int) -> dict[str, object]:

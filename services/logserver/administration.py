@@ -71,8 +71,8 @@ class Administration:
     def _trim(self, job: JobState, below_step: int) -> int:
         return self._carry_out(procedures.trim(self._state, job, below_step))
 
-    def reset(self, job_name: str, generation: int) -> None:
-        self._carry_out(procedures.reset(self._state, job_name, generation))
+    def reset(self, job_name: str, generation: int, number: int) -> None:
+        self._carry_out(procedures.reset(self._state, job_name, generation, number))
 
     def _carry_out(self, procedure: Procedure[T]) -> T:
         """Raises Refused, also where a step could not be done."""

@@ -43,6 +43,7 @@ class Appends:
         job = self._state.core.job(recovered.name)
         job.generation = recovered.meta.generation
         job.reset_generation = recovered.meta.reset_generation
+        job.reset_number = recovered.meta.reset_number
         job.trimmed_below_step = job.trim_wanted = job.trim_recorded = recovered.meta.trimmed_below_step
         for found in recovered.streams:
             stream = job.stream(found.name)

@@ -162,7 +162,8 @@ class JobState:
     generation: int = 0
     trimmed_below_step: int = 0
     reset_generation: int = 0
-    """The last generation whose reset is durable: asked for again, it drops nothing."""
+    reset_number: int = 0
+    """The last reset that is durable, of that generation's: asked for again, or an older one, nothing is dropped."""
     trim_wanted: int = 0
     """A trim that waits for readers of older steps."""
     trim_recorded: int = 0

@@ -94,20 +94,21 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
     return trimmed
 
 
-def reset(state: ServerState, job_name: str, generation: int) -> Procedure[None]:
-    """Drops every record of the job, under its granted generation; once, however late or often it is asked for."""
+def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -> Procedure[None]:
+    """Drops every record of the job, under its granted generation; once, however late or often it is asked for.
+    ``number`` counts the resets of one generation."""
     check_names(job_name)
     job = state.core.known(job_name)
     refusal = state.core.check_generation(job, generation)
     if refusal is not None:
         raise Refused(refusal)
-    if job.reset_generation == generation:
+    if (job.reset_generation, job.reset_number) >= (generation, number):
         return
     yield from _cut_off(state, job, Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
     changed = state.core.reset(job)
     state.space.recount(state.core)
-    yield Save(job_name, replace(meta_of(job), reset_generation=generation))
-    job.reset_generation = generation
+    yield Save(job_name, replace(meta_of(job), reset_generation=generation, reset_number=number))
+    job.reset_generation, job.reset_number = generation, number
     yield Clean(changed)
     yield Emit("reset", {"job": job_name, "generation": generation})
 
@@ -172,6 +173,7 @@ def meta_of(job: JobState) -> JobMeta:
         generation=job.generation,
         trimmed_below_step=job.trimmed_below_step,
         reset_generation=job.reset_generation,
+        reset_number=job.reset_number,
         streams={
             name: StreamMeta(stream.first, stream.durable, stream.quarantined)
             for name, stream in job.streams.items()

@@ -138,7 +138,7 @@ class LogServicer:
 
     def reset(self, request: log_pb2.ResetRequest, context: Context) -> log_pb2.ResetReply:
         def work() -> log_pb2.ResetReply:
-            self.engine.administration.reset(request.job, request.generation)
+            self.engine.administration.reset(request.job, request.generation, request.number)
             return log_pb2.ResetReply()
 
         return self._unary(context, work)

@@ -14,22 +14,20 @@ PYARROW = "pyarrow>=18"
 
 def over_log(total: int) -> float:
     """Seconds for `total` bytes from a LogWriter to a server that acknowledges what it has verified."""
-    count = total // SIZE
-    with Worker.of_log("sink", "-", "-", SIZE, count) as sink:
-        address = f"127.0.0.1:{sink.line()}"
-        with Worker.of_log("append", address, "bench/s0.F", SIZE, count) as writer:
-            writer.begin()
-            found = writer.result()
-    return found["ended"] - found["began"]
+    return _between("sink", "append", total)
 
 
 def over_grpc(total: int) -> float:
     """Seconds for `total` bytes in one call of gRPC for Python, of messages as large as the log's: no checksum,
     nothing done with them. What the log adds cannot make it quicker."""
+    return _between("drain", "pour", total)
+
+
+def _between(server_role: str, client_role: str, total: int) -> float:
     count = total // SIZE
-    with Worker.of_log("drain", "-", "-", SIZE, count) as server:
+    with Worker.of_log(server_role, "-", "-", SIZE, count) as server:
         address = f"127.0.0.1:{server.line()}"
-        with Worker.of_log("pour", address, "-", SIZE, count) as client:
+        with Worker.of_log(client_role, address, "bench/s0.F", SIZE, count) as client:
             client.begin()
             found = client.result()
     return found["ended"] - found["began"]

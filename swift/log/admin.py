@@ -74,11 +74,12 @@ def trim(address: str, job: str, below_step: int, timeout_s: float) -> int:
         return int(reply.trimmed_below_step)
 
 
-def reset(address: str, job: str, generation: int, timeout_s: float) -> None:
+def reset(address: str, job: str, generation: int, timeout_s: float, *, number: int = 0) -> None:
     """(everybody restores a checkpoint, because the log cannot be trusted) Drops every record of the job, and
-    what is known of damage. ``generation`` must be the granted one."""
+    what is known of damage. ``generation`` must be the granted one. Each reset is done once, however late or often
+    it is asked for; ``number`` tells those of one generation apart, and rises."""
     with _stub(address) as stub:
-        request = log_pb2.ResetRequest(job=job, generation=generation)
+        request = log_pb2.ResetRequest(job=job, generation=generation, number=number)
         stub.Reset(request, timeout=timeout_s, wait_for_ready=True)
 
 

@@ -32,7 +32,8 @@ class JobMeta:
     trimmed_below_step: int = 0
     streams: dict[str, StreamMeta] = field(default_factory=dict)
     reset_generation: int = 0
-    """The last generation whose reset was carried out."""
+    reset_number: int = 0
+    """The last reset that was carried out: of which generation, and which of its resets."""
 
 
 def encode_manifest(meta: JobMeta) -> bytes:

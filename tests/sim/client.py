@@ -87,9 +87,8 @@ class SimLink:
     def _send(self, call: Call, message: bytes | None) -> None:
         if call.broken:
             return
-        now = self._process.kernel.now
-        call.up_at = max(call.up_at, now + self._network.delay_s())
-        call.server.later(call.up_at - now, call.server.guarded, call.server.receive, call, message)
+        call.up_at = max(call.up_at, self._process.kernel.now + self._network.delay_s())
+        call.server.at(call.up_at, call.server.guarded, call.server.receive, call, message)
 
     def _on_reply(self, call: Call, reply: log_pb2.AppendReply) -> None:
         if call is not self._call:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from services.coordinator import messages as m
 from services.coordinator.core import Job
+from services.coordinator.driver import GIVEN_UP
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
@@ -234,7 +235,7 @@ class Coordinator(Process):
             if refusal is not None:
                 done(refusal, result)
             else:
-                server.run(lambda: procedures.reset(state, JOB, number), done)
+                server.run(lambda: procedures.reset(state, JOB, number, GIVEN_UP), done)
 
         if question.kind == "inventory":
             done(None, _summaries(server))

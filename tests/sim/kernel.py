@@ -28,8 +28,12 @@ class Kernel:
         self._trace: deque[tuple[float, str, tuple[object, ...]]] = deque(maxlen=TRACE_LENGTH)
 
     def after(self, delay_s: float, action: Action, *args: Any) -> None:
+        self.at(self.now + delay_s, action, *args)
+
+    def at(self, time_s: float, action: Action, *args: Any) -> None:
+        """What is to be at the same time comes in the order of these calls. (A delay to it may be rounded.)"""
         self._events += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._events, action, args))
+        heapq.heappush(self._heap, (time_s, self._events, action, args))
 
     def run(self, until: Callable[[], bool], until_s: float) -> bool:
         """False: the time was over first, or nothing happens any more."""
@@ -72,13 +76,17 @@ class Process:
 
     def later(self, delay_s: float, action: Action, *args: Any) -> None:
         """Unless it has died by then."""
-        self.kernel.after(delay_s, self._do, action, args)
+        self.at(self.kernel.now + delay_s, action, *args)
+
+    def at(self, time_s: float, action: Action, *args: Any) -> None:
+        """At that time, unless it has died by then."""
+        self.kernel.at(time_s, self._do, action, args)
 
     def _do(self, action: Action, args: tuple[Any, ...]) -> None:
         if not self.alive:
             return
         if self.kernel.now < self.resumes_at:
-            self.kernel.after(self.resumes_at - self.kernel.now, self._do, action, args)
+            self.at(self.resumes_at, action, *args)
         else:
             action(*args)
 

@@ -92,13 +92,12 @@ class Outbox:
             join(self._last, item)
             return
         self._last = item
-        now = server.kernel.now
-        call.down_at = max(call.down_at, now + server.network.delay_s())
+        call.down_at = max(call.down_at, server.kernel.now + server.network.delay_s())
         if item is None:
             server.later(0.0, self._end)
         else:
             self._underway += 1
-            call.client.later(call.down_at - now, self._deliver, item)
+            call.client.at(call.down_at, self._deliver, item)
 
     def _deliver(self, reply: log_pb2.AppendReply) -> None:
         if reply is self._last:
@@ -121,8 +120,7 @@ class Outbox:
                 raise Violation("limit", f"{call.writer} is one too many, it is said: {refusal.message}")
         if call.client is not None and not call.broken:
             reason, message = (refusal.reason, refusal.message) if refusal is not None else ("", "ended")
-            delay_s = max(0.0, call.down_at - self.server.kernel.now)
-            call.client.later(delay_s, call.on_end, call, reason, message)
+            call.client.at(max(call.down_at, self.server.kernel.now), call.on_end, call, reason, message)
 
 
 class Observed(Commits):

@@ -201,9 +201,9 @@ def test_a_reset_that_comes_late_and_drops_again(
 ) -> None:
     real = procedures.reset
 
-    def reset(state: ServerState, job: str, generation: int) -> Generator[Step, None, None]:
+    def reset(state: ServerState, job: str, generation: int, number: int) -> Generator[Step, None, None]:
         state.core.job(job).reset_generation = 0
-        return real(state, job, generation)
+        return real(state, job, generation, number)
 
     only(monkeypatch, "two ranks killed")
     mutation.setattr(procedures, "reset", reset)

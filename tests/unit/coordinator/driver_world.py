@@ -42,8 +42,8 @@ class FakeLogs:
     def trim(self, address: str, job: str, below_step: int) -> None:
         self._called("trim", address, job, below_step)
 
-    def reset(self, address: str, job: str, generation: int) -> None:
-        self._called("reset", address, job, generation)
+    def reset(self, address: str, job: str, generation: int, number: int) -> None:
+        self._called("reset", address, job, generation, number)
         self.forgotten.discard(address)
 
     def space(self, address: str, job: str, generation: int) -> JobSpace:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from services.coordinator import messages as m
-from services.coordinator.driver import Driver, NoSuchJob, Unavailable
+from services.coordinator.driver import EMPTIED_WHEN_NEW, Driver, NoSuchJob, Unavailable
 from services.coordinator.logs import GenerationRefused
 from services.coordinator.row import LogServer
 from services.coordinator.store import MemoryStore, StoreFailed
@@ -282,7 +282,7 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
         ("l1", False),
     ]
     assert sorted(view.log_copies[0].servers) == ["l0", "l1"]
-    assert ("reset", "l1", "j", 2) in logs.calls
+    assert ("reset", "l1", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
     driver._begin_anew(driver._jobs["j"], 1, "l1")  # late
     assert driver.generation_of("j") == 2
     driver.stop()
@@ -378,13 +378,13 @@ async def test_a_log_server_that_comes_is_emptied_before_it_is_used(
     await run_to_running(driver)
     driver.apply("j", m.ChangeLogServers(add="l2", add_host="m2"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
-    assert ("reset", "l2", "j", 2) in logs.calls
+    assert ("reset", "l2", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
     assert ("fence", "l0", "j", 2) in logs.calls
     # Writers are sending to it by now: the next generation must not empty it again.
     driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert ("fence", "l2", "j", 3) in logs.calls
-    assert ("reset", "l2", "j", 3) not in logs.calls
+    assert ("reset", "l2", "j", 3, EMPTIED_WHEN_NEW) not in logs.calls
     driver.stop()
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from services.coordinator import messages as m
-from services.coordinator.driver import Driver
+from services.coordinator.driver import EMPTIED_WHEN_NEW, GIVEN_UP, Driver
 from services.coordinator.places import unreplaced
 from services.coordinator.row import RankLogs
 from services.coordinator.store import MemoryStore
@@ -134,6 +134,25 @@ async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
 
 
 @scenario
+async def test_a_plan_that_gives_the_log_up_drops_what_a_new_server_was_sent_meanwhile(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = driver_of(logs, store, ("l0",))
+    await run_to_running(driver)
+    logs.forgotten = {"l0"}
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    driver.join("j", join(incarnation="b"))
+    await planning(driver, 3)
+    driver.apply("j", m.MemberReport(sender=sender("b"), generation=3, version=None))
+    view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
+    assert view.plan.ranks[0].strategy == pb.CHECKPOINT
+    resets = [call for call in logs.calls if call[0] == "reset"]
+    assert resets == [("reset", "l0", "j", 3, EMPTIED_WHEN_NEW), ("reset", "l0", "j", 3, GIVEN_UP)]
+    assert EMPTIED_WHEN_NEW < GIVEN_UP  # a server that has done one does no earlier one
+    driver.stop()
+
+
+@scenario
 async def test_a_job_that_begins_finds_servers_that_do_not_know_it(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -161,9 +180,9 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
         answer.wait(10)
         return JobSpace(0, "", unknown=True)
 
-    def until_told(address: str, job: str, generation: int) -> None:
+    def until_told(address: str, job: str, generation: int, number: int) -> None:
         reset.wait(10)
-        empty(address, job, generation)
+        empty(address, job, generation, number)
 
     logs.space, logs.reset = space, until_told  # type: ignore[method-assign]
     driver.apply("j", m.ChangeLogServers(add="l2"))

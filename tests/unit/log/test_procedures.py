@@ -77,6 +77,25 @@ def test_a_reset_is_carried_out_once_however_late_it_comes_again() -> None:
     assert not stream.by_sequence
 
 
+def test_the_second_reset_of_a_generation_drops_what_was_written_since_its_first() -> None:
+    """A new server is emptied, ranks write to it while the job is planned, and the plan gives the log up."""
+    storage = MemoryStorage()
+    state = started(storage)
+    carry_out(state, procedures.fence(state, JOB, 1, 0.0))
+    carry_out(state, procedures.reset(state, JOB, 1))
+    stream = append(state, 0)
+    carry_out(state, procedures.reset(state, JOB, 1, number=1))
+    assert not stream.by_sequence
+    append(state, 1)
+    for again in (0, 1):
+        assert carry_out(state, procedures.reset(state, JOB, 1, again)) == []
+        assert carry_out(started(storage), procedures.reset(started(storage), JOB, 1, again)) == []
+    assert list(stream.by_sequence) == [1]
+    carry_out(state, procedures.fence(state, JOB, 2, 0.0))
+    carry_out(state, procedures.reset(state, JOB, 2))
+    assert not stream.by_sequence
+
+
 def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
     state = started(MemoryStorage())
     carry_out(state, procedures.fence(state, JOB, 1, 0.0))
