@@ -4,7 +4,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill.plot import KILL_COLOUR, Point, Scale, ticks
+from swift.chart import Point, Scale, ticks
+from swift.drill.plot import KILL_COLOUR
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP, BOTTOM = 960, 200, 64, 12, 52, 34, 34
 """Pixels: of the drawing, of the height of a panel, of the margins that hold the labels."""

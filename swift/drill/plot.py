@@ -1,16 +1,14 @@
 """Loss curves as inline SVG. Pure: numbers in, markup out."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from swift.chart import Point, Scale, ticks
 
 WIDTH, HEIGHT = 960, 280
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
 """Pixels: of the drawing, and of the margins that hold the labels."""
 TWIN_COLOUR, OWN_COLOUR, KILL_COLOUR = "#8c959f", "#0969da", "#cf222e"
-TICKS_MAX = 8
-
-Point = tuple[float, float]
 
 
 def loss_curves(loss: Mapping[str, Any] | None, kills: Iterable[int | None]) -> str:
@@ -62,15 +60,6 @@ def _runs(steps: Sequence[int], values: Sequence[float | None]) -> list[list[Poi
     return [run for run in runs if run]
 
 
-class Scale:
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high = low, high if high > low else low + 1.0
-        self._start, self._end = start, end
-
-    def __call__(self, value: float) -> float:
-        return self._start + (value - self.low) / (self.high - self.low) * (self._end - self._start)
-
-
 def _grid(x: Scale, y: Scale, steps: Sequence[int], known: Sequence[float]) -> list[str]:
     shapes = []
     for value in ticks(min(known), max(known)):
@@ -83,16 +72,3 @@ def _grid(x: Scale, y: Scale, steps: Sequence[int], known: Sequence[float]) -> l
         )
     shapes.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 2}" text-anchor="middle">step</text>')
     return shapes
-
-
-def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """At most `TICKS_MAX` round numbers from `low` to `high`, or `low` alone if there is no span."""
-    if high <= low:
-        return [low]
-    unit = 10.0 ** math.floor(math.log10((high - low) / TICKS_MAX))
-    unit = next(unit * m for m in (1, 2, 5, 10, 20) if (high - low) / (unit * m) <= TICKS_MAX - 1)
-    if whole:
-        unit = max(unit, 1.0)
-    first = math.ceil(low / unit)
-    found = [round(n * unit, 12) for n in range(first, math.floor(high / unit) + 1)]
-    return found or [low]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from swift import chart
 from swift.drill import html, plot, report
 from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, phase_bar, show, timeline_rows
@@ -142,8 +143,8 @@ def test_a_loss_that_is_not_finite_is_a_gap() -> None:
 @given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6), st.booleans())
 def test_ticks_are_few_round_and_inside(low: float, span: float, whole: bool) -> None:
     high = low + span
-    found = plot.ticks(low, high, whole=whole)
-    assert 1 <= len(found) <= plot.TICKS_MAX
+    found = chart.ticks(low, high, whole=whole)
+    assert 1 <= len(found) <= chart.TICKS_MAX
     assert found == sorted(set(found))
     if len(found) > 1:
         assert low - span * 1e-6 <= found[0]
