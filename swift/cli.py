@@ -14,6 +14,7 @@ PROGRAMS = {
 OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
     "token": "make signing keys, and job tokens signed with them",
+    "plan": "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
     "inspect": "show, verify and export what is in the log; drop a job's log",
     "logs": "show where a job's log is kept; give a log server up, or name another one",
     "doctor": "check whether this machine is fit, and whether the services answer",
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(importlib.import_module("swift.security.command").main(rest))
     if command == "inspect":
         return int(importlib.import_module("swift.inspect.command").main(rest))
+    if command == "plan":
+        return int(importlib.import_module("swift.plan.command").main(rest))
     if command == "doctor":
         return int(importlib.import_module("swift.doctor.command").main(rest))
     if command == "logs":

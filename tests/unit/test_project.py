@@ -59,6 +59,7 @@ def test_torch_comes_with_the_session_only() -> None:
         # The drill's own process: it starts everything else and must come up, and answer, at once.
         "swift.drill.command, swift.drill.report, swift.drill.cluster",
         "swift.doctor.command",
+        "swift.plan.command",
     ],
 )
 def test_no_torch_here(modules: str) -> None:
@@ -254,7 +255,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor"]
+    "command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor", "plan"]
 )
 def test_help_begins_with_what_it_does(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", command, "--help")
@@ -264,7 +265,9 @@ def test_help_begins_with_what_it_does(command: str) -> None:
     assert first.endswith(".")
 
 
-@pytest.mark.parametrize("command", ["", "fly", "run", "logserver", "coordinator", "token", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["", "fly", "run", "logserver", "coordinator", "token", "inspect", "plan"]
+)
 def test_what_is_missing_is_said_in_one_line(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", *command.split())
     assert done.returncode == 2

@@ -1,0 +1,205 @@
+"""The command line: what it prints and writes, and how it fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift.plan import plot, report
+from swift.plan.command import config_of, main
+from swift.plan.profile import Cap, Parallel
+from tests.unit.plan.profiles import profile
+
+ROOT = Path(__file__).parents[3]
+BERT = ROOT / "examples" / "profiles" / "bert-128.json"
+
+
+def written(path: Path, **changes: Any) -> Path:
+    path.write_text(json.dumps(profile(machines=8, **changes).document()))
+    return path
+
+
+def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, drawing = tmp_path / "plan.json", tmp_path / "plan.svg"
+    given = written(tmp_path / "profile.json")
+    assert main([str(given), "--storage-cap", "6.6kB", "--json", str(out), "--svg", str(drawing)]) == 0
+    shown = capsys.readouterr().out
+    document = json.loads(out.read_text())
+    assert document["cap"] == {"storage_bytes": 6600}
+    assert document["chosen"]["storage_bytes"] == 6600  # three boundaries of 200 bytes, eleven steps
+    assert document["met"]
+    starred = [line for line in shown.splitlines() if line.startswith("*")]
+    assert len(starred) == 1
+    assert starred[0].split()[1:4] == ["4", "6.6", "kB"]
+    assert len([line for line in shown.splitlines() if "kB" in line]) >= 7
+    assert "machines 0 to 1 (stages 0 to 1)" in shown
+    assert drawing.read_text().startswith("<svg")
+
+
+def test_a_cap_of_the_profile_holds_until_the_command_line_says_otherwise(tmp_path: Path) -> None:
+    given = written(tmp_path / "profile.json", cap=Cap(kind="storage_bytes", value=4400))
+    out = tmp_path / "plan.json"
+    assert main([str(given), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["chosen"]["storage_bytes"] == 4400
+    assert main([str(given), "--recovery-cap", "100", "--json", str(out)]) == 0
+    chosen = json.loads(out.read_text())["chosen"]
+    assert chosen["recovery_s"] <= 100
+    assert main([str(given), "--worst-recovery-cap", "85", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["chosen"]["worst_recovery_s"] <= 85
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [("12", 12), ("12B", 12), ("1.001kB", 1001), ("800GB", 800 * 10**9), ("0.5TB", 5 * 10**11), ("1.9", 1)],
+)
+def test_sizes_are_read_to_the_byte(words: str, size: int) -> None:
+    assert config_of(["profile.json", "--storage-cap", words]).cap == Cap(kind="storage_bytes", value=size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--recovery-cap", "1"], "no groups recover within 1 s on average; 77.5 s is the least"),
+        (["--worst-recovery-cap", "1"], "no groups recover from every failure within 1 s; 77.5 s"),
+        (["--storage-cap", "10"], "other_bytes alone are 55 bytes until the next checkpoint, above 10"),
+    ],
+)
+def test_a_cap_that_cannot_be_met_is_a_verdict(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = written(tmp_path / "profile.json", other_bytes=5)
+    out = tmp_path / "plan.json"
+    assert main([str(given), *flags, "--json", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert "recovery groups" in shown.out  # what there is to choose from is shown all the same
+    document = json.loads(out.read_text())
+    assert (document["met"], words in document["problem"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "PROFILE"),
+        (["{}/none.json"], "No such file"),
+        (["{}"], "Is a directory"),
+        (["{}/broken.json"], "broken.json: not JSON: line 1, column 12"),
+        (["{}/profile.json", "--storage-cap", "much"], "--storage-cap much: write bytes"),
+        (["{}/profile.json", "--storage-cap", "-5"], "--storage-cap"),
+        (["{}/profile.json", "--storage-cap", "5kb"], "--storage-cap 5kb: write bytes"),
+        (["{}/profile.json", "--recovery-cap", "soon"], "--recovery-cap soon: write seconds"),
+        (["{}/profile.json", "--recovery-cap", "nan"], "cap.recovery_s: must be from"),
+        (["{}/profile.json", "--recovery-cap", "0"], "cap.recovery_s: must be from"),
+        (["{}/profile.json", "--recovery-cap", "1", "--storage-cap", "1"], "not allowed with"),
+        (["{}/profile.json", "--json", "{}/no/plan.json"], "--json: there is no directory"),
+        (["{}/profile.json", "--svg", "{}"], "cannot write"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "profile.json")
+    (tmp_path / "broken.json").write_text('{"profile":')
+    assert main([argument.format(tmp_path) for argument in arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert words in shown.err
+    assert len(shown.err.splitlines()) == 1, shown.err
+
+
+def test_without_numpy_it_says_what_to_install() -> None:
+    blocked = "import sys; sys.modules['numpy'] = None; from swift.plan.command import config_of, main"
+    code = f"{blocked}; sys.exit(main([{str(BERT)!r}]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        3,
+        "swift: numpy is missing here: pip install 'swift-ft[plan]'\n",
+    )
+
+
+def points_of(drawing: str, kind: str) -> list[tuple[float, float]]:
+    root = ElementTree.fromstring(drawing)
+    (line,) = (node for node in root.iter() if node.get("class") == kind)
+    if kind == "chosen":
+        return [(float(line.attrib["cx"]), float(line.attrib["cy"]))]
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in line.attrib["points"].split())]
+
+
+def test_the_drawing_has_a_step_for_every_point() -> None:
+    document = report.build(profile(machines=8), Cap(kind="storage_bytes", value=6600))
+    drawing = plot.draw(document)
+    line = points_of(drawing, "exact")
+    assert len(line) == 2 * len(document["frontier"]["points"])
+    assert [y for _, y in line] == sorted(
+        y for _, y in line
+    )  # recovery falls, so the line goes down the page
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    assert points_of(drawing, "chosen")[0] in line
+    assert 'class="cap"' in drawing
+    assert 'class="cap"' not in plot.draw(report.build(profile(machines=8), None))
+
+
+def test_a_name_cannot_become_markup() -> None:
+    drawing = plot.draw(report.build(profile(name="<script>&"), None))
+    assert "<script" not in drawing
+    ElementTree.fromstring(drawing)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_smallest_jobs_have_plans(machines: int) -> None:
+    document = report.build(profile(machines=machines), None)
+    assert len(document["frontier"]["points"]) == machines
+    assert document["name"] in report.text(document)
+    ElementTree.fromstring(plot.draw(document))
+
+
+EXTREME_S, EXTREME_RATE = st.sampled_from([1e-12, 1.0, 1e12]), st.sampled_from([1.0, 1e9, 1e18])
+EXTREME_BYTES = st.sampled_from([1, 10**6, 10**13])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_is_in_range_has_a_plan(data: st.DataObject) -> None:
+    """However far from sense: no warning of numpy, no exception, and nothing in the document that JSON has not."""
+    machines = data.draw(st.integers(1, 5))
+    seconds, rate, size = (lambda x=x: data.draw(x) for x in (EXTREME_S, EXTREME_RATE, EXTREME_BYTES))
+    strange = profile(
+        machines=machines,
+        microbatches=data.draw(st.sampled_from([1, 10**6])),
+        forward_s=tuple(seconds() for _ in range(machines)),
+        forward_bytes=tuple(size() for _ in range(machines - 1)),
+        other_bytes=data.draw(st.sampled_from([0, 10**13])),
+        log_write_bytes_per_s=rate(),
+        log_read_bytes_per_s=rate(),
+        network_bytes_per_s=rate(),
+        checkpoint_interval_steps=data.draw(st.sampled_from([1, 10**9])),
+        checkpoint_bytes=tuple(size() for _ in range(machines)),
+        checkpoint_bytes_per_s=rate(),
+        machine_mtbf_s=tuple(seconds() for _ in range(machines)),
+        parallel=Parallel(copies_max=2, gradient_bytes=(size(),) * machines),
+    )
+    kind = data.draw(st.sampled_from(["storage_bytes", "recovery_s", "worst_recovery_s"]))
+    document = report.build(strange, Cap(kind=kind, value=data.draw(st.sampled_from([1, 10**12]))))
+    assert json.loads(report.dumps(document)) == json.loads(json.dumps(document, allow_nan=False))
+    assert strange.name in report.text(document)
+    ElementTree.fromstring(plot.draw(document))
+
+
+def test_a_long_frontier_is_thinned_and_keeps_what_is_chosen() -> None:
+    """Every number of groups of 60 machines is worth having: with the ends and the chosen one, 24 are shown."""
+    document = report.build(profile(machines=60), Cap(kind="storage_bytes", value=2200 * 29))
+    shown = report.text(document).splitlines()
+    assert shown[2].startswith("60 choices")
+    rows = shown[4 : shown.index("", 4) - 1]  # between the head and "(36 more ...)"
+    assert len(rows) <= report.ROWS_MAX
+    assert [line.split()[1] for line in rows if line.startswith("*")] == ["30"]
+    assert f"({60 - len(rows)} more; --json has all)" in shown

@@ -1,0 +1,122 @@
+"""What groups cost: by hand, and against the formulas written down a second time."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift.plan.model import CostModel
+from swift.plan.profile import Parallel, Profile
+from tests.unit.plan.profiles import (
+    choices,
+    costs,
+    edge_bytes,
+    group_s,
+    overhead_s,
+    profile,
+    profiles,
+    step_s,
+)
+
+
+def test_by_hand() -> None:
+    """4 machines, M = 4, t = 3 s, K = 11: a step is (4 + 4 - 1) 3 s; w machines replay one in (4 + w - 1) 3 s."""
+    model = CostModel(profile())
+    assert model.step_s == 21.0
+    assert [model.replay_step_s[0, w] for w in (1, 2, 3, 4)] == [12.0, 15.0, 18.0, 21.0]
+    # Load 1 s, 5 steps on average, half a step that everybody does again.
+    assert model.recovery_s[1, 2] == 1.0 + 5 * 12.0 + 10.5
+    found = model.predict((1, 3))
+    assert [group.machines for group in found.groups] == [(0, 1), (1, 3), (3, 4)]
+    assert [group.probability for group in found.groups] == pytest.approx([0.25, 0.5, 0.25])
+    assert found.recovery_s == pytest.approx(0.5 * 71.5 + 0.5 * (1.0 + 5 * 15.0 + 10.5))
+    assert found.worst_recovery_s == 86.5
+    assert found.logged == (0, 2)
+    assert (found.bytes_per_step, found.storage_bytes) == (400, 4400)
+    assert found.replay_ratio == pytest.approx((0.5 * 12 + 0.5 * 15) / 21)
+    assert found.down_s == pytest.approx(11.5)
+
+
+def test_one_group_of_all_is_the_checkpoint_restored_by_everybody() -> None:
+    model = CostModel(profile())
+    found = model.predict(())
+    assert found.recovery_s == 1.0 + 5 * 21.0 + 10.5
+    assert (found.replay_ratio, found.bytes_per_step, found.overhead_s, found.logged) == (1.0, 0, 0.0, ())
+
+
+def test_a_slow_log_is_what_a_replay_waits_for() -> None:
+    """A group reads activations on its left and gradients on its right, not what it sends itself."""
+    model = CostModel(
+        profile(forward_bytes=(100, 200, 300), backward_bytes=(10, 20, 30), log_read_bytes_per_s=5.0)
+    )
+    assert model.replay_step_s[1, 2] == (100 + 20) / 5
+    assert model.replay_step_s[0, 1] == 12.0  # 10 bytes are there in 2 s
+    assert model.replay_step_s[3, 4] == 300 / 5
+
+
+def test_what_is_logged_may_slow_a_step_down() -> None:
+    sizes = {"forward_bytes": (600, 100, 100), "backward_bytes": (100, 300, 100)}
+    # A step takes 21 s. Machine 0 sends most, activations; with boundary 1 alone machine 2 does, gradients.
+    slow, fast = (CostModel(profile(log_write_bytes_per_s=rate, **sizes)) for rate in (10.0, 40.0))
+    assert slow.overhead_s((1, 2)) == 600 / 10 - 21
+    assert slow.overhead_s((2,)) == 300 / 10 - 21
+    assert fast.overhead_s((1, 2)) == 0.0
+    # Machine 1 sends over both of its boundaries.
+    assert CostModel(profile(log_write_bytes_per_s=5.0)).overhead_s((1, 2)) == 200 / 5 - 21
+    assert CostModel(profile(log_write_bytes_per_s=5.0)).overhead_s((1,)) == 0.0
+    assert CostModel(profile(log_copy_bytes_per_s=50.0)).overhead_s((1, 2, 3)) == 4.0
+
+
+def test_copies_share_the_microbatches_and_combine_gradients() -> None:
+    """M = 4 and d = 3: two microbatches each; 2 (d - 1) / d gradients cross the network; states are broadcast."""
+    shared = profile(parallel=Parallel(copies_max=3, gradient_bytes=(600,) * 4), network_bytes_per_s=1000.0)
+    model = CostModel(shared)
+    assert model.copies[0, 1] == 2  # three copies save nothing over two: ceil(4 / 3) = ceil(4 / 2)
+    assert model.replay_step_s[0, 1] == 3.0 + 3.0 + 0.6
+    assert model.recovery_s[0, 1] == pytest.approx(1.0 + 1.0 + 5 * 6.6 + 10.5)
+    assert model.copies[0, 2] == 2
+    assert model.copies[0, 3] == 1  # there is one rank outside, and a copy needs three
+
+
+def test_a_machine_that_fails_more_often_counts_more() -> None:
+    model = CostModel(profile(machine_mtbf_s=(1e6, 1e5, 1e6, 1e6)))
+    assert model.probability[1, 2] == pytest.approx(10 / 13)
+    assert model.mtbf_s == pytest.approx(1e6 / 13)
+
+
+def test_a_measured_step_replaces_the_formula_of_the_schedule() -> None:
+    model = CostModel(profile(step_s=40.0))
+    assert (model.step_s, model.formula_step_s) == (40.0, 21.0)
+    assert model.recovery_s[0, 1] == 1.0 + 5 * 12.0 + 20.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(profiles())
+def test_every_group_costs_what_the_formulas_say(drawn: Profile) -> None:
+    model = CostModel(drawn)
+    assert model.step_s == pytest.approx(step_s(drawn))
+    for first, end in itertools.combinations(range(drawn.machines + 1), 2):
+        expected, copies = group_s(drawn, first, end)
+        assert model.recovery_s[first, end] == pytest.approx(expected)
+        assert model.copies[first, end] == copies or model.recovery_s[first, end] == pytest.approx(expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(profiles(), st.data())
+def test_predictions_are_sums_over_groups(drawn: Profile, data: st.DataObject) -> None:
+    model = CostModel(drawn)
+    cuts = data.draw(st.sampled_from(choices(drawn)))
+    found = model.predict(cuts)
+    size, recovery = costs(drawn, cuts)
+    assert found.bytes_per_step == size + drawn.other_bytes
+    assert found.storage_bytes == drawn.checkpoint_interval_steps * (size + drawn.other_bytes)
+    assert found.recovery_s == pytest.approx(recovery)
+    assert found.overhead_s == pytest.approx(overhead_s(drawn, cuts))
+    assert sum(group.probability for group in found.groups) == pytest.approx(1.0)
+    assert size == sum(edge_bytes(drawn, cut) for cut in cuts)
+    # What does not grow with the steps, and what does, make the whole.
+    steps = (drawn.checkpoint_interval_steps - 1) / 2
+    assert found.down_s + steps * found.replay_ratio * model.step_s == pytest.approx(found.recovery_s)
+    stages = [stage for group in found.groups for stage in range(*group.stages)]
+    assert stages == list(range(drawn.stages))
