@@ -177,6 +177,7 @@ class Bench:
 
     def __init__(self, case: Case, logger: str, slice_s: float, directory: Path, stack: ExitStack):
         self._slice_s = slice_s
+        self._resets = 0
         self._core, others = cores_for(case.spare)
         config = {
             "kind": case.kind,
@@ -209,8 +210,11 @@ class Bench:
             all_after, own_after = user_seconds(self._core)
             found[mode]["foreign_share"] = (all_after - all_before - own_after + own_before) / took
         for rank, job in ((self._trainer, TRAINER_JOB), (self._load, LOAD_JOB)):
-            admin.reset(self._server.address, job, GENERATION, TIMEOUT_S)
+            admin.reset(self._server.address, job, GENERATION, TIMEOUT_S, number=self._resets)
+            kept = sum(stream.records for stream in admin.inventory(self._server.address, job, TIMEOUT_S))
+            assert kept == 0, f"the log of {job} was to be empty and has {kept} records"
             rank.ask(do="clear")
+        self._resets += 1
         self._settle()
         return found
 
