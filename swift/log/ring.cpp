@@ -1,10 +1,11 @@
 // The trainer's side of the ring (swift/log/ring.py draws it): a thread that copies tensors into it without the GIL.
 //
 // One caller at a time pushes. A push reserves the place and writes the record's header there. A small body is
-// copied by the caller; a larger one becomes a job of the copier, which takes jobs in order. The head is stored
-// after everything below it was written, so the other process sees a record whole or not at all. A job never waits
-// for anything: its place was free when it was reserved. Except one whose body somebody else writes (a device): it is
-// published, and all behind it, once its end is said to be complete; never, if that is not said.
+// copied by the caller; a larger one becomes a job of the copier, which takes jobs in order, a piece at a time. A
+// caller who waits takes pieces too: the copier may be on a core where others compute, and the caller would wait for
+// those. The head is stored after everything below it was written, so the other process sees a record whole or not at
+// all. A job never waits for anything: its place was free when it was reserved. Except one whose body somebody else
+// writes (a device): it is published, and all behind it, once its end is said to be complete; never, if that is not said.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -29,6 +30,7 @@ constexpr uint64_t kControl = 64 << 10;  // the control area's size
 constexpr uint64_t kHead = 64, kTail = 128, kConsumerWaits = 192;  // offsets in the control area
 constexpr uint64_t kHeader = 128, kAlign = 64, kPadding = 2;
 constexpr uint64_t kSmall = 64 << 10;       // copied by the caller: waking a thread costs as much
+constexpr uint64_t kPiece = 128 << 10;      // of a body, for one thread: some 20 us
 constexpr uint64_t kPopulate = 4 << 20;     // pages that are made ready at a time
 
 using Word = std::atomic<uint64_t>;
@@ -39,6 +41,7 @@ struct Job {
     char *to;
     uint64_t size, end;
     bool elsewhere = false;  // somebody else writes the body
+    uint64_t taken = 0, copied = 0;
 };
 
 struct Ring {
@@ -65,48 +68,62 @@ struct Ring {
         }
     }
 
-    // After this job's end, or at once if nothing is under way.
     void enqueue(const Job &job) {
-        std::unique_lock<std::mutex> lock(mutex);
-        if (job.size == 0 && !job.elsewhere && word(kHead).load(std::memory_order_relaxed) == reserved) {
-            publish(job.end);
-        } else {
-            jobs.push_back(job);
-            lock.unlock();
-            work.notify_one();
-        }
+        std::lock_guard<std::mutex> lock(mutex);
+        jobs.push_back(job);
         reserved = job.end;
+        finish();
+        if (job.size) work.notify_one();
+    }
+
+    // Publishes what is whole, in order.
+    void finish() {
+        uint64_t end = 0;
+        for (; !jobs.empty(); jobs.pop_front()) {
+            const Job &job = jobs.front();
+            if (job.elsewhere ? completed < job.end : job.copied < job.size) break;
+            end = job.end;
+        }
+        if (!end) return;
+        publish(end);
+        done.notify_all();
+    }
+
+    // The first job of which nobody has taken all.
+    Job *next() {
+        for (Job &job : jobs)
+            if (job.taken < job.size) return &job;
+        return nullptr;
+    }
+
+    // A job stays where it is until all of it is copied, whatever others add and finish meanwhile.
+    void copy_piece(Job &job, std::unique_lock<std::mutex> &lock) {
+        const uint64_t at = job.taken, size = std::min(kPiece, job.size - at);
+        job.taken += size;
+        lock.unlock();
+        std::memcpy(job.to + at, job.source + at, size);
+        lock.lock();
+        job.copied += size;
+        finish();
     }
 
     void run() {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            if (jobs.empty()) {
-                if (stop) return;
-                if (populated >= capacity) {
-                    work.wait(lock);
-                    continue;
-                }
+            if (Job *job = next()) {
+                copy_piece(*job, lock);
+            } else if (stop) {
+                return;
+            } else if (populated >= capacity) {
+                work.wait(lock);
+            } else {
                 const uint64_t size = std::min(kPopulate, capacity - populated);
                 lock.unlock();
                 // Where the kernel cannot, the first round of the ring takes the faults.
                 const bool able = madvise(data + populated, size, MADV_POPULATE_WRITE) == 0;
                 lock.lock();
                 populated = able ? populated + size : capacity;
-                continue;
             }
-            const Job job = jobs.front();
-            if (job.elsewhere && completed < job.end) {
-                if (stop) return;
-                work.wait(lock);
-                continue;
-            }
-            lock.unlock();
-            if (job.size) std::memcpy(job.to, job.source, job.size);
-            lock.lock();
-            jobs.pop_front();
-            publish(job.end);
-            done.notify_all();
         }
     }
 };
@@ -166,14 +183,19 @@ void swift_ring_complete(void *handle, uint64_t position) {
     Ring &ring = *static_cast<Ring *>(handle);
     std::lock_guard<std::mutex> lock(ring.mutex);
     ring.completed = std::max(ring.completed, position);
-    ring.work.notify_one();
+    ring.finish();
 }
 
 // Returns when everything below the position is published.
 void swift_ring_wait(void *handle, uint64_t position) {
     Ring &ring = *static_cast<Ring *>(handle);
     std::unique_lock<std::mutex> lock(ring.mutex);
-    ring.done.wait(lock, [&] { return ring.word(kHead).load(std::memory_order_relaxed) >= position; });
+    while (ring.word(kHead).load(std::memory_order_relaxed) < position) {
+        if (Job *job = ring.next())
+            ring.copy_piece(*job, lock);
+        else
+            ring.done.wait(lock);
+    }
 }
 
 // Finishes what was pushed, up to the first body that is not complete.

@@ -302,6 +302,28 @@ def test_wait_gives_the_memory_back(world: World) -> None:
         world.consumer.release(entry.end)
 
 
+def test_bodies_of_many_pieces_are_whole_when_a_wait_is_over(kind: str) -> None:
+    """Who waits copies beside the copier: every piece once, and none after the wait."""
+    world, chance = World(16 << 20), random.Random(0)
+    for number in range(1000):
+        wanted = [body_of(2 * number + n, chance.randrange(100 << 10, 1 << 20)) for n in range(2)]
+        bodies = [bytearray(body) for body in wanted]
+        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(body)) for body in bodies]
+        for n, body in enumerate(bodies):
+            header = header_of(0, RecordKey(number, n, 0), "uint8", (len(body),), len(body))
+            assert world.producer.push(header, addresses[n], len(body), False) > 0
+        world.producer.wait(world.producer.reserved)
+        ctypes.memset(addresses[1], 0, len(bodies[1]))  # at once, while a piece may be on its way
+        ctypes.memset(addresses[0], 0, len(bodies[0]))
+        for n in range(2):
+            entry = taken(world.consumer)
+            assert entry is not None
+            assert (entry.key.microbatch, bytes(entry.body)) == (n, wanted[n])
+            world.consumer.release(entry.end)
+        del entry
+    world.close()
+
+
 def test_now_is_now(world: World) -> None:
     body = bytearray(b"\1" * (200 << 10))
     address = ctypes.addressof(ctypes.c_char.from_buffer(body))
