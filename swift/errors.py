@@ -2,6 +2,7 @@
 
 SwiftError
 ├── UsageError                 bad input: says what to do; exit code 2
+│   └── UnknownJob             the log server knows no such job
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
 │   ├── AccessDenied           a service does not take this process's token, or has none to take
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
@@ -32,6 +33,10 @@ class UsageError(SwiftError):
     """Bad input. The message is one line that says what to do."""
 
     exit_code = 2
+
+
+class UnknownJob(UsageError):
+    """The log server knows no such job."""
 
 
 class ServiceError(SwiftError):

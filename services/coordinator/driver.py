@@ -7,15 +7,16 @@ their way before the next one. Log servers are asked in threads; what they answe
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from services.coordinator import messages as m
 from services.coordinator.core import Job
-from services.coordinator.logs import GenerationRefused, LogControl
+from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
+from services.coordinator.logs import GenerationRefused, JobForgotten, LogControl
 from services.coordinator.messages import Refusal
-from services.coordinator.row import JobRow, LogServer, State
+from services.coordinator.row import JobRow, LogServer
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
@@ -31,8 +32,6 @@ RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
 JOBS_MAX = 1024
-# A generation's resets, by their numbers: the second one drops what ranks have sent to a new server since the first.
-EMPTIED_WHEN_NEW, GIVEN_UP = 0, 1
 
 T = TypeVar("T")
 
@@ -47,10 +46,6 @@ class TooMany(Exception):
 
 class _Overtaken(Exception):
     """Nobody waits for the answer: a newer generation asks anew, or the job is over."""
-
-
-class _Forgotten(Exception):
-    """A log server that held a generation of the job does not know it any more."""
 
 
 class NoSuchJob(Exception):
@@ -293,30 +288,26 @@ class Driver:
     # --- questions to log servers ---
 
     async def _fence(self, job: Job, generation: int) -> None:
-        name = job.row.job
-        fresh = {job.row.log_servers[number].address for number in job.places.fresh()}
-        granted = job.row.granted
-
-        def fence(address: str) -> None:
-            if address in fresh:  # what a new one has of this job was not written by it, or long ago
-                self._logs.reset(address, name, generation, EMPTIED_WHEN_NEW)
-                return
-            # Fenced, it knows the job: nobody could tell any more that what it had is gone.
-            if granted and self._logs.space(address, name, generation).unknown:
-                raise _Forgotten
-            self._logs.fence(address, name, generation)
-
-        if await self._ask_all(job, generation, fence) is not None:
-            self.apply(name, m.LogsFenced(generation=generation))
+        calls = self._calls(job, generation, to_fence(job))
+        if await self._ask_all(job, generation, calls) is not None:
+            self.apply(job.row.job, m.LogsFenced(generation=generation))
 
     async def _reset(self, job: Job, generation: int) -> None:
+        calls = self._calls(job, generation, to_give_up(job))
+        if await self._ask_all(job, generation, calls) is not None:
+            self.apply(job.row.job, m.LogsReset(generation=generation))
+
+    def _calls(self, job: Job, generation: int, calls: Mapping[str, Sequence[Call]]) -> Callable[[str], None]:
         name = job.row.job
 
-        def reset(address: str) -> None:
-            self._logs.reset(address, name, generation, GIVEN_UP)
+        def ask(address: str) -> None:
+            for call in calls[address]:
+                if call in RESETS:
+                    self._logs.reset(address, name, generation, RESETS[call])
+                else:
+                    self._logs.fence(address, name, generation, call is Call.FENCE_HELD)
 
-        if await self._ask_all(job, generation, reset) is not None:
-            self.apply(name, m.LogsReset(generation=generation))
+        return ask
 
     async def _inventory(self, job: Job, generation: int) -> None:
         name = job.row.job
@@ -364,7 +355,7 @@ class Driver:
             except GenerationRefused as refusal:
                 refusal.address = address
                 raise
-            except _Forgotten:
+            except JobForgotten:
                 self._begin_anew(job, generation, address)
                 raise _Overtaken from None
             except ServiceError as error:
@@ -410,18 +401,9 @@ class Driver:
                 group.create_task(one(address))
 
     def _begin_anew(self, job: Job, generation: int, address: str) -> None:
-        """That server held this generation, or one before, and does not know the job any more: it came back with
-        another disk, or an empty one. What it had is lost: it is used as a new one, in a new generation."""
-        row, number = job.row, job.places.number_of(address)
-        if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
-            return
-        change = m.ChangeLogServers(
-            lost=address,
-            add=address,
-            add_host=row.log_servers[number].host,
-            why="has come back without this job's records",
-        )
-        self.apply(row.job, change)
+        change = used_anew(job, generation, address)
+        if change is not None:
+            self.apply(job.row.job, change)
 
     async def _trim(self, job: Job, below_step: int) -> None:
         """A few times only: the next checkpoint trims again, and records too many do no harm."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from swift.errors import ServiceError, StaleGeneration, SwiftError, UsageError
+from swift.errors import ServiceError, StaleGeneration, SwiftError, UnknownJob, UsageError
 from swift.log import admin
 from swift.recovery import StreamSummary
 from swift.security.channel import Credentials
@@ -16,11 +16,16 @@ class GenerationRefused(ServiceError):
     address = ""
 
 
+class JobForgotten(ServiceError):
+    """A log server that held a generation of the job does not know it any more."""
+
+
 class LogControl(Protocol):
     """One call to one log server. ServiceError: it did not answer; ask again."""
 
-    def fence(self, address: str, job: str, generation: int) -> None:
-        """From now on it takes appends of `generation` only. Durable. GenerationRefused."""
+    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
+        """From now on it takes appends of `generation` only. Durable. GenerationRefused; JobForgotten if it is to have
+        `held` one of the job before."""
         ...
 
     def trim(self, address: str, job: str, below_step: int) -> None:
@@ -28,7 +33,8 @@ class LogControl(Protocol):
         ...
 
     def reset(self, address: str, job: str, generation: int, number: int) -> None:
-        """It drops every record of the job, once for each number of a generation. GenerationRefused."""
+        """It drops every record of the job, once for each number of a generation, which it holds. GenerationRefused,
+        JobForgotten."""
         ...
 
     def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
@@ -55,9 +61,9 @@ class LogServers:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def fence(self, address: str, job: str, generation: int) -> None:
+    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
         with _named_errors(address, job):
-            admin.fence(address, job, generation, self._timeout_s)
+            admin.fence(address, job, generation, self._timeout_s, held=held)
 
     def trim(self, address: str, job: str, below_step: int) -> None:
         with _named_errors(address, job):
@@ -65,8 +71,6 @@ class LogServers:
 
     def reset(self, address: str, job: str, generation: int, number: int) -> None:
         with _named_errors(address, job):
-            # A server that came back with an empty disk holds no generation yet.
-            admin.fence(address, job, generation, self._timeout_s)
             admin.reset(address, job, generation, self._timeout_s, number=number)
 
     def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
@@ -80,7 +84,7 @@ class LogServers:
 
 @contextmanager
 def _named_errors(address: str, job: str) -> Iterator[None]:
-    """What the log's client raises, as one of the two errors of LogControl."""
+    """What the log's client raises, as one of the errors of LogControl."""
     try:
         yield
     except StaleGeneration as error:
@@ -88,6 +92,8 @@ def _named_errors(address: str, job: str) -> Iterator[None]:
             f"log server {address} is ahead of this coordinator for job {job} ({error}): "
             "start the job under another name, or with an empty log"
         ) from error
+    except UnknownJob as error:
+        raise JobForgotten(f"log server {address}: {error}") from error
     except ServiceError:
         raise
     except SwiftError as error:

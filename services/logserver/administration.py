@@ -48,8 +48,8 @@ class Administration:
         self._janitor_work.put(None)
         self._janitor.join()
 
-    def fence(self, job_name: str, generation: int) -> None:
-        self._carry_out(procedures.fence(self._state, job_name, generation, self._clock()))
+    def fence(self, job_name: str, generation: int, held: bool = False) -> None:
+        self._carry_out(procedures.fence(self._state, job_name, generation, self._clock(), held=held))
 
     def trim(self, job_name: str, below_step: int) -> int:
         """Gives the step below which everything is trimmed now."""

@@ -56,12 +56,16 @@ T = TypeVar("T")
 Procedure = Generator[Step, None, T]
 
 
-def fence(state: ServerState, job_name: str, generation: int, now: float) -> Procedure[None]:
+def fence(
+    state: ServerState, job_name: str, generation: int, now: float, *, held: bool = False
+) -> Procedure[None]:
     """Grants a generation; over when the grant is durable, and all that older generations appended (synced, but for
-    streams that nobody syncs)."""
+    streams that nobody syncs). ``held``: only to a job that is known here, as one that had been granted one is."""
     check_names(job_name)
     if generation == 0:
         raise Refused(Refusal(Reason.INVALID, "generation 0 cannot be granted; they start at 1"))
+    if held:
+        _check_known(state, job_name)
     state.check_job(job_name)
     refusal = state.core.fence(job_name, generation)
     if refusal is not None:
@@ -98,7 +102,7 @@ def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -
     """Drops every record of the job, under its granted generation; once, however late or often it is asked for.
     ``number`` counts the resets of one generation."""
     check_names(job_name)
-    job = state.core.known(job_name)
+    job = _check_known(state, job_name)
     refusal = state.core.check_generation(job, generation)
     if refusal is not None:
         raise Refused(refusal)
@@ -111,6 +115,14 @@ def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -
     job.reset_generation, job.reset_number = generation, number
     yield Clean(changed)
     yield Emit("reset", {"job": job_name, "generation": generation})
+
+
+def _check_known(state: ServerState, job_name: str) -> JobState:
+    job = state.core.jobs.get(job_name)
+    if job is None:
+        known = ", ".join(sorted(state.core.jobs)) or "none"
+        raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here; there are: {known}"))
+    return job
 
 
 def drop(
@@ -138,10 +150,7 @@ def drop(
 
 
 def _check_droppable(state: ServerState, job_name: str, now: float, force: bool) -> JobState:
-    job = state.core.jobs.get(job_name)
-    if job is None:
-        known = ", ".join(sorted(state.core.jobs)) or "none"
-        raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here; there are: {known}"))
+    job = _check_known(state, job_name)
     idle_s = state.idle_s(job_name, now) or 0.0
     if idle_s < LIVES_S and not force:
         raise Refused(

@@ -123,7 +123,7 @@ class LogServicer:
 
     def fence(self, request: log_pb2.FenceRequest, context: Context) -> log_pb2.FenceReply:
         def work() -> log_pb2.FenceReply:
-            self.engine.administration.fence(request.job, request.generation)
+            self.engine.administration.fence(request.job, request.generation, request.held)
             return log_pb2.FenceReply(generation=request.generation)
 
         return self._unary(context, work)

@@ -456,17 +456,21 @@ class FenceRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
+    held: _builtins.bool
+    """it has held a generation of this job: refused if it does not know the job (any more)"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         generation: _builtins.int = ...,
+        held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "held", b"held", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

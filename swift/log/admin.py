@@ -57,11 +57,12 @@ def _stub(address: str) -> Iterator["log_pb2_grpc.LogStub"]:
         channel.close()
 
 
-def fence(address: str, job: str, generation: int, timeout_s: float) -> None:
+def fence(address: str, job: str, generation: int, timeout_s: float, *, held: bool = False) -> None:
     """Grants ``generation``: from now on the server takes appends of no other one. Durable when it returns,
-    and so is everything that older generations appended. StaleGeneration: a newer one is granted already."""
+    and so is everything that older generations appended. StaleGeneration: a newer one is granted already.
+    ``held``: the server has held one of the job before. UnknownJob: it has come back without it."""
     with _stub(address) as stub:
-        request = log_pb2.FenceRequest(job=job, generation=generation)
+        request = log_pb2.FenceRequest(job=job, generation=generation, held=held)
         stub.Fence(request, timeout=timeout_s, wait_for_ready=True)
 
 

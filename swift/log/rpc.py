@@ -11,6 +11,7 @@ from swift.errors import (
     ServiceError,
     StaleGeneration,
     SwiftError,
+    UnknownJob,
     UsageError,
 )
 from swift.log.frame import BODY_BYTES_MAX
@@ -29,7 +30,7 @@ _ERRORS: dict[str, type[SwiftError]] = {
     Reason.FULL: LogUnavailable,
     Reason.OVER_QUOTA: LogUnavailable,
     Reason.LIVES: ServiceError,
-    Reason.UNKNOWN: UsageError,
+    Reason.UNKNOWN: UnknownJob,
     Reason.BUSY: LogUnavailable,
     Reason.CLOSED: LogUnavailable,
     Reason.DRAINING: LogUnavailable,

@@ -1,8 +1,10 @@
 """What must hold whatever happens. Stands apart from the system: it imports nothing of it, reads frames by itself,
 and is told what was said and done by the simulated world.
 
-- *acked*: what a server acknowledged is there, with its bytes, until it is trimmed or the job gives its log up; or it
-  is refused, and then only where bytes were damaged or the sync policy allows their loss
+- *acked*: what a server acknowledged is there, with its bytes, until it is trimmed, the job gives its log up or the
+  server's disk is lost; or it is refused, and then only where bytes were damaged or the sync policy allows their loss
+- *whole*: the coordinator counts no copy as whole from a step on that its server has lost with a disk
+- *emptied*: a server that comes into use has nothing from before
 - *writer*: one writer per generation of a stream, and nothing of an older generation is accepted once a fence was
   answered, whatever crashes
 - *unique*: a key has one sequence, and a sequence one content
@@ -10,7 +12,7 @@ and is told what was said and done by the simulated world.
 - *declared*: behind a record that was dropped, nothing is sent before a mark that declares it
 - *gap*: no plan replays a step that an acknowledged mark declares, nor writes it again
 - *trim*: no trim passes the newest complete checkpoint
-- *reset*: nothing that was acknowledged after a reset was over is dropped by it
+- *reset*: nothing that was acknowledged after a reset was answered is dropped by it, all that was before it is gone
 - *live*: when faults stop, the job ends within bounded time (the world looks)
 """
 
@@ -21,6 +23,11 @@ from dataclasses import dataclass
 _FRAME = struct.Struct("<4sHHIIQQQQIIQQ")
 _KEY_MASK = (1 << 64) - 1
 _MARK_SLOT = (1 << 32) - 1
+_NONE = (0, 0)
+
+
+Reset = tuple[int, int]
+"""(generation, which of its resets)"""
 
 
 class Violation(AssertionError):
@@ -131,8 +138,11 @@ def body_of(value: int, repeats: int) -> bytes:
 class _Acked:
     key: tuple[int, int, int]
     body: bytes
-    after_reset_of: int
-    """The newest reset that was over when it was acknowledged."""
+    generation: int
+    after: Reset
+    """The newest reset that its server had answered when it acknowledged it."""
+    dropped_before: Reset
+    """The newest one that had dropped something there."""
     by: set[str]
     """The servers that have acknowledged it."""
 
@@ -144,8 +154,16 @@ class Checkers:
         self.truth = truth
         self.fenced: dict[str, int] = {}
         """server -> the newest generation that it has answered a fence with"""
-        self.reset_over = 0
-        """The newest generation whose reset the coordinator has seen done."""
+        self._answered: dict[str, Reset] = {}
+        """server -> the newest reset that it has answered"""
+        self._dropped_by: dict[str, Reset] = {}
+        """server -> the newest reset that it has begun"""
+        self._came: dict[str, int] = {}
+        """server -> the generation in which it came into use"""
+        self._gone: dict[str, set[tuple[str, int]]] = {}
+        """server -> (stream, step) of what it acknowledged and has lost with its disk"""
+        self._missing: dict[str, set[tuple[str, int]]] = {}
+        """The same; the coordinator has fenced the server since."""
         self.damaged: set[str] = set()
         """Streams whose bytes were damaged: they may be refused, never wrong nor short."""
         self.lossy: set[str] = set()
@@ -207,21 +225,80 @@ class Checkers:
 
     def acknowledged(self, server: str, writer: str, stream: str, tag: int, durable: int) -> None:
         acked, begins = self._acked.setdefault(stream, {}), self._begins.get(stream, 0)
+        answered = self._answered.get(server, _NONE)
         for sequence, seen in self._sent.get((writer, tag), {}).items():
             if not begins <= sequence < durable:
                 continue
             known = acked.get(sequence)
             if known is None:
-                acked[sequence] = _Acked(seen.key, seen.body, self.reset_over, {server})
+                acked[sequence] = _Acked(
+                    seen.key,
+                    seen.body,
+                    seen.generation,
+                    answered,
+                    self._dropped_by.get(server, _NONE),
+                    {server},
+                )
                 self.acks += 1
             elif (known.key, known.body) == (seen.key, seen.body):
-                known.after_reset_of = max(known.after_reset_of, self.reset_over)
+                known.after = max(known.after, answered)
                 known.by.add(server)
             elif stream not in self.lossy:
                 raise Violation("unique", f"record {sequence} of {stream} was acknowledged with two contents")
 
     def fence_answered(self, server: str, generation: int) -> None:
         self.fenced[server] = max(generation, self.fenced.get(server, 0))
+        self._missing.setdefault(server, set()).update(self._gone.pop(server, ()))
+
+    # -- servers that come and go -----------------------------------------------------------------------
+
+    def disk_lost(self, server: str) -> None:
+        """It comes back with an empty one, if it does."""
+        gone = self._gone.setdefault(server, set())
+        for stream in [stream for stream in self._acked if stream.startswith(f"{server}/")]:
+            gone.update((stream, record.key[0]) for record in self._acked.pop(stream).values())
+            self._begins.pop(stream, None)
+        for streams in (self.damaged, self.lossy):
+            streams.difference_update([stream for stream in streams if stream.startswith(f"{server}/")])
+        self._answered.pop(server, None)
+        self._dropped_by.pop(server, None)
+
+    def comes(self, server: str, generation: int) -> None:
+        """From this generation on it is used; it was not before, or was lost since."""
+        self._came[server] = generation
+        for stream, acked in self._acked.items():
+            if stream.startswith(f"{server}/"):
+                for sequence, record in acked.items():
+                    self._check_came(server, stream, sequence, record.generation)
+
+    def _check_came(self, server: str, stream: str, sequence: int, generation: int) -> None:
+        came = self._came.get(server, 0)
+        if generation < came:
+            raise Violation(
+                "emptied",
+                f"{server} came into use in generation {came} with record {sequence} of {stream}, "
+                f"of generation {generation}",
+            )
+
+    def counts(self, server: str, streams: list[str], whole_from: int, version: int) -> None:
+        """Training goes on at this version, and the coordinator holds that all steps before it, from the first on,
+        are in these streams of a server."""
+        for step in self._lost_steps(server, streams, whole_from, version):
+            raise Violation(
+                "whole", f"{streams} count from step {whole_from} on; step {step} went with a disk"
+            )
+
+    def _lost_steps(self, server: str, streams: list[str], first: int, until: int) -> Iterator[int]:
+        """Whose records a server has lost with its disk, and has not got again."""
+        for stream, step in sorted(self._missing.get(server, ())):
+            there = any(record.key[0] == step for record in self._acked.get(stream, {}).values())
+            if stream in streams and max(first, self.trimmed) <= step < until and not there:
+                yield step
+
+    def history_begins(self) -> None:
+        """The log is given up: nobody counts on what it had."""
+        self._gone.clear()
+        self._missing.clear()
 
     # -- dropping -------------------------------------------------------------------------------------
 
@@ -242,20 +319,33 @@ class Checkers:
                 "trim", f"{server} has trimmed below step {below_step}, and was asked for {self.trimmed}"
             )
 
-    def reset_done(self, streams: Mapping[str, int], generation: int) -> None:
-        """A server has dropped every record of these streams (name -> the sequence at which each goes on), for
-        the reset of this generation."""
+    def reset_done(self, server: str, streams: Mapping[str, int], reset: Reset) -> None:
+        """A server has dropped every record of these streams (name -> the sequence at which each goes on)."""
+        self._dropped_by[server] = max(reset, self._dropped_by.get(server, _NONE))
         for stream, goes_on_at in streams.items():
             self._begins[stream] = goes_on_at
             for sequence, acked in self._acked.pop(stream, {}).items():
-                if acked.after_reset_of >= generation:
+                if acked.after >= reset:
                     raise Violation(
                         "reset",
-                        f"record {sequence} of {stream} was acknowledged after the reset of generation "
-                        f"{generation} was over, and is dropped by it",
+                        f"record {sequence} of {stream} was acknowledged after reset {reset} was answered, "
+                        "and is dropped by it",
                     )
         # What was damaged stays so: a power cut may bring removed files back.
         self.lossy.difference_update(streams)
+
+    def reset_answered(self, server: str, reset: Reset) -> None:
+        if reset <= self._answered.get(server, _NONE):
+            return
+        self._answered[server] = reset
+        for stream, acked in self._acked.items():
+            for sequence, record in acked.items() if stream.startswith(f"{server}/") else ():
+                if record.dropped_before < reset:
+                    raise Violation(
+                        "reset",
+                        f"{server} has answered reset {reset} and kept record {sequence} of {stream}, "
+                        f"of generation {record.generation}",
+                    )
 
     # -- reading --------------------------------------------------------------------------------------
 
@@ -275,6 +365,7 @@ class Checkers:
             for message in messages:
                 for seen in frames_of_message(message):
                     found[seen.sequence] = seen
+                    self._check_came(server, stream, seen.sequence, seen.generation)
                     other = keys.setdefault(seen.key, seen.sequence)
                     if other != seen.sequence:
                         raise Violation(
@@ -308,6 +399,13 @@ class Checkers:
         if body != body_of(self.truth.sent(kind, stage, step, history), self.truth.repeats):
             raise Violation(
                 "replay", f"{reader} was given another tensor than s{stage}.{kind} of step {step}"
+            )
+
+    def reads(self, reader: str, server: str, stream: str, first: int, until: int) -> None:
+        """A plan has it replay these steps from a server's stream."""
+        for step in self._lost_steps(server, [stream], first, until):
+            raise Violation(
+                "whole", f"{reader} is to read {stream} from step {first} on; step {step} went with a disk"
             )
 
     def replays(self, reader: str, stream: str, first: int, until: int) -> None:

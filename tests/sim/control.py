@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from services.coordinator import fencing
 from services.coordinator import messages as m
 from services.coordinator.core import Job
-from services.coordinator.driver import GIVEN_UP
+from services.coordinator.fencing import RESETS, Call
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
@@ -21,6 +22,8 @@ from tests.sim.server import JOB, ServerProcess
 
 TICK_S = 0.5
 CALL_S = 1.0
+CONNECT_S = 0.1
+RETRY_S = 0.1
 TRIM_ATTEMPTS = 5
 
 Answer = Callable[[Refusal | None], None]
@@ -43,6 +46,8 @@ class Surroundings(Protocol):
     copies: int
     log_lost_s: float
     """0: whatever a log server does, it is waited for."""
+    looks_at_logs: bool
+    """They are asked how they are, all the time."""
 
     def servers(self) -> dict[str, ServerProcess | None]: ...
 
@@ -60,12 +65,25 @@ class _Died(Exception):
 class _Question:
     """Asked of every log server until all have answered, or a newer one of its kind replaces it."""
 
-    def __init__(self, kind: str, number: int, names: list[str]) -> None:
+    def __init__(self, kind: str, number: int, calls: dict[str, tuple[str | Call, ...]]) -> None:
+        """``calls``: to each server, one after the other."""
         self.kind = kind
         self.number = number
-        self.open = set(names)
+        self.calls = calls
+        self.open = set(calls)
         self.answers: dict[str, list[StreamSummary]] = {}
         self.attempts = 0
+
+
+class _Asked:
+    """The first of these calls is under way; the others follow its answer."""
+
+    def __init__(self, question: _Question, name: str, calls: tuple[str | Call, ...]) -> None:
+        self.question = question
+        self.name = name
+        self.calls = calls
+        self.until_s = 0.0
+        self.over = False
 
 
 class Coordinator(Process):
@@ -140,18 +158,32 @@ class Coordinator(Process):
         self.later(TICK_S, self._tick)
         if self.job is not None:
             self._guarded(lambda: self._apply(m.Tick()))
-        if self.job is not None and self.world.log_lost_s:
-            for name in self.job.row.addresses():
+        if self.job is not None and self.world.looks_at_logs:
+            row = self.job.row
+            for name in row.addresses():
                 server = self.world.servers()[name]
                 if server is not None:
-                    self.network.send(self.name, server, self._say_it_is_there, server)
+                    self.network.send(
+                        self.name, server, self._say_how_it_is, server, row.generation, row.granted
+                    )
 
-    def _say_it_is_there(self, server: ServerProcess) -> None:
+    def _say_how_it_is(self, server: ServerProcess, generation: int, granted: int) -> None:
         """(at the server)"""
-        self.network.send(server.name, self, self._hear, server.name)
+        unknown = JOB not in server.state.core.jobs
+        self.network.send(server.name, self, self._hear, server.name, generation, granted, unknown)
 
-    def _hear(self, name: str) -> None:
+    def _hear(self, name: str, generation: int, granted: int, unknown: bool) -> None:
+        """As the driver's `_space`."""
         self._guarded(lambda: self._apply(m.LogHeard(address=name)))
+        if unknown and granted == generation:
+            self._begin_anew(generation, name)
+
+    def _begin_anew(self, generation: int, name: str) -> None:
+        assert self.job is not None
+        change = fencing.used_anew(self.job, generation, name)
+        if change is not None:
+            self.kernel.count("log server used anew")
+            self._guarded(lambda: self._apply(change))
 
     # -- effects --------------------------------------------------------------------------------------
 
@@ -196,70 +228,102 @@ class Coordinator(Process):
 
     def _ask(self, kind: str, number: int) -> None:
         assert self.job is not None
-        names = self.job.row.addresses()
-        question = self._questions[kind] = _Question(kind, number, names)
-        for name in names:
-            self._send(question, name)
+        calls: dict[str, tuple[str | Call, ...]] = dict.fromkeys(self.job.row.addresses(), (kind,))
+        if kind == "fence":
+            calls.update(fencing.to_fence(self.job))
+        elif kind == "reset":
+            calls.update(fencing.to_give_up(self.job))
+        question = self._questions[kind] = _Question(kind, number, calls)
+        for name in calls:
+            self._try(question, name)
 
-    def _send(self, question: _Question, name: str) -> None:
+    def _try(self, question: _Question, name: str) -> None:
+        """As the driver's `_until_answered`, which begins again with the first call."""
+        assert self.job is not None
+        row = self.job.row
         if self._questions.get(question.kind) is not question or name not in question.open:
             return
-        question.attempts += 1
-        if question.kind == "trim" and question.attempts > TRIM_ATTEMPTS * len(self._names):
+        if question.kind != "trim" and (row.generation != question.number or row.state.is_over):
             return
-        server = self.world.servers()[name]
-        if server is not None:
-            self.network.send(self.name, server, self._arrive, server, question)
-        self.later(CALL_S, self._unanswered, question, name)
+        question.attempts += 1
+        if question.kind == "trim" and question.attempts > TRIM_ATTEMPTS * len(question.calls):
+            return
+        self._begin(_Asked(question, name, question.calls[name]))
 
-    def _unanswered(self, question: _Question, name: str) -> None:
-        if self._questions.get(question.kind) is question and name in question.open:
-            self._blocked(question, name, "no answer")
-            self._send(question, name)
+    def _begin(self, asked: _Asked) -> None:
+        asked.until_s = self.kernel.now + CALL_S
+        self._connect(asked)
+        self.later(CALL_S, self._unanswered, asked)
+
+    def _connect(self, asked: _Asked) -> None:
+        """It waits for a server that is about to start."""
+        server = self.world.servers()[asked.name]
+        if server is not None:
+            self.network.send(self.name, server, self._arrive, server, asked)
+        elif self.kernel.now + CONNECT_S < asked.until_s:
+            self.later(CONNECT_S, self._connect, asked)
+
+    def _unanswered(self, asked: _Asked) -> None:
+        if not asked.over:
+            asked.over = True
+            self._failed(asked, "no answer")
+
+    def _failed(self, asked: _Asked, reason: str) -> None:
+        if self._questions.get(asked.question.kind) is asked.question:
+            self._blocked(asked.question, asked.name, reason)
+            self.later(RETRY_S, self._try, asked.question, asked.name)
 
     def _blocked(self, question: _Question, name: str, reason: str) -> None:
         if question.kind != "trim":
             blocked = m.LogsBlocked(generation=question.number, address=name, reason=reason)
             self._guarded(lambda: self._apply(blocked))
 
-    def _arrive(self, server: ServerProcess, question: _Question) -> None:
-        """(at the server) As its servicer: one procedure, or two."""
-        state, number = server.state, question.number
+    def _arrive(self, server: ServerProcess, asked: _Asked) -> None:
+        """(at the server) As its servicer."""
+        state, number, call = server.state, asked.question.number, asked.calls[0]
 
         def done(refusal: log_core.Refusal | None, result: object) -> None:
-            if refusal is None and question.kind in ("fence", "reset"):
+            if refusal is None and call in (Call.FENCE, Call.FENCE_HELD):
                 self.world.checkers.fence_answered(server.name, number)
-            self.network.send(server.name, self, self._answered, question, server.name, refusal, result)
+            elif refusal is None and isinstance(call, Call) and call in RESETS:
+                self.world.checkers.reset_answered(server.name, (number, RESETS[call]))
+            self.network.send(server.name, self, self._answered, asked, refusal, result)
 
-        def then_reset(refusal: log_core.Refusal | None, result: object) -> None:
-            if refusal is not None:
-                done(refusal, result)
-            else:
-                server.run(lambda: procedures.reset(state, JOB, number, GIVEN_UP), done)
-
-        if question.kind == "inventory":
-            done(None, _summaries(server))
-        elif question.kind == "trim":
-            server.run(lambda: procedures.trim(state, state.core.job(JOB), number), done)
+        if isinstance(call, Call) and call in RESETS:
+            server.run(lambda: server.reset(number, RESETS[call]), done)
+        elif isinstance(call, Call):
+            held, now = call is Call.FENCE_HELD, self.kernel.now
+            server.run(lambda: procedures.fence(state, JOB, number, now, held=held), done)
+        elif call == "trim":
+            server.run(lambda: procedures.trim(state, state.core.known(JOB), number), done)
         else:
-            answer = then_reset if question.kind == "reset" else done
-            server.run(lambda: procedures.fence(state, JOB, number, self.kernel.now), answer)
+            done(None, _summaries(server))
 
-    def _answered(
-        self, question: _Question, name: str, refusal: log_core.Refusal | None, result: object
-    ) -> None:
-        if self._questions.get(question.kind) is not question or name not in question.open:
+    def _answered(self, asked: _Asked, refusal: log_core.Refusal | None, result: object) -> None:
+        question, name = asked.question, asked.name
+        if asked.over or self._questions.get(question.kind) is not question:
             return
-        if refusal is not None and refusal.reason is Reason.STALE_GENERATION:
+        asked.over = True
+        if refusal is not None and refusal.reason in (Reason.STALE_GENERATION, Reason.NOT_GRANTED):
+            del self._questions[question.kind]
             refused = m.LogsRefused(generation=question.number, reason=refusal.message, address=name)
             self._guarded(lambda: self._apply(refused))
-            return
-        if refusal is not None:
-            self._blocked(question, name, refusal.message)
-            return
+        elif refusal is not None and refusal.reason is Reason.UNKNOWN:
+            del self._questions[question.kind]
+            self._begin_anew(question.number, name)
+        elif refusal is not None:
+            self._failed(asked, refusal.message)
+        elif len(asked.calls) > 1:
+            self._begin(_Asked(question, name, asked.calls[1:]))
+        else:
+            self._has_answered(question, name, result)
+
+    def _has_answered(self, question: _Question, name: str, result: object) -> None:
         question.open.discard(name)
         if isinstance(result, list):
             question.answers[name] = result
+        if question.kind != "trim":
+            self._guarded(lambda: self._apply(m.LogHeard(address=name)))
         self._blocked(question, name, "")
         if question.open or not self.alive or self._questions.get(question.kind) is not question:
             return
@@ -268,7 +332,6 @@ class Coordinator(Process):
         if question.kind == "fence":
             self._guarded(lambda: self._apply(m.LogsFenced(generation=generation)))
         elif question.kind == "reset":
-            self.world.checkers.reset_over = max(self.world.checkers.reset_over, generation)
             self._guarded(lambda: self._apply(m.LogsReset(generation=generation)))
         elif question.kind == "inventory":
             servers = question.answers

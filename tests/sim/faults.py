@@ -1,8 +1,10 @@
 """What goes wrong in a world, when, and for how long: all of it drawn from the world's seed."""
 
 import functools
+import random
 from collections.abc import Callable
 
+from tests.sim import operators
 from tests.sim.server import at
 from tests.sim.trainer import Trainer
 from tests.sim.world import FAULTS_UNTIL_S, World
@@ -13,8 +15,10 @@ _LAST_S = 9.0
 
 def inject(world: World) -> None:
     chance = world.kernel.random
-    if world.log_lost_s:
+    if world.log_lost_s or world.operated:
         lose_servers(world)
+    if world.operated:
+        operate(world)
     if chance.random() < 0.05:
         return  # nothing fails: a world that must not need it
     for _ in range(chance.randint(1, 7)):
@@ -30,19 +34,29 @@ def inject(world: World) -> None:
 
 def lose_servers(world: World) -> None:
     """For good, in worlds where they can be replaced: one, or now and then all but one; maybe with a rank."""
-    chance, after = world.places, world.kernel.after
+    chance = world.places
     for _ in range(chance.choice((0, 1, 1, 1, 2))):
         at_s, name = chance.uniform(0.3, _LAST_S), chance.choice(world.names)
         lose = functools.partial(World.lose_server, name=name)
-        after(at_s, _begin, world, "a log server lost for good", lose)
-        if chance.random() < 0.5:
-            after(
-                at_s + chance.choice((0.0, 1.0)) * chance.random(),
-                _begin,
-                world,
-                "a rank killed",
-                _rank_killed,
-            )
+        world.kernel.after(at_s, _begin, world, "a log server lost for good", lose)
+        if world.operated:
+            world.kernel.after(at_s + world.operators.uniform(0.1, 6.0), _begin, world, *OPERATIONS[0])
+        _maybe_with_a_rank(world, chance, at_s, (0.0, 1.0))
+
+
+def operate(world: World) -> None:
+    """Operators, and what they do not know of: at any time, so also while a recovery is under way."""
+    chance = world.operators
+    for _ in range(chance.randint(1, 4)):
+        at_s = chance.uniform(0.3, _LAST_S)
+        world.kernel.after(at_s, _begin, world, *chance.choice(OPERATIONS))
+        _maybe_with_a_rank(world, chance, at_s, (-1.0, 0.0, 1.0))
+
+
+def _maybe_with_a_rank(world: World, chance: random.Random, at_s: float, around_s: tuple[float, ...]) -> None:
+    if chance.random() < 0.5:
+        at_s = max(0.3, at_s + chance.choice(around_s) * chance.random())
+        world.kernel.after(at_s, _begin, world, "a rank killed", _rank_killed)
 
 
 def _begin(world: World, name: str, fault: Callable[[World], bool]) -> None:
@@ -214,3 +228,9 @@ _ALL: tuple[tuple[str, Callable[[World], bool], int], ...] = (
 )
 FAULTS = [(name, fault) for name, fault, _ in _ALL]
 WEIGHTS = [weight for _, _, weight in _ALL]
+OPERATIONS: tuple[tuple[str, Callable[[World], bool]], ...] = (
+    ("an operator adds a log server", operators.adds),
+    ("an operator gives up a log server that lives", operators.gives_up),
+    ("a log server comes back with an empty disk", operators.empties),
+)
+"""In some worlds."""

@@ -162,6 +162,8 @@ class ServerProcess(Process):
             deque()
         )
         self._busy = False
+        self._resets = (0, 0)
+        """The reset that is carried out, or was last: (generation, which of its resets)."""
         self.calls: set[Call] = set()
         """All that were begun and have not ended: their writers notice a crash."""
         storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk, OPEN_MAX)
@@ -200,9 +202,8 @@ class ServerProcess(Process):
             return changed
 
         def observed_reset(job: JobState) -> list[StreamState]:
-            checkers.reset_done(
-                {at(self.name, name): stream.durable for name, stream in job.streams.items()}, job.generation
-            )
+            dropped = {at(self.name, name): stream.durable for name, stream in job.streams.items()}
+            checkers.reset_done(self.name, dropped, self._resets)
             return reset(job)
 
         core.trim = observed_trim  # type: ignore[method-assign]
@@ -310,6 +311,10 @@ class ServerProcess(Process):
         self._procedures.append((make, answer))
         if not self._busy:
             self._next_procedure()
+
+    def reset(self, generation: int, number: int) -> Procedure:
+        self._resets = (generation, number)
+        return procedures.reset(self.state, JOB, generation, number)
 
     def trim_later(self, job: object) -> None:
         """A reader has gone that held up a trim (as Administration's)."""

@@ -9,8 +9,10 @@ from collections.abc import Generator, Iterator, Mapping
 
 import pytest
 
+from services.coordinator import fencing
 from services.coordinator import messages as m
 from services.coordinator.core import Job
+from services.coordinator.fencing import Call
 from services.coordinator.places import Places
 from services.logserver import procedures, reading
 from services.logserver.appends import Appends
@@ -25,7 +27,7 @@ from swift.log.frame import FrameHeader
 from swift.log.unlogged import MARK_SLOT, Steps, Unlogged
 from swift.log.wire import Fsync
 from swift.recovery import coverage
-from tests.sim import faults, server
+from tests.sim import faults, server, world
 from tests.sim.run import run_seed
 
 SEEDS_MAX = 1200
@@ -35,6 +37,12 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """These faults alone, so that few seeds do."""
     assert set(names) <= {name for name, _ in faults.FAULTS}
     monkeypatch.setattr(faults, "WEIGHTS", [int(name in names) for name, _ in faults.FAULTS])
+
+
+def operated(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Worlds with operators, and these faults beside."""
+    monkeypatch.setattr(world, "OPERATED", 1.0)
+    only(monkeypatch, *names)
 
 
 @pytest.fixture
@@ -64,8 +72,10 @@ def test_a_fence_that_is_answered_before_it_is_durable(
 ) -> None:
     real = procedures.fence
 
-    def fence(state: ServerState, job: str, generation: int, now: float) -> Generator[Step, None, None]:
-        for step in real(state, job, generation, now):
+    def fence(
+        state: ServerState, job: str, generation: int, now: float, *, held: bool
+    ) -> Generator[Step, None, None]:
+        for step in real(state, job, generation, now, held=held):
             if not (isinstance(step, Save) and generation > 1):
                 yield step
 
@@ -208,6 +218,58 @@ def test_a_reset_that_comes_late_and_drops_again(
     only(monkeypatch, "two ranks killed")
     mutation.setattr(procedures, "reset", reset)
     is_caught(mutation, "reset")
+
+
+def test_a_second_reset_of_a_generation_that_is_taken_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = procedures.reset
+
+    def reset(state: ServerState, job: str, generation: int, number: int) -> Generator[Step, None, None]:
+        if state.core.known(job).reset_generation != generation:
+            yield from real(state, job, generation, number)
+
+    operated(monkeypatch, "two ranks killed")
+    mutation.setattr(procedures, "reset", reset)
+    is_caught(mutation, "reset")
+
+
+def test_a_new_server_that_is_not_emptied(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = fencing.to_fence
+
+    def to_fence(job: Job) -> dict[str, tuple[Call, ...]]:
+        return {address: calls[:1] for address, calls in real(job).items()}
+
+    operated(monkeypatch, "a rank killed")
+    mutation.setattr(fencing, "to_fence", to_fence)
+    is_caught(mutation, "emptied")
+
+
+def test_a_server_that_came_back_empty_and_still_counts_as_whole(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    real = Places.settle
+
+    def settle(self: Places, version: int) -> str:
+        for logs in self._row.placement.values():
+            for copy in logs.copies:
+                copy.whole_from = copy.whole_from or 0
+        return real(self, version)
+
+    operated(monkeypatch, "a rank killed")
+    mutation.setattr(Places, "settle", settle)
+    is_caught(mutation, "whole")
+
+
+def test_an_empty_server_that_nobody_notices(
+    monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
+) -> None:
+    """Its writers wait for a generation that it never grants."""
+    operated(monkeypatch, "a rank killed")
+    mutation.setattr(fencing, "used_anew", lambda job, generation, address: None)
+    is_caught(mutation, "live")
 
 
 def test_a_recovery_that_forgets_a_stream(

@@ -93,8 +93,8 @@ class Trainer(Process):
         self.version: int | None = None
         self.state = 0
         self.links: dict[str, SimLink] = {}
-        self._own: list[str] = []
-        """The servers that keep what it writes."""
+        self._own: dict[str, int] = {}
+        """The servers that keep what it writes -> their numbers."""
         self._known: dict[str, dict[RecordKey, _Logged]] = {}
         self._joined = False
         self._generation = 0
@@ -339,21 +339,22 @@ class Trainer(Process):
     def _move(self) -> None:
         """As `LogWriter`: what a server that is given up has not acknowledged, those that have come get."""
         assert self.shown is not None
-        before, copies = self._own, self.shown.view.log_copies
-        self._own = next(list(logs.servers) for logs in copies if logs.rank == self.rank)
+        before, self._own = self._own, _own_servers(self.shown.view, self.rank)
         if before and before != self._own:
             self.kernel.count("streams moved")
+        # One that was emptied since has another number.
+        stay = {name for name, number in self._own.items() if before.get(name) == number}
         for known in self._known.values():
             for logged in known.values():
-                logged.servers.intersection_update(self._own)
+                logged.servers.intersection_update(stay)
         left: dict[tuple[str, RecordKey], Outgoing] = {}
-        for name in sorted(set(self.links) - set(self._own)):
+        for name in sorted(set(self.links) - stay):
             for record in self.links.pop(name).give_up():
                 left.setdefault((record.stream, record.key), record)
         for (stream, key), record in left.items():
             had = self._known.get(stream, {}).get(key)
             for name in self._own:
-                if name not in before and (had is None or name not in had.servers):
+                if name not in stay and (had is None or name not in had.servers):
                     self._link(name).enqueue(replace(record, sequence=-1))
                 if had is not None:
                     had.servers.add(name)
@@ -492,12 +493,15 @@ class Trainer(Process):
         for rank, kind, until in needed:
             stream = boundary(rank, kind)
             for server in list(sources.get(stream, ()))[:1]:
-                self.world.checkers.replays(self.name, at(server, stream), mine.from_version, until)
+                where = at(server, stream)
+                self.world.checkers.replays(self.name, where, mine.from_version, until)
+                if rank != self.rank:
+                    self.world.checkers.reads(self.name, server, where, mine.from_version, until)
 
     def _ask_digests(self, from_step: int) -> None:
         for stream, name in sorted(self._digests_wanted):
             server = self.world.servers()[name]
-            key = f"digests {stream}" if name == self._own[0] else f"digests {stream} {name}"
+            key = f"digests {stream} {name}"
             if server is None or self.kernel.now - self._said.get(key, -RESAY_S) < RESAY_S:
                 continue
             self._said[key] = self.kernel.now
@@ -635,3 +639,9 @@ class Trainer(Process):
             assert refusal is not None
             self._refuse(f"read: {refusal.reason}")
         reader.asked_at = self.kernel.now - RESAY_S + 0.2
+
+
+def _own_servers(view: pb.View, rank: int) -> dict[str, int]:
+    """As the engine's."""
+    numbers = {place.address: number for number, place in enumerate(view.log_places) if not place.lost}
+    return {name: numbers[name] for logs in view.log_copies if logs.rank == rank for name in logs.servers}

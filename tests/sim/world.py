@@ -12,6 +12,7 @@ from services.coordinator import messages as m
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, State
 from swift.errors import SwiftError
+from swift.log.streams import boundary
 from swift.log.wire import Fsync
 from tests.sim.checkers import Checkers, Truth, Violation
 from tests.sim.control import Coordinator, Shown
@@ -22,6 +23,8 @@ from tests.sim.trainer import UNLOADABLE, Trainer
 
 FAULTS_UNTIL_S = 14.0
 GRACE_S = 90.0
+OPERATED = 0.2
+"""Of the worlds."""
 LEGITIMATE_ENDS = ("before the job was formed", "before it joined", "in a row")
 """Why a job may fail, if enough goes wrong."""
 NOWHERE_TO_GO = "no complete checkpoint"
@@ -55,8 +58,15 @@ class World:
             self.copies = self.places.choice((1, 2, 2))
         drops = random.Random(f"drops {seed}")
         self.drop_queue = drops.choice((1, 2, 3, 5)) if drops.random() < 0.25 else 0
+        self.operators = random.Random(f"operators {seed}")
+        self.operated = self.operators.random() < OPERATED
+        """Operators give servers up and name others, and disks come back empty."""
+        self.looks_at_logs = bool(self.log_lost_s) or self.operated
         self.lost: set[str] = set()
-        """Servers that never come back."""
+        """Servers that are gone for good, unless an operator puts another machine in their place."""
+        self._first = list(self.names)
+        self._used = set(range(len(self.names)))
+        """Servers that have come into use, by their numbers."""
         self.fsync = chance.choices((Fsync.ALWAYS, Fsync.INTERVAL, Fsync.NEVER), (7, 2, 1))[0]
         self.network = Network(self.kernel)
         # Small records share a block of the disk; large ones fill some.
@@ -101,6 +111,8 @@ class World:
             self.kernel.count("history given up")
             self.truth.begin(row.rolled_back_in, row.plan.target_version, self.history)
             self.history = row.rolled_back_in
+            self.checkers.history_begins()
+        self._look_at_places(row)
         if row.state is State.RUNNING and self.state is not State.RUNNING:
             versions = dict(row.ready)
             if len(versions) < self.ranks or len(set(versions.values())) > 1:
@@ -109,6 +121,20 @@ class World:
         if planned is not None and planned.restores and "declared unlogged" in planned.reason:
             self.kernel.count("nothing replayed over declared steps")
         self.state, self.reason = row.state, row.reason
+
+    def _look_at_places(self, row: JobRow) -> None:
+        """Tells the checkers what the coordinator counts on."""
+        for number in row.living() if row.granted == row.generation else ():
+            if number not in self._used:
+                self._used.add(number)
+                self.checkers.comes(row.log_servers[number].address, row.generation)
+        if row.state is State.RUNNING and self.state is not State.RUNNING:
+            for rank, logs in row.placement.items():
+                for copy in logs.copies:
+                    name = row.log_servers[copy.server].address
+                    streams = [at(name, boundary(rank, kind)) for kind in "FB"]
+                    assert copy.whole_from is not None
+                    self.checkers.counts(name, streams, copy.whole_from, max(row.ready.values()))
 
     # -- life and death -----------------------------------------------------------------------------------
 
@@ -158,12 +184,30 @@ class World:
         self.kernel.after(self.kernel.between(0.2, 2.0), self._start_server, name)
 
     def lose_server(self, name: str) -> bool:
-        """With its disk. One stays; and a job that is not formed yet waits for all of them."""
-        if self.state is State.FORMING or len(self.lost | {name}) == len(self.names):
+        """With its disk. One stays, unless operators bring others; and a job that is not formed yet waits for all."""
+        last = len(self.lost | {name}) == len(self.names)
+        if self.state is State.FORMING or (last and not self.operated):
             return False
         self.lost.add(name)
         self.kill_server(name, power=False)
         return True
+
+    def empty_server(self, name: str) -> None:
+        """It comes back, with another disk."""
+        self.kill_server(name, power=False)
+        self._disks[name] = SimDisk(self.kernel, name)
+        self.checkers.disk_lost(name)
+
+    def bring_server(self, name: str) -> None:
+        """A machine under this address, a new one if the last one is lost."""
+        if name not in self.names:
+            self.names.append(name)
+            self._servers[name], self._disks[name] = None, SimDisk(self.kernel, name)
+            self.lost.add(name)
+        if name in self.lost:
+            self.lost.discard(name)
+            self.empty_server(name)
+            self._start_server(name)
 
     def _lose_power(self, name: str) -> None:
         lost, shuffled = self._disks[name].power_cut()
@@ -172,7 +216,7 @@ class World:
             self.checkers.lossy |= {at(name, stream) for stream in lost}
 
     def _start_coordinator(self, saved: str | None) -> None:
-        self._coordinator = coordinator = Coordinator(self.kernel, self.network, self, saved, self.names)
+        self._coordinator = coordinator = Coordinator(self.kernel, self.network, self, saved, self._first)
         if not coordinator.alive:
             self._coordinator = None
 
@@ -204,18 +248,44 @@ class World:
 
     def _tell_exit(self, trainer: Trainer) -> None:
         """The launcher says it until it is heard."""
-        exited = m.MemberExited(rank=trainer.rank, incarnation=trainer.name, pid=1, exit_code=-9)
+        self.say(m.MemberExited(rank=trainer.rank, incarnation=trainer.name, pid=1, exit_code=-9))
+
+    def say(self, command: m.Command, then: Callable[[], None] = lambda: None) -> None:
+        """By somebody beside the job, until it is heard."""
         heard: list[Refusal | None] = []
+
+        def hear(refusal: Refusal | None) -> None:
+            heard.append(refusal)
+            if len(heard) == 1:
+                then()
 
         def again() -> None:
             if not heard and not self.state.is_over:
                 if self._coordinator is not None:
-                    self._coordinator.later(
-                        self.network.delay_s(), self._coordinator.handle, exited, heard.append
-                    )
+                    self._coordinator.later(self.network.delay_s(), self._coordinator.handle, command, hear)
                 self.kernel.after(0.5, again)
 
         self.kernel.after(self.kernel.between(0.01, 0.3), again)
+
+    def servers_in_use(self) -> list[str]:
+        """As the coordinator has it, and tells operators."""
+        job = self._coordinator.job if self._coordinator is not None else None
+        return job.row.addresses() if job is not None else []
+
+    def _operator(self) -> None:
+        """When nothing fails any more: a job that waits for servers that are gone for good gets one that lives."""
+        self.kernel.after(1.0, self._operator)
+        if self.state.is_over or self._coordinator is None:
+            return
+        in_use = self.servers_in_use()
+        gone = [name for name in in_use if name in self.lost]
+        if len(gone) == len(in_use):
+            living = next((name for name in self.names if name not in self.lost), self.names[0])
+            self.bring_server(living)
+            self.kernel.count("operator: brings a server back at the end")
+            self.say(m.ChangeLogServers(lost=gone[0] if gone else "", add=living))
+        elif gone and not self.log_lost_s:
+            self.say(m.ChangeLogServers(lost=gone[0]))
 
     def _launcher(self) -> None:
         """Every rank has a process, or gets one."""
@@ -268,6 +338,7 @@ class World:
 
     def _heal(self) -> None:
         self.calm = True
+        self.kernel.after(0.0, self._operator)
         self.network.heal_all()
         self.kernel.note("no more faults")
         for trainer in self.trainers:

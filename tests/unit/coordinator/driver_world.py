@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from services.coordinator import messages as m
 from services.coordinator.driver import Driver
+from services.coordinator.logs import JobForgotten
 from services.coordinator.row import LogServer
 from services.coordinator.store import MemoryStore
 from services.coordinator.timing import Timing
@@ -35,7 +36,10 @@ class FakeLogs:
         if trouble is not None:
             raise trouble
 
-    def fence(self, address: str, job: str, generation: int) -> None:
+    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
+        if held and address in self.forgotten:
+            self._called("not fenced", address, job, generation)
+            raise JobForgotten("no such job")
         self._called("fence", address, job, generation)
         self.forgotten.discard(address)
 
@@ -43,8 +47,9 @@ class FakeLogs:
         self._called("trim", address, job, below_step)
 
     def reset(self, address: str, job: str, generation: int, number: int) -> None:
+        if address in self.forgotten:
+            raise JobForgotten("no such job")
         self._called("reset", address, job, generation, number)
-        self.forgotten.discard(address)
 
     def space(self, address: str, job: str, generation: int) -> JobSpace:
         self._called("space", address, job, generation)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from services.coordinator.hang import StepClock
-from services.coordinator.logs import GenerationRefused, LogServers
+from services.coordinator.logs import GenerationRefused, JobForgotten, LogServers
 from services.coordinator.row import Holder, JobRow, LogServer, State
 from services.coordinator.timing import Timing, usual_log_lost_s
-from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration
+from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration, UnknownJob
 from swift.log import admin
 from swift.log.admin import StreamInventory
 from swift.recovery import Plan, RankPlan, Refusals, Report, Strategy, StreamSummary
@@ -126,7 +126,7 @@ def test_the_log_client_s_errors_become_retry_or_refusal(monkeypatch: pytest.Mon
     servers = LogServers(1.0)
 
     def failing(error: Exception) -> None:
-        def fence(*_arguments: object) -> None:
+        def fence(*_arguments: object, held: bool) -> None:
             raise error
 
         monkeypatch.setattr(admin, "fence", fence)
@@ -134,6 +134,9 @@ def test_the_log_client_s_errors_become_retry_or_refusal(monkeypatch: pytest.Mon
     failing(StaleGeneration("generation 9 is granted"))
     with pytest.raises(GenerationRefused, match="is ahead of this coordinator for job j"):
         servers.fence("l:1", "j", 2)
+    failing(UnknownJob("there is no job j here"))
+    with pytest.raises(JobForgotten, match="log server l:1: there is no job j here"):
+        servers.fence("l:1", "j", 2, held=True)
     failing(LogUnavailable("no route"))
     with pytest.raises(LogUnavailable, match="no route"):
         servers.fence("l:1", "j", 2)

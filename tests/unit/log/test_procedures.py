@@ -96,6 +96,20 @@ def test_the_second_reset_of_a_generation_drops_what_was_written_since_its_first
     assert not stream.by_sequence
 
 
+def test_a_server_that_has_lost_a_job_neither_fences_nor_resets_it_as_one_that_it_knows() -> None:
+    """Else nobody could tell any more that what it had is gone."""
+    state = started(MemoryStorage())
+    for procedure in (procedures.fence(state, JOB, 2, 0.0, held=True), procedures.reset(state, JOB, 2)):
+        with pytest.raises(Refused) as refused:
+            carry_out(state, procedure)
+        assert refused.value.refusal.reason is Reason.UNKNOWN
+        assert not state.core.jobs
+    carry_out(state, procedures.fence(state, JOB, 2, 0.0))
+    carry_out(state, procedures.fence(state, JOB, 3, 0.0, held=True))
+    assert carry_out(state, procedures.reset(state, JOB, 3))
+    assert state.core.generation_of(JOB) == 3
+
+
 def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
     state = started(MemoryStorage())
     carry_out(state, procedures.fence(state, JOB, 1, 0.0))

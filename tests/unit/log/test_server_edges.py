@@ -59,7 +59,7 @@ def test_asking_for_a_job_makes_none() -> None:
         )
         with pytest.raises(grpc.RpcError) as reset:
             stub.Reset(log_pb2.ResetRequest(job="nobody", generation=1), timeout=TIMEOUT_S)
-        assert reason_of(reset.value) == Reason.NOT_GRANTED
+        assert reason_of(reset.value) == Reason.UNKNOWN
         call = Call(server)
         opening = log_pb2.Open(job="nobody", stream=STREAM, generation=1)
         call.raw(log_pb2.AppendRequest(opens=[opening]).SerializeToString())
