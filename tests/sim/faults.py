@@ -91,7 +91,7 @@ def _two_ranks_killed(world: World) -> bool:
 def _connection_broken(world: World) -> bool:
     trainer = _rank(world)
     if trainer is not None:
-        for link in trainer.links.values():
+        for link in trainer.writer.links.values():
             link.break_call()
     return trainer is not None
 
@@ -111,7 +111,7 @@ def _rank_and_log_cut(world: World) -> bool:
     trainer = _rank(world)
     if trainer is not None:
         _cut(world, trainer.name, world.kernel.random.choice(world.names))
-        for link in trainer.links.values():
+        for link in trainer.writer.links.values():
             link.break_call()
     return trainer is not None
 

@@ -6,7 +6,6 @@ process of an older generation posts there reaches its own generation only, as w
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 from services.coordinator import messages as m
@@ -14,53 +13,38 @@ from services.coordinator.messages import Refusal, Refused
 from services.logserver.core import Refusal as LogRefusal
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import log_pb2
-from swift.errors import LogError, LogUnavailable, SwiftError
-from swift.log.frame import CODEC_NONE, checksum, decode_header, decode_record
-from swift.log.link_core import Outgoing
-from swift.log.record import RecordKey, digest_of, stream_tag
+from swift.errors import LogError
+from swift.log.frame import decode_header, decode_record
+from swift.log.record import RecordKey
 from swift.log.streams import boundary
-from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Steps, declared
+from swift.log.unlogged import Steps, declared
 from swift.log.wire import Reason, split_frames
-from tests.sim.checkers import Checkers, Violation, body_of, first_state, next_state, output
-from tests.sim.client import SimLink
+from tests.sim.checkers import Violation, body_of, first_state, next_state, output
 from tests.sim.control import Coordinator, Shown
-from tests.sim.dropping import Dropping
 from tests.sim.kernel import Kernel, Network, Process
-from tests.sim.server import JOB, ServerProcess, at
+from tests.sim.server import ServerProcess, at
+from tests.sim.writer import SimWriter, own_servers
+from tests.sim.writer import Surroundings as WritersSurroundings
 
 STEPS = 9
 CHECKPOINT_EVERY = 3
 BACKLOG_MAX = 12
-PATIENCE_S = 12.0
 MISSING_S = 8.0
 RESAY_S = 1.0
 UNLOADABLE = "its checkpoint cannot be loaded"
 
 
-class Surroundings(Protocol):
-    checkers: Checkers
+class Surroundings(WritersSurroundings, Protocol):
     ranks: int
     names: list[str]
     mail: dict[tuple[int, str, int, int], int]
     """(generation, kind, rank, step) -> what was sent live."""
     checkpoints: dict[tuple[int, int], list[tuple[int, int]]]
     """(rank, version) -> (generation, state), as saved."""
-    drop_queue: int
-    """Records that a writer lets wait before it drops the next; 0: it is blocked instead."""
 
     def coordinator(self) -> Coordinator | None: ...
 
-    def servers(self) -> dict[str, ServerProcess | None]: ...
-
     def trainer_failed(self, trainer: "Trainer") -> None: ...
-
-
-class _Logged:
-    """A record that the log has, or that is on its way to it."""
-
-    def __init__(self, digest: bytes) -> None:
-        self.digest = digest
-        self.servers: set[str] = set()
 
 
 class _Reader:
@@ -92,20 +76,15 @@ class Trainer(Process):
         self.shown: Shown | None = None
         self.version: int | None = None
         self.state = 0
-        self.links: dict[str, SimLink] = {}
-        self._own: dict[str, int] = {}
-        """The servers that keep what it writes -> their numbers."""
-        self._known: dict[str, dict[RecordKey, _Logged]] = {}
+        self.writer = SimWriter(self, network, world, self._refuse)
         self._joined = False
         self._generation = 0
-        self._log_generation = 0
         self._stage = 0
         self._forward = self._backward = 0
         self._recovering = False
         self._digests_wanted: set[tuple[str, str]] = set()
         """Of which stream, from which server."""
         self._damaged: set[tuple[str, str]] = set()
-        self._dropping = Dropping(world.drop_queue)
         self._readers: dict[str, _Reader] = {}
         self._refused_in = 0
         self._to_say: int | None = None
@@ -161,7 +140,7 @@ class Trainer(Process):
             self._say_wanted()
 
     def _say_wanted(self) -> None:
-        wanted, generation = self._dropping.wanted, self._generation
+        wanted, generation = self.writer.dropping.wanted, self._generation
         if wanted is None:
             return
         ask = m.AskCheckpoint(
@@ -169,8 +148,8 @@ class Trainer(Process):
         )
 
         def heard(refusal: Refusal | None) -> None:
-            if refusal is None and self._dropping.wanted is wanted and self._generation == generation:
-                self._dropping.wanted = None
+            if refusal is None and self.writer.dropping.wanted is wanted and self._generation == generation:
+                self.writer.dropping.wanted = None
 
         self._tell(ask, heard)
 
@@ -251,12 +230,12 @@ class Trainer(Process):
 
     def _report(self) -> None:
         self._open_log()
-        if self._log_has_failed():
+        if self.writer.has_failed():
             # As a trainer whose flush raises: it ends, and its successor reports that it holds nothing.
             self.world.trainer_failed(self)
             return
-        self._declare_all()
-        if not self._backlog():
+        self.writer.declare_all()
+        if not self.writer.backlog:
             self.say(
                 "report",
                 m.MemberReport(sender=self.sender, generation=self._generation, version=self.version),
@@ -268,16 +247,16 @@ class Trainer(Process):
         world = self.world
         assert self.shown is not None
         history = self.shown.history
-        if self._log_has_failed(may_drop=bool(self._dropping.queue)):
+        if self.writer.has_failed(may_drop=bool(self.writer.dropping.queue)):
             return
         if self._to_say is not None and self._say_saved(self._to_say):
             self._to_say = None
         if step == STEPS:
-            self._declare_all()
-            if not self._backlog():
+            self.writer.declare_all()
+            if not self.writer.backlog:
                 self.say("finish", m.Finish(sender=self.sender, version=step))
             return
-        if not self._dropping.queue and self._backlog() > BACKLOG_MAX:
+        if not self.writer.dropping.queue and self.writer.backlog > BACKLOG_MAX:
             self.kernel.count("writer blocked by its queue")
             return
         if self._stage == 0:
@@ -304,9 +283,9 @@ class Trainer(Process):
         self.version = step + 1
         self._stage = 0
         assert self.shown is not None
-        if self._dropping.saves(self.shown.view, self.version) or self.version % CHECKPOINT_EVERY == 0:
+        if self.writer.dropping.saves(self.shown.view, self.version) or self.version % CHECKPOINT_EVERY == 0:
             self._save_checkpoint()
-        self._dropping.after_step(step)
+        self.writer.dropping.after_step(step)
 
     def _save_checkpoint(self) -> None:
         assert self.version is not None
@@ -330,107 +309,12 @@ class Trainer(Process):
     # -- its log ----------------------------------------------------------------------------------------
 
     def _open_log(self) -> None:
-        if self._log_generation != self._generation:
-            self._log_generation = self._generation
-            self._move()
-            for link in self.links.values():
-                link.set_generation(self._generation, discard=False)
-
-    def _move(self) -> None:
-        """As `LogWriter`: what a server that is given up has not acknowledged, those that have come get."""
         assert self.shown is not None
-        before, self._own = self._own, _own_servers(self.shown.view, self.rank)
-        if before and before != self._own:
-            self.kernel.count("streams moved")
-        # One that was emptied since has another number.
-        stay = {name for name, number in self._own.items() if before.get(name) == number}
-        for known in self._known.values():
-            for logged in known.values():
-                logged.servers.intersection_update(stay)
-        left: dict[tuple[str, RecordKey], Outgoing] = {}
-        for name in sorted(set(self.links) - stay):
-            for record in self.links.pop(name).give_up():
-                left.setdefault((record.stream, record.key), record)
-        for (stream, key), record in left.items():
-            had = self._known.get(stream, {}).get(key)
-            for name in self._own:
-                if name not in stay and (had is None or name not in had.servers):
-                    self._link(name).enqueue(replace(record, sequence=-1))
-                if had is not None:
-                    had.servers.add(name)
-
-    def _link(self, name: str) -> SimLink:
-        link = self.links.get(name)
-        if link is None:
-            link = self.links[name] = SimLink(
-                self,
-                self.network,
-                self.world.checkers,
-                self._log_generation,
-                name,
-                lambda: self.world.servers()[name],
-            )
-        return link
+        self.writer.open(self._generation, own_servers(self.shown.view, self.rank))
 
     def _log(self, kind: str, step: int, value: int, keep: bool = False) -> None:
-        """As `LogWriter.append`; ``keep``: it is not dropped."""
-        stream = boundary(self.rank, kind)
         body = body_of(value, self.world.checkers.truth.repeats)
-        if self._dropping.queue and not keep and self._dropping.refuses(stream, step, self._backlog()):
-            self.kernel.count("record dropped")
-            self._dropping.unlogged.drop(stream, step, len(body))
-            writers = [at(name, self.name) for name in self._own]
-            self.world.checkers.dropped(writers, stream_tag(JOB, stream), step)
-            return
-        self._declare(stream)
-        self._put(stream, RecordKey(step, 0, 0), "uint8", (len(body),), body)
-
-    def _declare(self, stream: str) -> None:
-        due = self._dropping.unlogged.due(stream)
-        if due is not None:
-            self.kernel.count("steps declared unlogged")
-            self._put(stream, due, MARK_DTYPE, MARK_SHAPE, b"")
-            self._dropping.unlogged.marked(stream)
-
-    def _declare_all(self) -> None:
-        for stream in self._dropping.unlogged.streams:
-            self._declare(stream)
-
-    def _put(self, stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: bytes) -> None:
-        """As `LogWriter`: what the log has already is compared, what it has not is appended."""
-        digest = digest_of(dtype, shape, body)
-        logged = self._known.setdefault(stream, {}).setdefault(key, _Logged(digest))
-        missing = [name for name in self._own if name not in logged.servers]
-        if logged.digest != digest:
-            self._refuse("its own tensor differs from the logged one")
-            return
-        self.kernel.count("record appended" if len(missing) == len(self._own) else "record verified")
-        record = Outgoing(
-            stream=stream,
-            key=key,
-            dtype=dtype,
-            shape=shape,
-            raw_bytes=len(body),
-            codec=CODEC_NONE,
-            stored=body,
-            body_crc=checksum(body),
-            digest=digest,
-            held_bytes=1,
-        )
-        for name in missing:
-            self._link(name).enqueue(replace(record))
-        logged.servers.update(missing)
-
-    def _backlog(self) -> int:
-        return sum(link.core.pending for link in self.links.values())
-
-    def _log_has_failed(self, may_drop: bool = False) -> bool:
-        for link in self.links.values():
-            error: SwiftError | None = link.core.error(PATIENCE_S, self.kernel.now)
-            if error is not None and not (may_drop and isinstance(error, LogUnavailable)):
-                self._refuse(f"log: {type(error).__name__}")
-                return True
-        return False
+        self.writer.append(boundary(self.rank, kind), step, body, keep)
 
     # -- recovery ---------------------------------------------------------------------------------------
 
@@ -447,7 +331,7 @@ class Trainer(Process):
             self._ask_digests(mine.from_version)
         elif self.version < target:
             self._replay_step(mine.from_version)
-        elif not self._log_has_failed() and (mine.from_version == target or not self._backlog()):
+        elif not self.writer.has_failed() and (mine.from_version == target or not self.writer.backlog):
             self._readers.clear()
             self._ready()
 
@@ -466,18 +350,16 @@ class Trainer(Process):
         elif self.version != mine.from_version:
             raise Violation("plan", f"{self.name} is to go on from {mine.from_version}, holds {self.version}")
         if all(other.strategy == pb.CHECKPOINT for other in plan.ranks):
-            self._known.clear()
-            self._dropping.forget()
-            self.world.checkers.given_up(self.name)
-            for link in self.links.values():
-                link.set_generation(self._generation, discard=True)
+            self.writer.restart(self._generation)
         if mine.from_version < plan.target_version:
             self._check_gaps(mine, plan)
         if mine.strategy == pb.REPLAY:
             kinds = [
                 k for k, there in (("F", self.rank + 1 < self.world.ranks), ("B", self.rank > 0)) if there
             ]
-            self._digests_wanted = {(boundary(self.rank, kind), name) for kind in kinds for name in self._own}
+            self._digests_wanted = {
+                (boundary(self.rank, kind), name) for kind in kinds for name in self.writer.servers
+            }
             if self.careless and self.kernel.chance(0.5):
                 self.kernel.count("careless: did not ask for digests")
                 self._digests_wanted.clear()
@@ -527,29 +409,25 @@ class Trainer(Process):
         stream, server = answer
         if refusal is not None:
             self._damaged.add(answer)
-        if all((stream, name) in self._damaged for name in self._own):
+        if all((stream, name) in self._damaged for name in self.writer.servers):
             assert refusal is not None
             self._refuse(f"digests: {refusal.reason}")
             return
-        known = self._known.setdefault(stream, {})
-        for record in records:
-            key = RecordKey(record.step, record.microbatch, record.slot)
-            logged = known.setdefault(key, _Logged(record.digest))
-            if logged.digest != record.digest:
-                self._refuse("copies differ")
-            logged.servers.add(server)
+        digests = {
+            RecordKey(record.step, record.microbatch, record.slot): record.digest for record in records
+        }
+        self.writer.expect(stream, digests, server)
         self._digests_wanted.discard(answer)
         if not self._digests_wanted:
-            for damaged, name in self._damaged:  # nothing is written over what may be there
-                for logged in self._known.get(damaged, {}).values():
-                    logged.servers.add(name)
+            for damaged, name in self._damaged:
+                self.writer.writes_nothing_over(damaged, name)
 
     def _replay_step(self, from_step: int) -> None:
         """The step again: its inputs out of the log, what it sends compared or filled in."""
         assert self.version is not None
         assert self.shown is not None
         step, history = self.version, self.shown.history
-        if self._log_has_failed():
+        if self.writer.has_failed():
             return
         forward = self._logged("F", self.rank - 1, step, from_step) if self.rank else 0
         if forward is None:
@@ -639,9 +517,3 @@ class Trainer(Process):
             assert refusal is not None
             self._refuse(f"read: {refusal.reason}")
         reader.asked_at = self.kernel.now - RESAY_S + 0.2
-
-
-def _own_servers(view: pb.View, rank: int) -> dict[str, int]:
-    """As the engine's."""
-    numbers = {place.address: number for number, place in enumerate(view.log_places) if not place.lost}
-    return {name: numbers[name] for logs in view.log_copies if logs.rank == rank for name in logs.servers}

@@ -237,7 +237,7 @@ class World:
     def kill_trainer(self, trainer: Trainer, told: bool) -> None:
         trainer.alive = False
         self.kernel.note("{} is killed", trainer.name)
-        for link in trainer.links.values():
+        for link in trainer.writer.links.values():
             link.break_call(told=False)
         if told:
             self._tell_exit(trainer)
@@ -275,7 +275,7 @@ class World:
     def _operator(self) -> None:
         """When nothing fails any more: a job that waits for servers that are gone for good gets one that lives."""
         self.kernel.after(1.0, self._operator)
-        if self.state.is_over or self._coordinator is None:
+        if self.state.is_over or self.state is State.FORMING or self._coordinator is None:
             return
         in_use = self.servers_in_use()
         gone = [name for name in in_use if name in self.lost]
