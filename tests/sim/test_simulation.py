@@ -87,7 +87,7 @@ def test_what_matters_has_happened() -> None:
 
 def test_a_seed_is_the_same_again_in_any_process() -> None:
     """Its events included, whatever the order of sets."""
-    code = "from tests.sim.run import run_seed\nfor seed in (*range(10), 76, 87): print(run_seed(seed))"
+    code = "from tests.sim.run import run_seed\nfor seed in (*range(10), 87, 114): print(run_seed(seed))"
     said = [
         subprocess.run(
             [sys.executable, "-c", code],

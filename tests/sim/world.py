@@ -23,7 +23,7 @@ from tests.sim.trainer import UNLOADABLE, Trainer
 
 FAULTS_UNTIL_S = 14.0
 GRACE_S = 90.0
-OPERATED = 0.2
+OPERATED = 0.125
 """Of the worlds."""
 LEGITIMATE_ENDS = ("before the job was formed", "before it joined", "in a row")
 """Why a job may fail, if enough goes wrong."""
