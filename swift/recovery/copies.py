@@ -29,12 +29,19 @@ def combined(
     sound = [copy for copy in copies if not copy.summary.corrupt and _begins(copy) is not None]
     servers = tuple(copy.server for copy in copies)
     trimmed = min(copy.summary.trimmed_below_step for copy in copies)
+    # Of all: one may not have got that far, and what is written again goes to those that count for nothing yet, too.
+    declared = [copy.summary.unlogged for copy in copies if copy.summary.unlogged is not None]
+    unlogged = (min(u[0] for u in declared), max(u[1] for u in declared)) if declared else None
     if not sound:
         damaged = [c for c in copies if c.summary.corrupt and c.whole_from is not None]
         if damaged:
             return damaged[0].summary, servers
         empty = StreamSummary(
-            stream=copies[0].summary.stream, records=0, trimmed_below_step=trimmed, reason=lost
+            stream=copies[0].summary.stream,
+            records=0,
+            trimmed_below_step=trimmed,
+            reason=lost,
+            unlogged=unlogged,
         )
         return empty, servers
     start = min(max(_begins(copy) or 0, floor) for copy in sound)
@@ -42,15 +49,13 @@ def combined(
     chosen.sort(key=lambda copy: (-copy.summary.last_step, -copy.summary.records))
     first = min(_begins(copy) or 0 for copy in chosen)
     best = chosen[0].summary
-    unlogged = [copy.summary.unlogged for copy in chosen if copy.summary.unlogged is not None]
     whole = replace(
         best,
         first_step=first,
         last_step=max(best.last_step, first),
         trimmed_below_step=min(copy.summary.trimmed_below_step for copy in chosen),
         reason=lost if first > floor else "",
-        # Declared in every copy, but one may not have got that far.
-        unlogged=(min(u[0] for u in unlogged), max(u[1] for u in unlogged)) if unlogged else None,
+        unlogged=unlogged,
     )
     return whole, tuple(copy.server for copy in chosen)
 

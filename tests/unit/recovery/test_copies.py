@@ -58,6 +58,15 @@ def test_what_was_dropped_is_gone_whichever_copy_says_so() -> None:
     assert combined([Copy(server=0, summary=summary(0, 8))])[0].unlogged is None
 
 
+def test_what_is_declared_in_a_copy_that_counts_for_nothing_is_gone() -> None:
+    """It is written again there as well, behind the mark."""
+    young = Copy(server=1, summary=replace(summary(5, 9), unlogged=(3, 4)), whole_from=None)
+    found, _ = combined([young])
+    assert (found.records, found.unlogged) == (0, (3, 4))
+    found, servers = combined([Copy(server=0, summary=summary(0, 9)), young])
+    assert (found.unlogged, servers) == ((3, 4), (0,))
+
+
 def test_a_younger_copy_is_not_read_where_an_older_one_is() -> None:
     found, servers = combined(
         [Copy(server=0, summary=summary(7, 9), whole_from=7), Copy(server=1, summary=summary(0, 9))]
