@@ -7,7 +7,7 @@ and is told what was said and done by the simulated world.
 - *emptied*: a server that comes into use has nothing from before
 - *writer*: one writer per generation of a stream, and nothing of an older generation is accepted once a fence was
   answered, whatever crashes
-- *unique*: a key has one sequence, and a sequence one content
+- *unique*: a key has one sequence, and a sequence one content, unless damage has cost it the one that it had
 - *replay*: what a replaying rank reads is what was computed, and so is the state that it says it is ready with
 - *declared*: behind a record that was dropped, nothing is sent before a mark that declares it
 - *gap*: no plan replays a step that an acknowledged mark declares, nor writes it again
@@ -243,6 +243,12 @@ class Checkers:
             elif (known.key, known.body) == (seen.key, seen.body):
                 known.after = max(known.after, answered)
                 known.by.add(server)
+            elif stream in self.damaged:
+                # Where nobody can tell how far the damage goes, what was behind it is forgotten and declared lost, and
+                # its sequences are given again.
+                acked[sequence] = _Acked(
+                    seen.key, seen.body, seen.generation, answered, known.dropped_before, {server}
+                )
             elif stream not in self.lossy:
                 raise Violation("unique", f"record {sequence} of {stream} was acknowledged with two contents")
 
@@ -266,6 +272,9 @@ class Checkers:
     def comes(self, server: str, generation: int) -> None:
         """From this generation on it is used; it was not before, or was lost since."""
         self._came[server] = generation
+        # It has nothing of the steps before, declared or not: nobody counts on it for these (*whole*).
+        for key in [key for key in self._dropped if key[0].startswith(f"{server}/")]:
+            del self._dropped[key]
         for stream, acked in self._acked.items():
             if stream.startswith(f"{server}/"):
                 for sequence, record in acked.items():
