@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,17 +12,12 @@ from pathlib import Path
 from swift import control
 from swift.control import CoordinatorClient, View, make_member
 from swift.errors import Fenced, ServiceError
+from tests.integration.logserver_world import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {"seed": "7"}
 FINGERPRINT = {"torch": "2.13.0"}
 RANKS = 3
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Coordinator:

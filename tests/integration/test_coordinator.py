@@ -23,9 +23,9 @@ from tests.integration.coordinator_world import (
     REPOSITORY,
     Job,
     finish,
-    free_port,
     recovered,
 )
+from tests.integration.logserver_world import free_port
 
 
 @pytest.fixture

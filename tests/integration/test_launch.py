@@ -11,8 +11,8 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.command import PRELOAD_DEFAULT
-from tests.integration.coordinator_world import free_port
 from tests.integration.launch_world import Launch, ScriptedCoordinator, assert_all_gone, wait_until
+from tests.integration.logserver_world import free_port
 
 Start = Callable[..., Launch]
 

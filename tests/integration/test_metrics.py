@@ -313,6 +313,7 @@ def test_it_listens_for_scrapes_only_where_it_was_asked_to(tmp_path: Path) -> No
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     flags = ["--metrics-listen", "127.0.0.1:0", "--metrics-address-file", str(tmp_path / "shown")]
+    flags += ["--heartbeat-s", "0.2", "--lease-s", "4"]  # one that ends is waited for
     coordinator = Coordinator(tmp_path / "meta", *flags).start()
     yield coordinator
     assert coordinator.stop() == 0
