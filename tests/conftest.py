@@ -1,7 +1,13 @@
-"""Options of the test suite."""
+"""Options of the test suite, and what all of it shares."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.integration.forked import Forks
 
 # The same examples in every run: what is merged is not stopped by an old fault that chance finds just then.
 # `scripts/test --hypothesis-profile=explore` looks for new ones.
@@ -12,3 +18,13 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write what came out into the golden files")
+
+
+@pytest.fixture(scope="session")
+def forks() -> "Iterator[Forks]":
+    """One fork server for each process that runs tests."""
+    from tests.integration.forked import Forks
+
+    forks = Forks()
+    yield forks
+    forks.close()

@@ -21,9 +21,10 @@ from swift.log.rpc import code_of, message_of, reason_of
 from tests.faults.shim import eventually
 from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
 from tests.integration.coordinator_world import Coordinator, Job, finish, recovered
+from tests.integration.forked import Forks
 from tests.integration.logserver_world import JOB
 from tests.integration.test_coordinator import run
-from tests.integration.trainer_world import TRAINERS, run_trainer
+from tests.integration.trainer_world import TRAINERS, undisturbed, until_over
 from tests.unit.log.frames import STREAM
 
 
@@ -210,35 +211,37 @@ def until(cluster: Cluster, path: Path) -> None:
         time.sleep(0.01)
 
 
-def until_over(cluster: Cluster) -> None:
-    """Starts the log server again, too."""
-    deadline = time.monotonic() + 150
-    while (code := cluster.poll()) is None:
-        assert time.monotonic() < deadline, cluster.output_tail()
-        time.sleep(0.01)
-    assert code == 0, cluster.output_tail()
-
-
 HELD = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward", "hold": True}
 
 
-def started(directory: Path, faults: list[dict[str, Any]], spares: int = 0) -> Cluster:
-    """Of the same job as `twin`."""
+def until_saved(cluster: Cluster) -> None:
+    """The rank stands where it is going to die, and the checkpoint before that is whole: saving it takes its time."""
+    until(cluster, cluster.fault_directory / "f0.reached")
+
+    def complete() -> list[int]:
+        trace = events.read(cluster.directory / "events")
+        return [event["version"] for event in trace if event["event"] == "checkpoint_complete"]
+
+    eventually(lambda: CHECKPOINT_EVERY in complete(), f"checkpoint {CHECKPOINT_EVERY} is complete")
+
+
+def started(directory: Path, faults: list[dict[str, Any]], spares: int = 0, mode: str = "traced") -> Cluster:
+    """Of the same job as `twin`, unless `mode` says otherwise."""
     return Cluster(
         directory,
         ranks=3,
         spares=spares,
         trainer=[str(TRAINERS / "features.py")],
-        trainer_arguments=["traced", str(STEPS)],
+        trainer_arguments=[mode, str(STEPS)],
         faults=json.dumps(faults),
         digests_every=True,
     )
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
     """The digests of a run that nothing happened to."""
-    run = run_trainer(tmp_path_factory.mktemp("twin"), "features.py", "traced", STEPS, ranks=3, faults=[])
+    run = undisturbed(forks, tmp_path_factory.mktemp("twin"), "features.py", "traced", STEPS, ranks=3)
     digests: dict[str, Any] = run["digests"]
     assert digests
     return digests
@@ -257,7 +260,7 @@ def test_f37_log_server_and_rank_lost_together_fall_back_to_the_checkpoint_and_s
 ) -> None:
     """One machine had both: the rank dies in step 5, and the log server comes back with an empty disk."""
     with started(tmp_path, [HELD], spares=1) as cluster:
-        until(cluster, cluster.fault_directory / "f0.reached")  # it stands where it is going to die
+        until_saved(cluster)
         cluster.kill_log_server("f1")
         assert cluster._processes[LOG_SERVER]._popen.wait(TIMEOUT_S) == -9
         shutil.rmtree(cluster.log_directories[0])
@@ -278,7 +281,7 @@ def test_f37_log_server_and_rank_lost_together_fall_back_to_the_checkpoint_and_s
 def test_a_job_that_was_stopped_whole_goes_on_under_its_name(tmp_path: Path, twin: dict[str, Any]) -> None:
     """Stopped in step 5, services and ranks alike, and started again: from its newest checkpoint to the same bits."""
     with started(tmp_path, [HELD]) as cluster:
-        until(cluster, cluster.fault_directory / "f0.reached")
+        until_saved(cluster)
         cluster.stop()
     before = events.read(tmp_path / "events")
     assert max(event["step"] for event in before if event["event"] == "step_end") == 4
@@ -334,9 +337,11 @@ def test_f38_trimmed_step_is_not_found_and_a_replay_holds_a_lease(tmp_path: Path
 
 @pytest.mark.timeout(120)
 def test_f39_replay_that_differs_from_the_log_is_refused_and_never_trained_on(tmp_path: Path) -> None:
-    fault = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward"}
-    run = run_trainer(tmp_path, "features.py", "unrepeatable", STEPS, ranks=3, faults=[fault])
-    trace = run["events"]
+    with started(tmp_path, [HELD], spares=1, mode="unrepeatable") as cluster:
+        until_saved(cluster)
+        (cluster.fault_directory / "f0.go").touch()
+        until_over(cluster)
+    trace = events.read(tmp_path / "events")
     plans = [e for e in trace if e["event"] == "plan"]
     assert {entry["strategy"] for entry in plans[0]["ranks"]} == {"KEEP", "REPLAY"}
     assert {entry["strategy"] for entry in plans[-1]["ranks"]} == {"CHECKPOINT"}

@@ -1,15 +1,26 @@
 """Drills as a person runs them: `swift-ft drill` in a process of its own, and its report."""
 
+import fcntl
+import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swift import events
+from swift.drill import loss, run, timeline
+from swift.drill.command import parse
+from swift.drill.config import DrillConfig
+from tests.integration.forked import CalmCluster, Forks
+from tests.integration.trainer_world import until_over
+
 STEPS, CHECKPOINT_EVERY = 15, 5
-COMMAND = [sys.executable, "-m", "swift.cli", "drill", "--model", "tiny", "--microbatches", "4"]
-COMMAND += ["--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
+SHAPE = ["--model", "tiny", "--microbatches", "4"]
+SHAPE += ["--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
+COMMAND = [sys.executable, "-m", "swift.cli", "drill", *SHAPE]
 
 
 @dataclass
@@ -25,32 +36,61 @@ class Outcome:
         return f"exit code {self.exit_code}\n{self.stdout}\n{self.stderr}"
 
 
-# What a failure-free run does not depend on.
-_OF_RECOVERY = (
-    "--kill",
-    "--strategy",
-    "--undo",
-    "--spares",
-    "--html",
-    "--random-kills",
-    "--log-servers",
-    "--copies",
-)
-_WITHOUT_VALUE = ("--secure",)
+class Twins:
+    """The failure-free runs of a test session, one for each configuration: made by the first test that needs it.
+
+    They have no launcher. `test_drill.py` and `test_drill_replicas.py` have drills that make their own.
+    """
+
+    def __init__(self, place: Path, forks: Forks) -> None:
+        self._place = place
+        self._forks = forks
+
+    def of(self, *arguments: str) -> Path:
+        """For `--twin` of such a drill."""
+        config = parse([*SHAPE, *arguments])
+        identity = json.dumps(config.identity(), sort_keys=True)
+        twin = self._place / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        with twin.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (twin / run.TWIN_FILE).exists():
+                self._make(config, twin)
+        return twin
+
+    def _make(self, config: DrillConfig, twin: Path) -> None:
+        place = Path(tempfile.mkdtemp(prefix=f"{twin.name}-", dir=self._place))
+        cluster = CalmCluster(
+            self._forks,
+            place,
+            ranks=config.topology.ranks,
+            trainer_arguments=config.trainer_arguments(),
+            digests_every=True,
+        )
+        with cluster:
+            until_over(cluster)
+        trace = events.read(place / "events")
+        made = run.Twin(digests=run.read_digests(place / "digests"), exit_code=0, losses=loss.losses(trace))
+        assert not timeline.recoveries(trace)
+        run.store_twin(config, made, twin)
 
 
-def drill(*arguments: str, twins: Path | None = None, at: Path, timeout_s: float = 200.0) -> Outcome:
-    """Runs one. `twins`: where the failure-free runs of a test session are kept, one for each configuration."""
+def drill(*arguments: str, at: Path, twins: Twins | None = None, timeout_s: float = 200.0) -> Outcome:
+    """Runs one. Without `twins` it makes its own."""
     words = [*COMMAND, *arguments, "--json", str(at / "report.json")]
     if twins is not None:
-        valued = [word for word in arguments if word not in _WITHOUT_VALUE]
-        pairs = zip(valued[::2], valued[1::2], strict=True)
-        shape = [f"{flag.removeprefix('--')}={value}" for flag, value in pairs if flag not in _OF_RECOVERY]
-        words += ["--twin", str(twins / ("-".join(sorted(shape)) or "plain"))]
+        words += ["--twin", str(twins.of(*arguments))]
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
     path = at / "report.json"
     report = json.loads(path.read_text()) if path.exists() else None
     return Outcome(done.returncode, done.stdout, done.stderr, report)
+
+
+def newest_checkpoint(directory: Path) -> int:
+    """Of a drill in `--directory`: the version that was complete when its last plan was made. Saving takes its time."""
+    trace = events.read(directory / "run" / "events")
+    planned = max(event["t"] for event in trace if event["event"] == "plan")
+    saved = [e["version"] for e in trace if e["event"] == "checkpoint_complete" and e["t"] < planned]
+    return int(max(saved))
 
 
 def kills(*specs: str) -> list[str]:

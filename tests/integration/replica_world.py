@@ -8,19 +8,15 @@ Every rank writes what came of it to ``DIR/<name>-<rank>``; the files named in `
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers
@@ -30,7 +26,6 @@ from swift.runtime.replica import DefaultGroup, Transfer, receive_state, send_st
 from swift.runtime.tensors import digest
 
 VERSION = 7
-DEADLINE_S = 60.0
 
 
 def make_state(seed: int) -> dict[str, Any]:
@@ -258,50 +253,6 @@ def run(rank: int, world: int, place: Path, case: str) -> None:
     else:
         {"copies": copies, "sharded": sharded}[case](me)
     me.communicator.tear_down()
-
-
-class World:
-    """The test's side: starts ranks, reads what they said."""
-
-    def __init__(self, place: Path, module: str = __name__) -> None:
-        self.place = place
-        self._module = module
-        self.store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, rank: int, world: int, case: str) -> "subprocess.Popen[bytes]":
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", self._module, str(rank), str(world), str(self.place), case]
-        process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
-        self.processes.append(process)
-        return process
-
-    def said(self, name: str, rank: int) -> dict[str, Any]:
-        path = self.place / f"{name}-{rank}"
-        deadline = time.monotonic() + DEADLINE_S
-        while not path.exists():
-            there = sorted(p.name for p in self.place.iterdir())
-            assert time.monotonic() < deadline, f"{path.name} never came: {there}"
-            time.sleep(0.005)
-        return dict(json.loads(path.read_text()))
-
-
-@contextmanager
-def world_in(place: Path, module: str = __name__) -> Iterator[World]:
-    world = World(place, module)
-    try:
-        yield world
-    finally:
-        for process in world.processes:
-            process.kill()
-            process.wait()
 
 
 if __name__ == "__main__":

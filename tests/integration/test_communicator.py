@@ -5,16 +5,13 @@ a notice they would hang until the group's timeout.
 """
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+
+from tests.integration.forked import Forked, Forks, meeting, new_store
 
 WORKER = textwrap.dedent(
     """
@@ -75,18 +72,13 @@ WORKER = textwrap.dedent(
 
 
 @pytest.mark.parametrize("operation", ["recv", "send", "all_reduce"])
-def test_survivors_are_freed_and_meet_again(operation: str, tmp_path: Path) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "OMP_NUM_THREADS": "1",
-    }
+def test_survivors_are_freed_and_meet_again(operation: str, forks: Forks, tmp_path: Path) -> None:
+    store = new_store()
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
 
-    def start(rank: int, replacement: int = -1) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", WORKER, str(rank), str(tmp_path), operation, str(replacement)]
-        return subprocess.Popen(command, env=environment)
+    def start(rank: int, replacement: int = -1) -> Forked:
+        return forks.run(script, [rank, tmp_path, operation, replacement], meeting(store))
 
     def wait_for(name: str) -> dict[str, object]:
         deadline = time.monotonic() + 40
@@ -116,4 +108,3 @@ def test_survivors_are_freed_and_meet_again(operation: str, tmp_path: Path) -> N
     finally:
         for process in ranks.values():
             process.kill()
-            process.wait()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.drill_world import drill, kills, passed
+from tests.integration.drill_world import Twins, drill, kills, passed
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300)]
 
@@ -12,15 +12,10 @@ SCHEDULES = ["1f1b", "gpipe", "interleaved1f1b", "interleavedzerobubble", "zbv",
 MICROBATCHES = {"dualpipev": "8"}
 
 
-@pytest.fixture(scope="session")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("matrix-twins")
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "idle"])
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_kill(schedule: str, rank: int, phase: str, twins: Path, tmp_path: Path) -> None:
+def test_one_kill(schedule: str, rank: int, phase: str, twins: Twins, tmp_path: Path) -> None:
     where = ",microbatch=2" if phase in ("forward", "backward") else ""
     report = passed(
         drill(
@@ -37,7 +32,7 @@ def test_one_kill(schedule: str, rank: int, phase: str, twins: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("rank", "stream"), [(0, "s1.B"), (2, "s3.B"), (3, "s2.F")])
-def test_any_corrupt_stream_is_noticed(rank: int, stream: str, twins: Path, tmp_path: Path) -> None:
+def test_any_corrupt_stream_is_noticed(rank: int, stream: str, twins: Twins, tmp_path: Path) -> None:
     specs = [f"rank={rank},step=8", f"corrupt=log,step=8,stream={stream}"]
     report = passed(drill(*kills(*specs), twins=twins, at=tmp_path))
     assert report["exact"] is False

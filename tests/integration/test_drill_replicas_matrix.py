@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.drill_world import drill, kills, passed
+from tests.integration.drill_world import Twins, drill, kills, passed
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 
@@ -36,11 +36,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("replica-matrix-twins")
-
-
 @pytest.mark.parametrize(("stages", "replicas", "schedule", "mode", "optimizer", "phase"), CASES)
 def test_one_kill(
     stages: int,
@@ -49,7 +44,7 @@ def test_one_kill(
     mode: str,
     optimizer: str,
     phase: str,
-    twins: Path,
+    twins: Twins,
     tmp_path: Path,
 ) -> None:
     # Another victim for each phase, so that all places of the mesh have their turn.
@@ -67,7 +62,7 @@ def test_one_kill(
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("undo", ["exact", "arithmetic"])
 def test_three_hundred_steps_and_five_random_kills(
-    undo: str, optimizer: str, twins: Path, tmp_path: Path
+    undo: str, optimizer: str, twins: Twins, tmp_path: Path
 ) -> None:
     words = ["--stages", "2", "--replicas", "2", "--updates", "wait_free", "--undo", undo]
     words += ["--optimizer", optimizer, "--steps", "300", "--checkpoint-every", "50", "--spares", "2"]

@@ -5,13 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer_world import Run, run_trainer
+from tests.integration.forked import Forks
+from tests.integration.trainer_world import run_trainer, undisturbed
 
 STEPS = 8
-
-
-def run(directory: Path, mode: str, faults: list[dict[str, Any]]) -> Run:
-    return run_trainer(directory, "features.py", mode, STEPS, ranks=3, faults=faults)
 
 
 @pytest.mark.timeout(240)
@@ -22,9 +19,9 @@ def run(directory: Path, mode: str, faults: list[dict[str, Any]]) -> Run:
         ("manual", {"rank": 1, "step": 5, "microbatch": 2, "phase": "forward"}),
     ],
 )
-def test_features(mode: str, fault: dict[str, Any], tmp_path: Path) -> None:
-    twin = run(tmp_path / "twin", mode, [])
-    faulted = run(tmp_path / "faulted", mode, [{"id": "f0", **fault}])
+def test_features(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:
+    twin = undisturbed(forks, tmp_path / "twin", "features.py", mode, STEPS, ranks=3)
+    faulted = run_trainer(tmp_path / "faulted", "features.py", mode, STEPS, ranks=3, faults=[fault])
     assert [e["event"] for e in faulted["events"]].count("fault") == 1
     replay = next(e for e in faulted["events"] if e["event"] == "replay_end")
     saved = [e for e in faulted["events"] if e["event"] == "checkpoint_complete" and e["t"] < replay["t"]]

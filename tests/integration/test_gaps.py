@@ -5,7 +5,6 @@ What takes its place says in the streams which steps they lack, and from then on
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,18 @@ import pytest
 from swift.drill.cluster import JOB
 from swift.log import admin
 from tests.integration import watched
+from tests.integration.forked import Forks
 
 STEPS, PAUSE_S, BEHIND_FROM, BEHIND = 120, 0.05, 10, 4
+A_STEP = {"s0c0.F": 2, "s0c0.X": 2, "r0.C": 1}
+"""Records of rank 0: what it sends, its inputs, and the norm of all gradients."""
 _AT_ONCE_S = 20.0
 """From the plan that reads the log to the one that does not: far less than a record is waited for."""
 
 
 class Run(watched.Run):
-    def __init__(self, directory: Path, *more: str, pause_s: float = PAUSE_S) -> None:
-        super().__init__(directory, "lagging.py", STEPS, pause_s, *more, ranks=4, spares=3)
+    def __init__(self, directory: Path, *more: str) -> None:
+        super().__init__(directory, "lagging.py", STEPS, PAUSE_S, *more, ranks=4, spares=3)
 
     def sidecar(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.said("sidecar_started", name=f"rank{rank}")[-1]["sidecar_pid"], number)
@@ -33,28 +35,26 @@ class Run(watched.Run):
         newest = max((event["generation"] for event in self.said("plan")), default=0)
         return len(self.said("resumed", generation=newest)) == self.ranks
 
-    def records(self) -> int:
-        """That the log has, of all ranks."""
+    def has_sent(self, step: int) -> bool:
+        """The log has all records of rank 0 up to this step."""
         (address,) = self.cluster.log_addresses
-        return sum(stream.records for stream in admin.inventory(address, JOB, 10.0))
-
-    def is_still(self) -> bool:
-        """Nothing has come for as long as ten of its steps take."""
-        before = self.records()
-        time.sleep(10 * PAUSE_S)
-        return self.records() == before
+        found = {stream.stream: stream.records for stream in admin.inventory(address, JOB, 10.0)}
+        return all(found.get(stream, 0) >= count * (step + 1) for stream, count in A_STEP.items())
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return Run(tmp_path_factory.mktemp("twin"), pause_s=0.0).undisturbed()
+def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> list[watched.Digests]:
+    place = tmp_path_factory.mktemp("twin")
+    return watched.undisturbed(forks, place, "lagging.py", STEPS, ranks=4)
 
 
 def lose_records(run: Run) -> int:
     """Rank 0 and what sends for it are killed, some steps behind. The version that its successor is a copy of."""
-    run.until(lambda: run.ended(BEHIND_FROM))
+    run.until(lambda: run.ended(BEHIND_FROM) and run.has_sent(BEHIND_FROM))
     run.sidecar(0, signal.SIGSTOP)
-    run.until(lambda: run.ended(BEHIND_FROM + BEHIND))
+    run.look()
+    stopped_at = max(event["step"] for event in run.said("step_begin", rank=0))
+    run.until(lambda: run.ended(stopped_at + BEHIND))
     run.kill(0)
     run.sidecar(0, signal.SIGKILL)
     run.until(run.resumed)
@@ -68,7 +68,7 @@ def lose_records(run: Run) -> int:
 
 @pytest.mark.timeout(240)
 def test_steps_that_died_with_a_rank_and_its_sidecar_are_declared_and_not_waited_for(
-    tmp_path: Path, twin: list[dict[str, str]]
+    tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
     run = Run(tmp_path)
     with run.cluster:
@@ -89,7 +89,7 @@ def test_steps_that_died_with_a_rank_and_its_sidecar_are_declared_and_not_waited
 
 @pytest.mark.timeout(240)
 def test_behind_the_checkpoint_that_this_forces_a_loss_is_replayed(
-    tmp_path: Path, twin: list[dict[str, str]]
+    tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
     run = Run(tmp_path)
     with run.cluster:
@@ -109,12 +109,12 @@ def test_behind_the_checkpoint_that_this_forces_a_loss_is_replayed(
 
 @pytest.mark.timeout(240)
 def test_nothing_is_declared_where_the_sidecar_has_sent_everything(
-    tmp_path: Path, twin: list[dict[str, str]]
+    tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
     run = Run(tmp_path, str(BEHIND_FROM))
     with run.cluster:
         run.until(lambda: run.said("resting"))
-        run.until(run.is_still)  # the others wait for it
+        run.until(lambda: run.has_sent(BEHIND_FROM))
         run.kill(0)
         run.until(run.resumed)
         (copied,) = run.said("plan")

@@ -1,16 +1,14 @@
 """Groups that outlive their generation, and reductions that are broken in the middle. Real processes, real gloo."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+
+from tests.integration.forked import Forked, Forks, meeting, new_store
 
 BROKEN_REDUCTIONS = textwrap.dedent(
     """
@@ -126,59 +124,54 @@ DDP_LIVES_ON = textwrap.dedent(
 class World:
     """Processes that meet in one store."""
 
-    def __init__(self) -> None:
-        self.store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        self._started: list[subprocess.Popen[str]] = []
+    def __init__(self, forks: Forks, place: Path) -> None:
+        self._store = new_store()
+        self._forks = forks
+        self._place = place
+        self._started: list[Forked] = []
 
-    def start(self, script: str, *arguments: object) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
-        self._started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    def start(self, script: str, *arguments: object) -> Forked:
+        path = self._place / f"script{len(self._started)}.py"
+        path.write_text(script)
+        output = path.with_suffix(".out")
+        self._started.append(self._forks.run(path, arguments, meeting(self._store), output))
         return self._started[-1]
+
+    def answer(self, process: Forked) -> dict[str, Any]:
+        """Its last line."""
+        assert process.wait(240) == 0
+        said = self._place / f"script{self._started.index(process)}.out"
+        return dict(json.loads(said.read_text().splitlines()[-1]))
 
     def close(self) -> None:
         for process in self._started:
             process.kill()
-            process.communicate()
 
 
-def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == 0
-    return dict(json.loads(out.strip().splitlines()[-1]))
+@pytest.fixture
+def world(forks: Forks, tmp_path: Path) -> Iterator[World]:
+    world = World(forks, tmp_path)
+    yield world
+    world.close()
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_broken_reduction_changes_no_gradient(ordered: bool, tmp_path: Path) -> None:
-    world, ranks = World(), 3
-    try:
-        processes = [world.start(BROKEN_REDUCTIONS, rank, ranks, ordered, 40) for rank in range(ranks)]
-        found = [answer(process) for process in processes]
-    finally:
-        world.close()
+def test_a_broken_reduction_changes_no_gradient(ordered: bool, world: World) -> None:
+    ranks = 3
+    processes = [world.start(BROKEN_REDUCTIONS, rank, ranks, ordered, 40) for rank in range(ranks)]
+    found = [world.answer(process) for process in processes]
     assert sum(f["wrong"] for f in found) == 0, found
     assert sum(f["broken"] for f in found) > 0, found
     # The danger is real: some rank's buffer was left neither as it was nor as it should be.
     assert sum(f["half_reduced"] for f in found) > 0, found
 
 
-def test_ddp_lives_on_with_a_new_peer() -> None:
-    world = World()
-    try:
-        survivor = world.start(DDP_LIVES_ON, 0, 1)
-        victim = world.start(DDP_LIVES_ON, 1, 1)
-        assert victim.wait(60) == -9
-        replacement = answer(world.start(DDP_LIVES_ON, 1, 2))
-        survived = answer(survivor)
-    finally:
-        world.close()
+def test_ddp_lives_on_with_a_new_peer(world: World) -> None:
+    survivor = world.start(DDP_LIVES_ON, 0, 1)
+    victim = world.start(DDP_LIVES_ON, 1, 1)
+    assert victim.wait(60) == -9
+    replacement = world.answer(world.start(DDP_LIVES_ON, 1, 2))
+    survived = world.answer(survivor)
     assert survived["broken"]
     assert survived["mended"]
     assert survived["again"] == replacement["again"]

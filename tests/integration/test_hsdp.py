@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer_world import Run, run_trainer
+from tests.integration.forked import Forks
+from tests.integration.trainer_world import Run, run_trainer, undisturbed
 
 STEPS = 8
 Twin = Callable[..., Run]
@@ -17,13 +18,14 @@ def run(directory: Path, replicas: int, shards: int, precision: str, faults: lis
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Twin:
     """The failure-free run of a shape; each is run once."""
     known: dict[Any, Run] = {}
 
     def of(*shape: Any) -> Run:
         if shape not in known:
-            known[shape] = run(tmp_path_factory.mktemp("twin"), *shape, [])
+            place = tmp_path_factory.mktemp("twin")
+            known[shape] = undisturbed(forks, place, "hsdp.py", STEPS, *shape, ranks=4)
         return known[shape]
 
     return of
@@ -33,21 +35,20 @@ def kill(rank: int, phase: str, step: int = 5, microbatch: int = 1) -> dict[str,
     return {"rank": rank, "phase": phase, "step": step, "microbatch": microbatch}
 
 
-def survived(faulted: Run, twin: Run, victims: set[int]) -> list[dict[str, Any]]:
-    """The last plan's ranks, of a run in which every bit is the twin's and survivors kept their processes."""
+def survived(faulted: Run, twin: Run, victims: list[int]) -> list[list[dict[str, Any]]]:
+    """The ranks of every plan, of a run in which every bit is the twin's and survivors kept their processes."""
     trace = faulted["events"]
-    assert {e["rank"] for e in trace if e["event"] == "fault"} == victims
+    assert sorted(e["rank"] for e in trace if e["event"] == "fault") == sorted(victims)
     for rank in range(4):
         pids = {e["pid"] for e in trace if e["who"] == f"rank{rank}" and e["event"] in ("ready", "finished")}
-        assert len(pids) == (2 if rank in victims else 1), f"rank {rank}"
+        assert len(pids) == 1 + victims.count(rank), f"rank {rank}"
     recovered = [name for name in faulted["digests"] if "-g" in name]
     assert {name.split("-")[0] for name in recovered} == {f"rank{rank}" for rank in range(4)}
     for name, digests in faulted["digests"].items():
         assert digests == twin["digests"][name.split("-g")[0].removesuffix(".json") + ".json"], name
     ends = {f"rank{rank}-v{STEPS}.json" for rank in range(4)}
     assert ends <= set(faulted["digests"])
-    ranks: list[dict[str, Any]] = [e for e in trace if e["event"] == "plan"][-1]["ranks"]
-    return ranks
+    return [e["ranks"] for e in trace if e["event"] == "plan"]
 
 
 def copied(plan: list[dict[str, Any]]) -> dict[int, list[int]]:
@@ -57,29 +58,25 @@ def copied(plan: list[dict[str, Any]]) -> dict[int, list[int]]:
 
 
 @pytest.mark.timeout(400)
-def test_a_shard_is_copied_from_its_replica(twin: Twin, tmp_path: Path) -> None:
+def test_a_shard_is_copied_from_its_replica_and_so_is_a_group_of_them(twin: Twin, tmp_path: Path) -> None:
+    """One shard is lost in a reduction; later both of a replica, while gradients wait for theirs."""
     whole = twin(2, 2, "bf16")
     first = {rank: whole["digests"][f"rank{rank}-v0.json"]["parameters"] for rank in range(4)}
     # The trainer gives every rank other weights: replicas are made alike, shards stay their own.
     assert first[0] == first[2]
     assert first[1] == first[3]
     assert first[0] != first[1]
-    faulted = run(tmp_path, 2, 2, "bf16", [kill(3, "reduce")])
-    assert copied(survived(faulted, whole, {3})) == {3: [1]}
-
-
-@pytest.mark.timeout(400)
-def test_a_shard_group_dies_while_gradients_wait_for_their_reduction(twin: Twin, tmp_path: Path) -> None:
-    faulted = run(tmp_path, 2, 2, "bf16", [kill(2, "backward"), kill(3, "backward")])
-    plan = survived(faulted, twin(2, 2, "bf16"), {2, 3})
-    assert copied(plan) == {2: [0], 3: [1]}
+    faults = [kill(3, "reduce", step=2), kill(2, "backward"), kill(3, "backward")]
+    one, *_, group = survived(run(tmp_path, 2, 2, "bf16", faults), whole, [3, 2, 3])
+    assert copied(one) == {3: [1]}
+    assert copied(group) == {2: [0], 3: [1]}
 
 
 @pytest.mark.timeout(400)
 def test_a_shard_without_a_replica_is_replayed_with_its_group(twin: Twin, tmp_path: Path) -> None:
     """Two stages of two shards: both ranks of the stage compute again, with live collectives between them."""
     faulted = run(tmp_path, 1, 2, "fp32", [kill(1, "forward", step=6)])
-    plan = survived(faulted, twin(1, 2, "fp32"), {1})
+    (plan,) = survived(faulted, twin(1, 2, "fp32"), [1])
     assert {entry["rank"]: entry["strategy"] for entry in plan} == {
         0: "REPLAY",
         1: "REPLAY",
@@ -112,7 +109,7 @@ def test_any_kill_is_survived(
     faults: list[dict[str, Any]], precision: str, twin: Twin, tmp_path: Path
 ) -> None:
     faulted = run(tmp_path, 2, 2, precision, faults)
-    survived(faulted, twin(2, 2, precision), {fault["rank"] for fault in faults})
+    survived(faulted, twin(2, 2, precision), [fault["rank"] for fault in faults])
 
 
 @pytest.mark.matrix
@@ -120,8 +117,8 @@ def test_any_kill_is_survived(
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
 def test_a_shard_lost_in_all_replicas_is_replayed_by_all(phase: str, twin: Twin, tmp_path: Path) -> None:
     faulted = run(tmp_path, 2, 2, "fp32", [kill(0, phase, step=6), kill(2, phase, step=6)])
-    plan = survived(faulted, twin(2, 2, "fp32"), {0, 2})
-    assert {entry["strategy"] for entry in plan} == {"REPLAY"}
+    plans = survived(faulted, twin(2, 2, "fp32"), [0, 2])
+    assert {entry["strategy"] for entry in plans[-1]} == {"REPLAY"}
 
 
 @pytest.mark.matrix
@@ -130,4 +127,4 @@ def test_a_shard_lost_in_all_replicas_is_replayed_by_all(phase: str, twin: Twin,
 @pytest.mark.parametrize("rank", range(4))
 def test_two_stages_of_two_shards(phase: str, rank: int, twin: Twin, tmp_path: Path) -> None:
     faulted = run(tmp_path, 1, 2, "bf16", [kill(rank, phase, step=6)])
-    survived(faulted, twin(1, 2, "bf16"), {rank})
+    survived(faulted, twin(1, 2, "bf16"), [rank])

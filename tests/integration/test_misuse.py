@@ -6,26 +6,24 @@ from pathlib import Path
 import pytest
 
 from swift.drill.cluster import Cluster
+from tests.integration.forked import CalmCluster, Forks
 
-TRAINER = Path(__file__).parent / "trainers" / "misuse.py"
+TRAINER = [str(Path(__file__).parent / "trainers" / "misuse.py")]
+PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize(
     ("mistake", "code", "line"),
     [
-        ("forgot-register", 2, "the schedule is not registered: call session.register"),
-        ("loader-without-state", 2, "without state_dict()"),
         ("another-seed", 2, "seed"),
-        ("another-thread-count", 2, "threads"),
-        ("checkpoint-every-0", 2, "checkpoint_every=0; give at least 1"),
-        ("collective-after-update", 2, "comes after optimizer.step()"),
         ("no-update", 2, "without optimizer.step()"),
         ("error-in-step", 1, 'KeyError: "the trainer\'s own mistake"'),
     ],
 )
-def test_a_mistake_is_named(mistake: str, code: int, line: str, tmp_path: Path) -> None:
-    with Cluster(tmp_path, ranks=2, spares=0, trainer=[str(TRAINER)], trainer_arguments=[mistake]) as cluster:
-        deadline = time.monotonic() + 60
+def test_a_mistake_is_named_and_ends_the_job(mistake: str, code: int, line: str, tmp_path: Path) -> None:
+    """One rank makes it, or all do, or it is none that we know."""
+    with Cluster(tmp_path, ranks=2, spares=0, trainer=TRAINER, trainer_arguments=[mistake]) as cluster:
+        deadline = time.monotonic() + PATIENCE_S
         while (exit_code := cluster.poll()) is None:
             assert time.monotonic() < deadline, cluster.output_tail()
             time.sleep(0.02)
@@ -36,3 +34,26 @@ def test_a_mistake_is_named(mistake: str, code: int, line: str, tmp_path: Path) 
             assert output.count("\n") == 1, output
         assert ("Traceback" in output) == (code == 1), output
     assert cluster.strays() == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "ranks", "line"),
+    [
+        ("forgot-register", 2, "the schedule is not registered: call session.register"),
+        ("loader-without-state", 2, "without state_dict()"),
+        ("another-thread-count", 1, "threads"),
+        ("checkpoint-every-0", 2, "checkpoint_every=0; give at least 1"),
+        ("collective-after-update", 2, "comes after optimizer.step()"),
+    ],
+)
+def test_a_mistake_is_named(mistake: str, ranks: int, line: str, forks: Forks, tmp_path: Path) -> None:
+    """By one of the `ranks` that make it, all of which end with what makes the launcher end the job."""
+    with CalmCluster(forks, tmp_path, ranks=2, trainer=TRAINER, trainer_arguments=[mistake]) as cluster:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(codes := cluster.exit_codes()) < ranks:
+            assert time.monotonic() < deadline, cluster.output_tail()
+            time.sleep(0.01)
+        assert codes == [2] * ranks, cluster.output_tail()
+        output = (tmp_path / "output" / "ranks.txt").read_text()
+        assert output.count(line) >= 1, output
+        assert output.count("\n") == 1, output

@@ -1,12 +1,54 @@
 """A state is copied between real processes over gloo: whole, verified, and interrupted by a real SIGKILL."""
 
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tests.integration.replica_world import digest_of, make_state, world_in
+from tests.integration.forked import Forked, Forks, meeting, new_store
+from tests.integration.replica_world import digest_of, make_state
+
+DEADLINE_S = 60.0
 
 
-def test_the_joiner_gets_every_bit_or_nothing(tmp_path: Path) -> None:
-    with world_in(tmp_path) as world:
+class World:
+    """Starts ranks, reads what they said."""
+
+    def __init__(self, place: Path, forks: Forks) -> None:
+        self.place = place
+        self._forks = forks
+        self._store = new_store()
+        self.processes: list[Forked] = []
+
+    def start(self, rank: int, world: int, case: str) -> Forked:
+        words = [rank, world, self.place, case]
+        self.processes.append(self._forks.run("tests.integration.replica_world", words, meeting(self._store)))
+        return self.processes[-1]
+
+    def said(self, name: str, rank: int) -> dict[str, Any]:
+        path = self.place / f"{name}-{rank}"
+        deadline = time.monotonic() + DEADLINE_S
+        while not path.exists():
+            there = sorted(p.name for p in self.place.iterdir())
+            assert time.monotonic() < deadline, f"{path.name} never came: {there}"
+            time.sleep(0.005)
+        return dict(json.loads(path.read_text()))
+
+
+@contextmanager
+def world_in(place: Path, forks: Forks) -> Iterator[World]:
+    world = World(place, forks)
+    try:
+        yield world
+    finally:
+        for process in world.processes:
+            process.kill()
+
+
+def test_the_joiner_gets_every_bit_or_nothing(tmp_path: Path, forks: Forks) -> None:
+    with world_in(tmp_path, forks) as world:
         for rank in range(4):
             world.start(rank, 4, "copies")
         for sources in (1, 2, 3):
@@ -30,8 +72,8 @@ def test_the_joiner_gets_every_bit_or_nothing(tmp_path: Path) -> None:
     assert differs["message"] == expected
 
 
-def test_shards_are_copied_from_the_same_shards(tmp_path: Path) -> None:
-    with world_in(tmp_path) as world:
+def test_shards_are_copied_from_the_same_shards(tmp_path: Path, forks: Forks) -> None:
+    with world_in(tmp_path, forks) as world:
         for rank in range(4):
             world.start(rank, 4, "sharded")
         copied, later = (
@@ -50,8 +92,8 @@ def test_shards_are_copied_from_the_same_shards(tmp_path: Path) -> None:
     )
 
 
-def test_a_copy_that_is_called_off_writes_nothing_more(tmp_path: Path) -> None:
-    with world_in(tmp_path) as world:
+def test_a_copy_that_is_called_off_writes_nothing_more(tmp_path: Path, forks: Forks) -> None:
+    with world_in(tmp_path, forks) as world:
         for rank in range(2):
             world.start(rank, 2, "interrupted")
         assert world.said("failed", 1)["kind"] == "Interrupted"
@@ -60,8 +102,8 @@ def test_a_copy_that_is_called_off_writes_nothing_more(tmp_path: Path) -> None:
         assert [process.wait(20) for process in world.processes] == [0, 0]
 
 
-def test_a_source_dies_and_another_one_takes_over(tmp_path: Path) -> None:
-    with world_in(tmp_path) as world:
+def test_a_source_dies_and_another_one_takes_over(tmp_path: Path, forks: Forks) -> None:
+    with world_in(tmp_path, forks) as world:
         for rank in range(3):
             world.start(rank, 3, "source_dies")
         assert world.processes[0].wait(60) == -9

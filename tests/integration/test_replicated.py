@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer_world import Run, run_trainer
+from tests.integration.forked import Forks
+from tests.integration.trainer_world import Run, run_trainer, undisturbed
 
 STEPS = 8
 
@@ -25,8 +26,8 @@ def run(directory: Path, mode: str, faults: list[dict[str, Any]], code_wanted: i
         ("wait_free", {"rank": 1, "step": 4, "phase": "update"}),
     ],
 )
-def test_a_replica_gives_its_state(mode: str, fault: dict[str, Any], tmp_path: Path) -> None:
-    twin = run(tmp_path / "twin", mode, [])
+def test_a_replica_gives_its_state(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:
+    twin = undisturbed(forks, tmp_path / "twin", "replicated.py", mode, STEPS, ranks=2)
     faulted = run(tmp_path / "faulted", mode, [{"id": "f0", **fault}])
     trace = faulted["events"]
     assert [e["event"] for e in trace].count("fault") == 1

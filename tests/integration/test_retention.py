@@ -32,7 +32,7 @@ def test_a_quota_makes_early_checkpoints_and_the_run_never_waits_for_it(tmp_path
         ranks=2,
         spares=1,
         trainer=[str(TRAINERS / "long_interval.py")],
-        trainer_arguments=[str(STEPS), str(PAUSE_S)],
+        trainer_arguments=[str(STEPS), str(PAUSE_S), str(tmp_path / "haste")],
         faults=json.dumps([fault]),
     ) as cluster:
         deadline = time.monotonic() + _PATIENCE_S

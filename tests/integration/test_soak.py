@@ -89,9 +89,10 @@ def run(
     config = soak.SoakConfig(seconds=seconds, kill_every_s=kill_every_s, seed=5, disk_bytes=1 << 30, **more)
     directory = tmp_path / "soak"
     directory.mkdir()
+    before = set(psutil.Process().children(recursive=True))
     result = soak.soak(config, directory)
-    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    assert not left
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
     return result
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import watched
+from tests.integration.forked import Forks
 
 STEPS, PAUSE_S, STOPPED_AT = 260, 0.04, 15
 _HELD_UP_S = 2.0
@@ -13,8 +14,8 @@ _HELD_UP_S = 2.0
 
 
 class Run(watched.Run):
-    def __init__(self, directory: Path, pause_s: float = PAUSE_S) -> None:
-        super().__init__(directory, "dropping.py", STEPS, pause_s, ranks=2, spares=1)
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, "dropping.py", STEPS, PAUSE_S, ranks=2, spares=1)
 
     def stop_log_server(self) -> None:
         """Until each rank has dropped something."""
@@ -24,13 +25,14 @@ class Run(watched.Run):
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return Run(tmp_path_factory.mktemp("twin"), pause_s=0.0).undisturbed()
+def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> list[watched.Digests]:
+    place = tmp_path_factory.mktemp("twin")
+    return watched.undisturbed(forks, place, "dropping.py", STEPS, ranks=2)
 
 
 @pytest.mark.timeout(240)
 def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
-    tmp_path: Path, twin: list[dict[str, str]]
+    tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
     run = Run(tmp_path)
     with run.cluster:
@@ -65,7 +67,7 @@ def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
 
 @pytest.mark.timeout(240)
 def test_a_loss_before_that_checkpoint_falls_back_and_says_why(
-    tmp_path: Path, twin: list[dict[str, str]]
+    tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
     run = Run(tmp_path)
     with run.cluster:

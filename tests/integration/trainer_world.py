@@ -7,6 +7,7 @@ from typing import Any
 
 from swift import events
 from swift.drill.cluster import Cluster
+from tests.integration.forked import CalmCluster, Forks
 
 TRAINERS = Path(__file__).parent / "trainers"
 _PATIENCE_S = 150.0
@@ -23,7 +24,7 @@ def run_trainer(
     code_wanted: int = 0,
 ) -> Run:
     """``digests`` by file name, ``events`` and ``output`` of one run; a warm spare for every fault."""
-    with Cluster(
+    cluster = Cluster(
         directory,
         ranks=ranks,
         spares=len(faults),
@@ -31,12 +32,38 @@ def run_trainer(
         trainer_arguments=[str(argument) for argument in arguments],
         faults=json.dumps([{"id": f"f{index}", **fault} for index, fault in enumerate(faults)]),
         digests_every=True,
-    ) as cluster:
-        deadline = time.monotonic() + _PATIENCE_S
-        while (code := cluster.poll()) is None:
-            assert time.monotonic() < deadline, cluster.output_tail()
-            time.sleep(0.02)
-        output = cluster.output_tail()
-        assert code == code_wanted, output
+    )
+    with cluster:
+        output = until_over(cluster, code_wanted)
+    return found_in(directory, output)
+
+
+def undisturbed(forks: Forks, directory: Path, trainer: str, *arguments: object, ranks: int) -> Run:
+    """The same of a run in which nothing is going to fail."""
+    cluster = CalmCluster(
+        forks,
+        directory,
+        ranks=ranks,
+        trainer=[str(TRAINERS / trainer)],
+        trainer_arguments=[str(argument) for argument in arguments],
+        digests_every=True,
+    )
+    with cluster:
+        output = until_over(cluster)
+    return found_in(directory, output)
+
+
+def until_over(cluster: Cluster, code_wanted: int = 0) -> str:
+    """What its processes have said last."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (code := cluster.poll()) is None:
+        assert time.monotonic() < deadline, cluster.output_tail()
+        time.sleep(0.01)
+    output = cluster.output_tail()
+    assert code == code_wanted, output
+    return output
+
+
+def found_in(directory: Path, output: str) -> Run:
     digests = {path.name: json.loads(path.read_text()) for path in (directory / "digests").glob("*.json")}
     return {"digests": digests, "events": events.read(directory / "events"), "output": output}

@@ -1,10 +1,13 @@
-"""Two stages of two replicas each, whose log may be many steps behind: `lagging.py STEPS PAUSE_S [REST_AT]`.
+"""Two stages of two replicas each, whose log may be many steps behind: `lagging.py STEPS PAUSE_S FILE [REST_AT]`.
 
-Rank 0 does nothing for a long time once it has done all of step REST_AT.
+They make no more pauses once that file is there. Rank 0 does nothing for a long time once it has done all of step
+REST_AT.
 """
 
+import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +17,8 @@ import swift
 from swift import events
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
-REST_AT, REST_S = int(sys.argv[3]) if sys.argv[3:] else -1, 60.0
+IN_HASTE = Path(sys.argv[3])
+REST_AT, REST_S = int(sys.argv[4]) if sys.argv[4:] else -1, 60.0
 WIDTH, BATCH = 16, 8
 
 if __name__ == "__main__":
@@ -42,7 +46,12 @@ if __name__ == "__main__":
         resting = step == REST_AT and session.rank == 0
         if resting:
             events.emit("resting", step=step)
-        time.sleep(REST_S if resting else PAUSE_S)
+            time.sleep(REST_S)
+        elif not IN_HASTE.exists():
+            time.sleep(PAUSE_S)
 
     session.run(train_step, num_steps=STEPS)
     session.close()
+    # As the drill's trainer: taking an interpreter with torch apart takes a second, on all ranks at once.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,7 +1,11 @@
-"""Two ranks whose interval between checkpoints is longer than the run: `long_interval.py STEPS PAUSE_S`."""
+"""Two ranks whose interval between checkpoints is longer than the run: `long_interval.py STEPS PAUSE_S FILE`.
+
+They make no pauses in a replay, nor once that file is there.
+"""
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 import swift
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
+IN_HASTE = Path(sys.argv[3])
 WIDTH, BATCH = 64, 16
 
 if __name__ == "__main__":
@@ -30,7 +35,8 @@ if __name__ == "__main__":
         else:
             schedule.step(target=x)
         optimizer.step()
-        time.sleep(PAUSE_S)
+        if not (session.replaying or IN_HASTE.exists()):
+            time.sleep(PAUSE_S)
 
     session.run(train_step, num_steps=STEPS)
     session.close()
