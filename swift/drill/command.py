@@ -29,6 +29,7 @@ from swift.drill.config import (
 from swift.drill.console import LiveProgress, show
 from swift.drill.topology import SCHEDULES, Topology, schedule_name
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.recovery.groups import RecoveryGroups
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
 EPILOG = """\
@@ -80,6 +81,12 @@ def make_parser() -> Parser:
     add("--kill", action="append", metavar="SPEC", help=f"a fault, see below (default: {DEFAULT_KILL})")
     add("--random-kills", type=int, metavar="N", help="that many ranks, at coordinates that --seed decides")
     add("--strategy", default="auto", metavar="NAME", help=f"{', '.join(STRATEGIES)} (default %(default)s)")
+    add(
+        "--groups",
+        default="",
+        metavar="RUNS",
+        help="stages that recover together, between which alone the log is kept, such as 0-1,2-3 (default: none)",
+    )
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default %(default)s)")
     add("--log-servers", type=int, default=1, metavar="N", help="as if on N machines (default %(default)s)")
     add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
@@ -142,6 +149,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         topology=topology,
         faults=_faults(args, topology, updates),
         strategy=args.strategy.lower(),
+        groups=_groups(args.groups),
         seed=args.seed,
         spares=args.spares,
         log_servers=args.log_servers,
@@ -160,6 +168,13 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         keep=args.keep,
         twin=args.twin,
     )
+
+
+def _groups(text: str) -> RecoveryGroups:
+    try:
+        return RecoveryGroups.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
 
 
 def _faults(args: argparse.Namespace, topology: Topology, updates: str) -> tuple[faults.Fault, ...]:

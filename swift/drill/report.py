@@ -68,11 +68,11 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
         *logs.checks(config, found),
-        _negative_control_check(evidence),
+        _negative_control_check(config, evidence),
     ]
     verdict = _verdict(checks)
     fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
-    exact = not inexact and (not fell_back or config.strategy == "checkpoint")
+    exact = not inexact and (not fell_back or _restores(config))
     return {
         "verdict": verdict,
         "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves),
@@ -238,6 +238,8 @@ def _strategy_check(config: DrillConfig, evidence: Evidence, found: Sequence[Rec
         return Check(name, None, "no plan in the trace")
     if config.strategy == "checkpoint":
         return Check(name, all(r.fell_back for r in found), "something was replayed")
+    if not config.groups.logs:
+        return Check(name, not any(r.replay_expected for r in found), "something was replayed")
     if fell_back and not logs.may_fall_back(config, found):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
     other = {"replay": {"replica"}, "replica": {"replay", "catch_up"}}.get(config.strategy, set()) & used
@@ -256,7 +258,15 @@ def _negative_control(evidence: Evidence, found: Sequence[Recovery]) -> dict[str
     return control
 
 
-def _negative_control_check(evidence: Evidence) -> Check:
+def _restores(config: DrillConfig) -> bool:
+    """Going back to the checkpoint is what was asked for."""
+    return config.strategy == "checkpoint" or not config.groups.logs
+
+
+def _negative_control_check(config: DrillConfig, evidence: Evidence) -> Check:
+    if not config.groups.logs:  # there is no log in which a bit could be flipped
+        records = (evidence.log or {}).get("records")
+        return Check("nothing was logged", None if records is None else records == 0, f"{records} records")
     control = evidence.negative_control or {}
     caught = control.get("caught")
     detail = str(control.get("reason", "")) or (

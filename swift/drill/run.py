@@ -192,7 +192,9 @@ class FaultedRun:
         held = self._config.faults.index(victim)
         if not self._reached(held):
             return
-        stream = faults.corrupted_stream(fault, self._config.faults, self._config.topology)
+        stream = faults.corrupted_stream(
+            fault, self._config.faults, self._config.topology, self._config.groups
+        )
         flipped = control.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
         if flipped is None and time.monotonic() - self._held_since[held] < HOLD_S:
             return

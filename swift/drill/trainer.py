@@ -56,6 +56,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--codec", default="none", choices=CODECS)
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--groups", default="")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
     parser.add_argument("--optimizer-implementation", default="", choices=["", *IMPLEMENTATIONS])
     parser.add_argument("--updates", default="after_backward", choices=UPDATES)
@@ -85,6 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint_every=args.checkpoint_every,
         codec=args.codec,
         strategy=args.strategy,
+        groups=args.groups,
         replicas=args.replicas,
         updates=args.updates,
         undo=args.undo,

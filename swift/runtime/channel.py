@@ -22,6 +22,7 @@ from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch
 from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
@@ -68,7 +69,10 @@ class Channel:
         store: Store,
         check: Callable[[], None],
         check_whole: Callable[[], None],
+        groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
     ):
+        self.groups = groups
+        """Between which what is sent is logged; inside of one it is sent in a replay as well."""
         self._rank = mesh.rank
         self._column, self._columns = mesh.column, mesh.columns
         self._seed = seed
@@ -191,7 +195,8 @@ class Channel:
         """``now``: it may change after the call."""
         assert self._capture is not None
         self._check_whole()
-        self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
+        if self.groups.logs:
+            self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
 
     # --- crossing collectives ---
 

@@ -29,6 +29,7 @@ class Outcome:
 _OF_RECOVERY = (
     "--kill",
     "--strategy",
+    "--groups",
     "--undo",
     "--spares",
     "--html",
