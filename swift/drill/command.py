@@ -48,13 +48,14 @@ make victims at once):
   corrupt=copy,rank=3                           a bit of the state that a replica gives to that rank
   corrupt=log,step=17[,stream=s1.F]             a bit of the live log, before the rank killed at that step dies
 
+--model paced is tiny with stages that sleep for a fixed time, as if each had a device of its own.
 reduce is the middle of a step's gradient reduction (needs --replicas); update the middle of a wait-free update
 (needs --updates wait_free); optimizer the middle of optimizer.step(). Rank = pipeline rank * replicas + replica.
 
 exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or the environment, 130 interrupted
 """
 DEFAULT_KILL = "rank=2,step=17,microbatch=3,phase=backward"
-SPACE_NEEDED_MB = {"tiny": 64, "default": 512}
+SPACE_NEEDED_MB = {"tiny": 64, "default": 512, "paced": 64}
 
 
 class Stopped(BaseException):
@@ -91,7 +92,7 @@ def make_parser() -> Parser:
     add("--log-servers", type=int, default=1, metavar="N", help="as if on N machines (default %(default)s)")
     add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
     add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
-    add("--model", default="default", metavar="NAME", help=f"{' or '.join(MODELS)} (default %(default)s)")
+    add("--model", default="default", metavar="NAME", help=f"{', '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
     _add_updates(parser)
     add("--secure", action="store_true", help="over mutual TLS, with tokens, all made for this drill")

@@ -9,13 +9,14 @@ from importlib import metadata
 from pathlib import Path
 
 from swift.drill import faults as fault_specs
+from swift.drill import sizes
 from swift.drill.faults import Fault
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
 from swift.recovery.groups import RecoveryGroups
 
-MODELS = ("tiny", "default")
+MODELS = tuple(sizes.MODELS)
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")
 UPDATES = ("after_backward", "wait_free")
 DATA_PARALLEL = ("session", "ddp")

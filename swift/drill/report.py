@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import logs, loss, replicas, timeline
+from swift.drill import logs, loss, prediction, replicas, timeline
 from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -45,6 +45,7 @@ class Evidence:
     """``records`` and ``bytes`` in the log."""
     negative_control: Mapping[str, Any] | None = None
     twin_losses: loss.Losses = field(default_factory=dict)
+    measured: prediction.Measured = field(default_factory=prediction.Measured)
 
 
 def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         config.topology.replicas,
     )
     survivors = timeline.survivors_kept(evidence.events, config.topology.ranks)
+    predicted, prediction_checks = prediction.section(config, evidence.events, found, evidence.measured)
     checks = [
         *_run_checks(config, evidence, found),
         *(comparison.check() for comparison in (*at_recovery, at_end)),
@@ -68,6 +70,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
         *logs.checks(config, found),
+        *prediction_checks,
         _negative_control_check(config, evidence),
     ]
     verdict = _verdict(checks)
@@ -98,6 +101,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
             (r.freed_seconds for r in found if r.freed_seconds is not None), default=None
         ),
         "log": {**_log(evidence, found), **logs.places(evidence.events)},
+        "prediction": predicted,
         "corruption": evidence.corruption,
         "negative_control": _negative_control(evidence, found),
         "throughput": timeline.throughput(evidence.events, found, config.topology.ranks),

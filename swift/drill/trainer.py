@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 import swift
 from swift import events
 from swift.drill.config import DATA_PARALLEL, IMPLEMENTATIONS, OPTIMIZERS, REDUCTIONS, UNDOS, UPDATES
-from swift.drill.model import MODELS, ByteLoader, loss_fn, make_stage, standard_library
+from swift.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.optimizers import make_optimizer
+from swift.drill.sizes import MODELS
 from swift.log.codec import CHOICES as CODECS
 
 # How each schedule places its stages: on pipeline rank r of P, and how many stages there are.

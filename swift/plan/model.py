@@ -179,7 +179,9 @@ class CostModel:
         return down_s + steps * replay_s, replay_s
 
     def bytes_per_step(self, cuts: Sequence[int]) -> int:
-        """What is logged."""
+        """What is logged. One group of all logs nothing, as there is nobody to replay for."""
+        if not cuts:
+            return 0
         return int(self.edge_bytes[list(cuts)].sum()) + self.profile.other_bytes
 
     def overhead_s(self, cuts: Sequence[int]) -> float:

@@ -72,13 +72,12 @@ def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tu
     if cap.kind == "recovery_s":
         point, last = found.by(cap.value), found.points[-1]
         problem = f"no groups recover within {cap.value:g} s on average; {last.recovery_s:.4g} s is the least"
-    else:
-        profile = model.profile
-        room = cap.value // profile.checkpoint_interval_steps - profile.other_bytes
-        point, last = found.within(room), found.points[0]
-        always = profile.other_bytes * profile.checkpoint_interval_steps
-        problem = f"other_bytes alone are {always} bytes until the next checkpoint, above {cap.value:g}"
-    return (found, point.cuts, "") if point is not None else (found, last.cuts, problem)
+        return (found, point.cuts, "") if point is not None else (found, last.cuts, problem)
+    profile = model.profile
+    room = cap.value // profile.checkpoint_interval_steps - profile.other_bytes
+    point = found.within(max(room, 0))  # one group of all keeps to any cap: it logs nothing
+    assert point is not None
+    return found, point.cuts, ""
 
 
 def _frontier(model: CostModel, others: Sequence[Cuts], worst_s: float = math.inf) -> Frontier:

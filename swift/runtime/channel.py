@@ -28,6 +28,7 @@ from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
+from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import OUTSIDE_STAGES, seed_for
 from swift.runtime.tensors import fill, to_tensor
 
@@ -91,6 +92,7 @@ class Channel:
         self._microbatch = 0
         self.records_read = 0
         self.microbatches_replayed = 0
+        self.profile = StepProfile(self._rank)
 
     @property
     def replaying(self) -> bool:
@@ -117,6 +119,7 @@ class Channel:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._ordinal = 0
+        self.profile.begin()
         for cursor in self._cursors.values():
             cursor.drop_below(step)  # what was sent to other stages is never asked for, and would stay
         _torch.set_generator_seed(seed_for(self._seed, step, OUTSIDE_STAGES, self._rank), self._device)
@@ -147,8 +150,10 @@ class Channel:
         cursor = self._cursors.get(stream)
         if cursor is None:
             cursor = self._cursors[stream] = self._reader.follow(stream, self._replay_from)
+        began = time.perf_counter()
         try:
             record = cursor.get(key, RECORD_TIMEOUT_S, self._cancelled)
+            self.profile.read(record.body.nbytes, time.perf_counter() - began)
         except RecordMissing as error:
             raise ReplayRefused(f"{stream} has no record {key} and nobody wrote it: {error}") from None
         finally:
@@ -196,6 +201,7 @@ class Channel:
         assert self._capture is not None
         self._check_whole()
         if self.groups.logs:
+            self.profile.logged(stream, tensor.nbytes)
             self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
 
     # --- crossing collectives ---

@@ -156,7 +156,8 @@ class _Logged(_Base):
             self._fill(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)
         external = [*(args if self.is_first else ()), *(kwargs or {}).values()]
         self._channel.entered(self.stage_index, mb, [t for t in external if isinstance(t, torch.Tensor)])
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        with self._channel.profile.computing(self.stage_index, FORWARD):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._channel.computed(FORWARD, fwd_chunk_id)
         return output
 
@@ -167,7 +168,8 @@ class _Logged(_Base):
             self._awaiting_backward.discard(bwd_chunk_id)
             self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
         self.last_backward = last_backward
-        result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self._channel.profile.computing(self.stage_index, BACKWARD):
+            result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.last_backward = False
         self._channel.computed(BACKWARD, bwd_chunk_id)
         return result

@@ -67,7 +67,6 @@ def test_sizes_are_read_to_the_byte(words: str, size: int) -> None:
     [
         (["--recovery-cap", "1"], "no groups recover within 1 s on average; 77.5 s is the least"),
         (["--worst-recovery-cap", "1"], "no groups recover from every failure within 1 s; 77.5 s"),
-        (["--storage-cap", "10"], "other_bytes alone are 55 bytes until the next checkpoint, above 10"),
     ],
 )
 def test_a_cap_that_cannot_be_met_is_a_verdict(
@@ -82,6 +81,14 @@ def test_a_cap_that_cannot_be_met_is_a_verdict(
     assert "recovery groups" in shown.out  # what there is to choose from is shown all the same
     document = json.loads(out.read_text())
     assert (document["met"], words in document["problem"]) == (False, True)
+
+
+def test_one_group_of_all_keeps_to_any_storage_cap(tmp_path: Path) -> None:
+    given = written(tmp_path / "profile.json", other_bytes=5)
+    out = tmp_path / "plan.json"
+    assert main([str(given), "--storage-cap", "10", "--json", str(out)]) == 0
+    chosen = json.loads(out.read_text())["chosen"]
+    assert (len(chosen["groups"]), chosen["logged"], chosen["storage_bytes"]) == (1, [], 0)
 
 
 @pytest.mark.parametrize(
