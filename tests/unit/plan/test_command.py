@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from swift.plan import plot, report
 from swift.plan.command import config_of, main
 from swift.plan.profile import Cap, Parallel
+from swift.recovery import RecoveryGroups
 from tests.unit.plan.profiles import profile
 
 ROOT = Path(__file__).parents[3]
@@ -39,6 +40,13 @@ def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.Ca
     assert starred[0].split()[1:4] == ["4", "6.6", "kB"]
     assert len([line for line in shown.splitlines() if "kB" in line]) >= 7
     assert "machines 0 to 1 (stages 0 to 1)" in shown
+    text = document["chosen"]["text"]
+    assert f'groups="{text}"' in shown
+    groups = RecoveryGroups.parse(text)
+    assert groups.num_stages == document["stages"] > len(groups.starts) > 1
+    assert [stage for stage in range(groups.num_stages - 1) if groups.crosses(stage, stage + 1)] == document[
+        "chosen"
+    ]["logged"]
     assert drawing.read_text().startswith("<svg")
 
 
