@@ -82,7 +82,7 @@ def test_the_other_member_dies_while_the_group_replays(twins: Path, tmp_path: Pa
 
 
 def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Path, tmp_path: Path) -> None:
-    specs = ["rank=1,step=8,microbatch=1", "rank=2,step=8,microbatch=3"]
+    specs = ["rank=1,step=8,microbatch=2,phase=forward", "rank=2,step=8,microbatch=1,phase=forward"]
     words = [*SHAPE, "--groups", "0-1,2,3", "--spares", "2"]
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
     as_predicted(report, "0-1,2,3", 2)

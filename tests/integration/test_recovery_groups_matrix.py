@@ -66,7 +66,7 @@ def test_a_stage_with_a_replica_is_copied_and_its_group_keeps_its_state(twins: P
 
 
 def test_a_stage_without_one_takes_all_columns_of_its_group_along(twins: Path, tmp_path: Path) -> None:
-    specs = ["rank=2,step=8,microbatch=2", "rank=3,step=8,microbatch=2"]
+    specs = ["rank=2,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=2,phase=forward"]
     words = ["--stages", "4", "--replicas", "2", "--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
@@ -84,13 +84,13 @@ def test_one_group_of_all_with_replicas_copies(twins: Path, tmp_path: Path) -> N
 
 
 def test_two_members_of_one_group(twins: Path, tmp_path: Path) -> None:
-    specs = ["rank=0,step=8,microbatch=1", "rank=2,step=8,microbatch=1"]
+    specs = ["rank=0,step=8,microbatch=1,phase=forward", "rank=2,step=8,microbatch=0,phase=forward"]
     report = passed(drill("--groups", "0-2,3", "--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
     assert {stage for stage, name in report["strategy"].items() if name == "replay"} == {"0", "1", "2"}
 
 
 def test_all_groups_at_once(twins: Path, tmp_path: Path) -> None:
-    specs = ["rank=0,step=8,microbatch=1", "rank=3,step=8,microbatch=1"]
+    specs = ["rank=0,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=0,phase=forward"]
     words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
