@@ -162,7 +162,7 @@ def _times(
         profile = measured_profile(config, events, measured)
     except _Missing as missing:
         return [_unjudged(recovery, str(missing)) for recovery in replayed], None
-    return [_compared(config, recovery, profile, measured) for recovery in replayed], profile
+    return [_compared(config, events, recovery, profile, measured) for recovery in replayed], profile
 
 
 class _Missing(Exception):
@@ -193,6 +193,7 @@ def measured_profile(config: DrillConfig, events: Sequence[Event], measured: Mea
             backward_s=tuple(
                 _compute_s(before, rank, "B", shape.microbatches) for rank in range(shape.ranks)
             ),
+            update_s=tuple(_update_s(before, rank) for rank in range(shape.ranks)),
             step_s=_step_s(before),
             forward_bytes=(boundary,) * (shape.stages - 1),
             backward_bytes=(boundary,) * (shape.stages - 1),
@@ -209,15 +210,24 @@ def measured_profile(config: DrillConfig, events: Sequence[Event], measured: Mea
         raise _Missing(str(error)) from None
 
 
-def _compute_s(before: Sequence[Event], rank: int, kind: str, microbatches: int) -> float:
-    seconds: list[float] = [
-        event["seconds"].get(f"s{rank}.{kind}", 0.0) / microbatches
+def _steps(before: Sequence[Event], rank: int) -> list[Event]:
+    found = [
+        event
         for event in before
         if event["event"] == "profiled" and event["rank"] == rank and event["step"] >= _WARM_STEPS
     ]
-    if not seconds:
+    if not found:
         raise _Missing(f"rank {rank} has done too few steps before the failure")
-    return median(seconds)
+    return found
+
+
+def _compute_s(before: Sequence[Event], rank: int, kind: str, microbatches: int) -> float:
+    seconds = [float(event["seconds"].get(f"s{rank}.{kind}", 0.0)) for event in _steps(before, rank)]
+    return median(seconds) / microbatches
+
+
+def _update_s(before: Sequence[Event], rank: int) -> float:
+    return median(float(event["update_s"]) for event in _steps(before, rank))
 
 
 def _step_s(before: Sequence[Event]) -> float:
@@ -249,7 +259,7 @@ def _read_rate(events: Sequence[Event]) -> float:
 
 
 def _compared(
-    config: DrillConfig, recovery: Recovery, profile: Profile, measured: Measured
+    config: DrillConfig, events: Sequence[Event], recovery: Recovery, profile: Profile, measured: Measured
 ) -> dict[str, Any]:
     from swift.plan.model import CostModel  # numpy
 
@@ -265,7 +275,7 @@ def _compared(
         for first, last, steps, loads in _runs(recovery)
     ]
     predicted: float = max(run["load_seconds"] + run["steps"] * run["step_seconds"] for run in runs)
-    took = recovery.seconds["restore"] + recovery.seconds["replay"]
+    took = recovery.seconds["restore"] + _replay_s(events, recovery)
     ratio = took / predicted
     why = _why_not(config, measured)
     return {
@@ -282,6 +292,18 @@ def _compared(
         "within": None if why else abs(ratio - 1) <= TOLERANCE,
         "why": why,
     }
+
+
+def _replay_s(events: Sequence[Event], recovery: Recovery) -> float:
+    """Until the last has replayed, since all that replay have begun: until then the first wait for a fresh process,
+    whose log is opened."""
+    ended = max(event["t"] for event in recovery.replays)
+    begun = max(
+        event["t"]
+        for event in events
+        if event["event"] == "replay_begin" and event.get("generation") == recovery.generation
+    )
+    return float(ended - begun)
 
 
 def _unjudged(recovery: Recovery, why: str) -> dict[str, Any]:

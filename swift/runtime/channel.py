@@ -219,6 +219,7 @@ class Channel:
         else:
             source = streams.collectives(self._collective_source)
             result = to_tensor(self._read(source, key)).to(self._device)
+        self.profile.settled()
         self._record(streams.collectives(self._rank), key, result, now=True)
         return result
 

@@ -16,7 +16,7 @@ ENV_PROFILE = "SWIFT_PROFILE"
 
 
 class StepProfile:
-    """(engine) ``begin``; (stages, channel) ``computing``, ``logged``, ``read``; (engine) ``end``."""
+    """(engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``logged``, ``read``; (engine) ``end``."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -24,11 +24,13 @@ class StepProfile:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._logged: Counter[str] = Counter()
         self._read = [0.0, 0.0]
+        self._settled_at = 0.0
 
     def begin(self) -> None:
         self._seconds.clear()
         self._logged.clear()
         self._read = [0.0, 0.0]
+        self.settled()
 
     def computing(self, stage: int, direction: str) -> AbstractContextManager[None]:
         """Around what a stage computes for one microbatch."""
@@ -39,6 +41,12 @@ class StepProfile:
         began = time.perf_counter()
         yield
         self._seconds[name] += time.perf_counter() - began
+        self.settled()
+
+    def settled(self) -> None:
+        """Nobody else is waited for from here on: what follows up to the end of the step is the update."""
+        if self._on:
+            self._settled_at = time.perf_counter()
 
     def logged(self, stream: str, size: int) -> None:
         """A record of so many raw bytes was given to the log."""
@@ -58,6 +66,7 @@ class StepProfile:
                 step=step,
                 replay=replay,
                 seconds=dict(self._seconds),
+                update_s=time.perf_counter() - self._settled_at,
                 logged=dict(self._logged),
                 read=self._read,
             )

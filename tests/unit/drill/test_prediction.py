@@ -15,6 +15,7 @@ from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace
 
 PAIRS = RecoveryGroups.parse("0-1,2-3")
 MICROBATCHES, FORWARD_S, BACKWARD_S, SAVE_S = 4, 0.01, 0.02, 0.05
+UPDATE_S = 0.007
 # Of the tiny model: 2 sequences of 16 positions, 32 floats wide; 8 bytes a token.
 BOUNDARY, BATCH, NORM = MICROBATCHES * 2 * 16 * 32 * 4, MICROBATCHES * 2 * 16 * 8, 4
 LOGGED = {"s1.F": BOUNDARY, "s2.B": BOUNDARY, "s0.X": BATCH, "s3.T": BATCH} | {
@@ -36,6 +37,7 @@ def profiled(trace: Trace, rank: int, step: int, replay: bool = False) -> None:
         step=step,
         replay=replay,
         seconds={f"s{rank}.F": MICROBATCHES * FORWARD_S, f"s{rank}.B": MICROBATCHES * BACKWARD_S},
+        update_s=UPDATE_S,
         logged={stream: LOGGED[stream] for stream in OF_RANK[rank]},
         read=[BOUNDARY, 0.001] if replay else [0.0, 0.0],
     )
@@ -66,6 +68,9 @@ def whole_trace(replay_step_s: float = 0.15) -> Trace:
         trace.rank(rank, "restore_begin", 0.001, generation=2)
     for rank in (2, 3):
         trace.rank(rank, "restore_end", SAVE_S / 2, generation=2, version=CHECKPOINT)
+    trace.t += 0.2  # until the fresh process has its log open
+    for rank in (2, 3):
+        trace.rank(rank, "replay_begin", 0.001, generation=2, version=CHECKPOINT)
     for step in range(CHECKPOINT, KILL_STEP):
         trace.t += replay_step_s - 0.01
         for rank in (2, 3):
@@ -118,10 +123,10 @@ def test_all_of_it_is_as_predicted() -> None:
             "stages": [2, 3],
             "steps": 3,
             "load_seconds": pytest.approx(SAVE_S),
-            "step_seconds": pytest.approx((MICROBATCHES + 1) * (FORWARD_S + BACKWARD_S)),
+            "step_seconds": pytest.approx((MICROBATCHES + 1) * (FORWARD_S + BACKWARD_S) + UPDATE_S),
         }
     ]
-    assert recovery["predicted_seconds"] == pytest.approx(SAVE_S + 3 * 0.15)
+    assert recovery["predicted_seconds"] == pytest.approx(SAVE_S + 3 * (0.15 + UPDATE_S))
     assert recovery["measured_seconds"] == pytest.approx(0.5, abs=0.05)
     assert recovery["total"]["measured_seconds"] > recovery["measured_seconds"]
 
@@ -247,7 +252,7 @@ def test_neighbours_that_begin_together_are_one_pipeline() -> None:
     shown, _ = found(trace)
     (run,) = shown["recoveries"][0]["replayed"]
     assert run["stages"] == [0, 3]
-    assert run["step_seconds"] == pytest.approx((MICROBATCHES + 3) * 0.03)
+    assert run["step_seconds"] == pytest.approx((MICROBATCHES + 3) * 0.03 + UPDATE_S)
 
 
 def test_one_group_of_all_logs_nothing() -> None:
