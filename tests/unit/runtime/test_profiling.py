@@ -40,8 +40,8 @@ def test_each_step_by_itself(emitted: list[dict[str, Any]], monkeypatch: pytest.
     assert first["read"] == second["read"] == [7.0, 0.5]
     for event in emitted:
         assert event["seconds"].keys() == {"s3.F"}
-        assert 0.02 <= event["seconds"]["s3.F"]
-        assert 0.005 <= event["update_s"]
+        assert event["seconds"]["s3.F"] >= 0.02
+        assert event["update_s"] >= 0.005
     # On whatever machine: what came before `settled` is not counted.
     began = time.perf_counter()
     step(profile, 2, 0)
