@@ -18,6 +18,7 @@ TRAINER = Path(__file__).parent / "trainers" / "misuse.py"
         ("another-seed", 2, "seed"),
         ("another-thread-count", 2, "threads"),
         ("checkpoint-every-0", 2, "checkpoint_every=0; give at least 1"),
+        ("groups-of-another-pipeline", 2, "groups 0-2 are of 3 stages, the pipeline has 2"),
         ("collective-after-update", 2, "comes after optimizer.step()"),
         ("no-update", 2, "without optimizer.step()"),
         ("error-in-step", 1, 'KeyError: "the trainer\'s own mistake"'),
