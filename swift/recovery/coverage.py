@@ -6,8 +6,8 @@ stream again from step b, so the log must have the rest, [a, b), only; a neighbo
 logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a hole,
 so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was
 declared unlogged (swift.log.unlogged): nothing that is missing is guessed at, nor filled in behind what came after it.
-What passes inside a recovery group (swift.recovery.groups) is not logged at all: its stages replay from one version
-together, and send it to each other again.
+The stages of a recovery group (swift.recovery.groups) replay from one version, so of what passes between them, which
+is not logged at all, nothing is asked for here.
 Collective results come from one rank that has done all the steps before t.
 
 Whether each single record is there is not known here; a rank that finds one missing refuses.
@@ -16,16 +16,11 @@ Whether each single record is there is not known here; a rank that finds one mis
 from collections.abc import Iterable, Mapping, Sequence
 
 from swift.log import streams
-from swift.recovery.groups import RecoveryGroups
 from swift.recovery.types import Layout, RankPlan, Report, Strategy, StreamSummary
 
 
 def uncovered(
-    ranks: Iterable[RankPlan],
-    target: int,
-    layout: Layout,
-    log: Mapping[str, StreamSummary],
-    groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
+    ranks: Iterable[RankPlan], target: int, layout: Layout, log: Mapping[str, StreamSummary]
 ) -> str:
     """Why the log cannot feed the replays; "" if it can."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
@@ -42,7 +37,7 @@ def uncovered(
                 if problem:
                     return f"rank {reader.rank} cannot replay stage {stage}: {problem}"
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
-                if not 0 <= neighbour < layout.num_stages or not groups.crosses(neighbour, stage):
+                if not 0 <= neighbour < layout.num_stages:
                     continue
                 writer = by_rank[layout.owners(neighbour)[column]]
                 stream = streams.boundary(neighbour, kind, column, columns)

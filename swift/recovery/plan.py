@@ -103,7 +103,6 @@ class _Situation:
         self._layout = layout
         self._log = log
         self._checkpoints = checkpoints
-        self._recovery = together
         self._together = together.together(layout.groups(), layout.stages)
         self._allowed = frozenset(ways)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
@@ -163,7 +162,7 @@ class _Situation:
             who = f"rank {_listed(sorted(lacking))}, which holds no state"
             return None, f"no complete checkpoint at version {target} or before for {who}"
         ranks = self._ranks(bases, target)
-        problem = uncovered(ranks, target, self._layout, self._log, self._recovery)
+        problem = uncovered(ranks, target, self._layout, self._log)
         if problem:
             return None, problem
         source, problem = collective_source(ranks, target, self._reports.values(), self._log)

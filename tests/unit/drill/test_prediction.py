@@ -196,6 +196,9 @@ def test_what_is_in_the_log_counts_as_well(stream: str, step: int, size: int, an
     in_log.setdefault(stream, {})[step] = size
     shown, checks = found(in_log=in_log)
     assert checks[BYTES] is answer
+    said = report.build(paced(), good(whole_trace(), measured=measured(in_log=in_log)))
+    (detail,) = [check["detail"] for check in said["checks"] if check["name"] == BYTES]
+    assert detail.startswith(f"{stream} of step {step} is in the log with {size} bytes") is not answer
     assert shown["bytes"]["in_log"]["equal"] is answer
 
 
