@@ -25,6 +25,8 @@ TOLERANCE = 0.25
 _WARM_STEPS = 2
 """The first steps allocate memory and infer shapes."""
 _UNKNOWN_MTBF_S = 86400.0
+_SHOWN = 4
+"""So much of what is wrong is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,8 @@ def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> 
     }
     wrong = [f"{stream} {sizes}, not {wanted.get(stream, 0)}" for stream, sizes in sorted(other.items())]
     wrong += wrong_in_log
+    if len(wrong) > _SHOWN:
+        wrong[_SHOWN:] = [f"and {len(wrong) - _SHOWN} more"]
     detail = "; ".join(wrong) or (f"nothing was told of {', '.join(unseen)}" if unseen else "")
     return shown, Check("the log takes the predicted bytes", equal, detail or "no step was measured")
 

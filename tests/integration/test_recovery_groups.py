@@ -81,16 +81,6 @@ def test_the_other_member_dies_while_the_group_replays(twins: Path, tmp_path: Pa
     assert set(report["strategy"].values()) == {"keep", "replay"}
 
 
-def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Path, tmp_path: Path) -> None:
-    specs = ["rank=1,step=8,microbatch=2,phase=forward", "rank=2,step=8,microbatch=1,phase=forward"]
-    words = [*SHAPE, "--groups", "0-1,2,3", "--spares", "2"]
-    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
-    as_predicted(report, "0-1,2,3", 2)
-    (recovery,) = report["recoveries"]
-    assert recovery["strategy"] == {"0": "replay", "1": "replay", "2": "replay", "3": "keep"}
-    assert recovery["verified_sends"] > 0
-
-
 def test_a_damaged_record_at_the_end_of_a_group_is_never_replayed(twins: Path, tmp_path: Path) -> None:
     """Rank 1 reads it and refuses; rank 0, which waits for rank 1 in the same replay, comes free."""
     specs = ["rank=0,step=8,microbatch=1", "corrupt=log,step=8,stream=s2.B"]
@@ -102,14 +92,14 @@ def test_a_damaged_record_at_the_end_of_a_group_is_never_replayed(twins: Path, t
 
 def test_a_recovery_takes_the_time_that_the_planner_predicts(twins: Path, tmp_path: Path) -> None:
     """With stages that take a fixed time, as two cores do not hold four ranks."""
-    shape = ["--model", "paced", "--steps", "22", "--checkpoint-every", "10"]
-    words = [*shape, "--groups", "0,1-3", *kills("rank=2,step=19,microbatch=1")]
+    shape = ["--model", "paced", "--steps", "13", "--checkpoint-every", "6"]
+    words = [*shape, "--groups", "0,1-3", *kills("rank=2,step=11,microbatch=1")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     (recovery,) = report["prediction"]["recoveries"]
     assert recovery["within"] is True
     assert recovery["why"] == ""
     (run,) = recovery["replayed"]
-    assert (run["stages"], run["steps"]) == ([1, 3], 9)
+    assert (run["stages"], run["steps"]) == ([1, 3], 5)
     # (M + w - 1) t, of stages that sleep for 30 ms and compute a little.
     assert 6 * 0.03 < run["step_seconds"] < 6 * 0.045
     assert any(check["name"] == "recovery takes what was predicted" for check in report["checks"])

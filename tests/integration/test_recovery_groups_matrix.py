@@ -89,6 +89,16 @@ def test_two_members_of_one_group(twins: Path, tmp_path: Path) -> None:
     assert {stage for stage, name in report["strategy"].items() if name == "replay"} == {"0", "1", "2"}
 
 
+def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=1,step=8,microbatch=2,phase=forward", "rank=2,step=8,microbatch=1,phase=forward"]
+    words = ["--groups", "0-1,2,3", "--spares", "2"]
+    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
+    assert report["prediction"]["bytes"]["equal"] is True
+    (recovery,) = report["recoveries"]
+    assert recovery["strategy"] == {"0": "replay", "1": "replay", "2": "replay", "3": "keep"}
+    assert recovery["verified_sends"] > 0
+
+
 def test_all_groups_at_once(twins: Path, tmp_path: Path) -> None:
     specs = ["rank=0,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=0,phase=forward"]
     words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
