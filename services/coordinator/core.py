@@ -32,7 +32,7 @@ from services.coordinator.hang import StepClock, Suspicions
 from services.coordinator.leases import Leases
 from services.coordinator.messages import Effect, Refusal, Refused
 from services.coordinator.places import Places
-from services.coordinator.planning import count_refusal, decide, give_up_log, layout_of
+from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
 from services.coordinator.row import Holder, JobRow, LogServer, State
 from services.coordinator.timing import Timing
 from services.coordinator.words import exit_words, plan_fields, report_fields, versions_words
@@ -313,7 +313,7 @@ class Job:
             return []
         if len(set(row.ready.values())) > 1:
             return self.become_failed(f"ranks begin at different versions: {versions_words(row.ready)}")
-        problem = layout_of(row).problem()
+        problem = layout_problem(row)
         if problem:
             return self.become_failed(problem)
         return self.become_running(now)

@@ -10,6 +10,7 @@ from swift.recovery import (
     Plan,
     PlanConfig,
     RankPlan,
+    RecoveryGroups,
     Strategy,
     StreamSummary,
     plan,
@@ -18,9 +19,11 @@ from swift.recovery.types import REPLAYS
 
 
 def config_of(config: Mapping[str, str]) -> PlanConfig:
-    """What the job's configuration says to the planner. ValueError: a strategy that is not known."""
+    """What the job's configuration says to the planner. ValueError: a strategy or groups that cannot be."""
     return PlanConfig(
-        strategy=config.get("strategy", "auto"), inexact_undo=config.get("undo") == "arithmetic"
+        strategy=config.get("strategy", "auto"),
+        inexact_undo=config.get("undo") == "arithmetic",
+        groups=RecoveryGroups.parse(config.get("groups", "")),
     )
 
 
@@ -30,6 +33,12 @@ def layout_of(row: JobRow) -> Layout:
         stages={rank: tuple(stages) for rank, stages in row.stages.items()},
         shards=dict(row.stage_shards),
     )
+
+
+def layout_problem(row: JobRow) -> str:
+    """Why nothing can be recovered with the layout that was told, in one line; empty: it is sane."""
+    layout = layout_of(row)
+    return layout.problem() or config_of(row.config).groups.problem(layout.num_stages, layout.stages)
 
 
 def decide(row: JobRow, streams: Mapping[str, StreamSummary]) -> tuple[Plan | None, str]:

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from swift.arguments import Parser
 from swift.bench import output
-from swift.drill.model import VOCABULARY, ByteLoader, ModelConfig, make_stage, standard_library
+from swift.drill.model import ByteLoader, make_stage, standard_library
+from swift.drill.sizes import VOCABULARY, ModelConfig
 from swift.errors import ServiceError, UsageError
 from swift.log import codec as codecs
 from swift.log.choice import TAKE_GAIN

@@ -29,6 +29,7 @@ from swift.drill.config import (
 from swift.drill.console import LiveProgress, show
 from swift.drill.topology import SCHEDULES, Topology, schedule_name
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.recovery.groups import RecoveryGroups
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
 EPILOG = """\
@@ -47,13 +48,14 @@ make victims at once):
   corrupt=copy,rank=3                           a bit of the state that a replica gives to that rank
   corrupt=log,step=17[,stream=s1.F]             a bit of the live log, before the rank killed at that step dies
 
+--model paced is tiny with stages that sleep for a fixed time, as if each had a device of its own.
 reduce is the middle of a step's gradient reduction (needs --replicas); update the middle of a wait-free update
 (needs --updates wait_free); optimizer the middle of optimizer.step(). Rank = pipeline rank * replicas + replica.
 
 exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or the environment, 130 interrupted
 """
 DEFAULT_KILL = "rank=2,step=17,microbatch=3,phase=backward"
-SPACE_NEEDED_MB = {"tiny": 64, "default": 512}
+SPACE_NEEDED_MB = {"tiny": 64, "default": 512, "paced": 64}
 
 
 class Stopped(BaseException):
@@ -80,11 +82,17 @@ def make_parser() -> Parser:
     add("--kill", action="append", metavar="SPEC", help=f"a fault, see below (default: {DEFAULT_KILL})")
     add("--random-kills", type=int, metavar="N", help="that many ranks, at coordinates that --seed decides")
     add("--strategy", default="auto", metavar="NAME", help=f"{', '.join(STRATEGIES)} (default %(default)s)")
+    add(
+        "--groups",
+        default="",
+        metavar="RUNS",
+        help="stages that recover together, between which alone the log is kept, such as 0-1,2-3 (default: none)",
+    )
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default %(default)s)")
     add("--log-servers", type=int, default=1, metavar="N", help="as if on N machines (default %(default)s)")
     add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
     add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
-    add("--model", default="default", metavar="NAME", help=f"{' or '.join(MODELS)} (default %(default)s)")
+    add("--model", default="default", metavar="NAME", help=f"{', '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
     _add_updates(parser)
     add("--secure", action="store_true", help="over mutual TLS, with tokens, all made for this drill")
@@ -142,6 +150,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         topology=topology,
         faults=_faults(args, topology, updates),
         strategy=args.strategy.lower(),
+        groups=_groups(args.groups),
         seed=args.seed,
         spares=args.spares,
         log_servers=args.log_servers,
@@ -160,6 +169,13 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         keep=args.keep,
         twin=args.twin,
     )
+
+
+def _groups(text: str) -> RecoveryGroups:
+    try:
+        return RecoveryGroups.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
 
 
 def _faults(args: argparse.Namespace, topology: Topology, updates: str) -> tuple[faults.Fault, ...]:

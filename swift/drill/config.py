@@ -9,12 +9,14 @@ from importlib import metadata
 from pathlib import Path
 
 from swift.drill import faults as fault_specs
+from swift.drill import sizes
 from swift.drill.faults import Fault
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
+from swift.recovery.groups import RecoveryGroups
 
-MODELS = ("tiny", "default")
+MODELS = tuple(sizes.MODELS)
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")
 UPDATES = ("after_backward", "wait_free")
 DATA_PARALLEL = ("session", "ddp")
@@ -46,6 +48,8 @@ class DrillConfig:
     topology: Topology
     faults: tuple[Fault, ...]
     strategy: str = "auto"
+    groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
+    """Stages that recover together; empty: every rank by itself."""
     seed: int = 0
     log_servers: int = 1
     """Each as if on a machine of its own."""
@@ -99,6 +103,10 @@ class DrillConfig:
             )
         if not self.faults:
             raise UsageError("a drill without a fault shows nothing: give at least one --kill")
+        shape = self.topology
+        stages = {rank: shape.stages_of(rank) for rank in range(shape.ranks)}
+        if problem := self.groups.problem(shape.stages, stages):
+            raise UsageError(f"--{problem}")
         self._check_optimizer()
         self._check_data_parallelism()
         fault_specs.check(
@@ -107,6 +115,7 @@ class DrillConfig:
             strategy=self.strategy,
             updates=self.updates,
             log_servers=self.log_servers,
+            groups=self.groups,
         )
 
         corrupt = next((f for f in self.faults if isinstance(f, fault_specs.CorruptFault)), None)
@@ -162,6 +171,8 @@ class DrillConfig:
         """The command line that makes this configuration, without where its results go."""
         words = [*self._shape_arguments(), "--model", self.model, "--seed", str(self.seed)]
         words += ["--spares", str(self.spares), "--strategy", self.strategy]
+        if self.groups.starts:
+            words += ["--groups", str(self.groups)]
         if self.topology.replicas > 1:
             words += ["--undo", self.undo]
         if self.secure:
@@ -196,7 +207,7 @@ class DrillConfig:
     def recovery_arguments(self) -> list[str]:
         """What the trainer of the run with faults gets besides: how to recover changes no bit of the twin."""
         rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
-        return ["--strategy", self.strategy, "--undo", self.undo, *rest]
+        return ["--strategy", self.strategy, "--undo", self.undo, "--groups", str(self.groups), *rest]
 
     def identity(self) -> dict[str, object]:
         """What two runs must share for their digests to be comparable."""
@@ -215,6 +226,7 @@ class DrillConfig:
             "microbatches": shape.microbatches,
             "steps": shape.steps,
             "checkpoint_every": shape.checkpoint_every,
+            "groups": str(self.groups),
             "log_servers": self.log_servers,
             "copies": self.copies,
             "spares": self.spares,

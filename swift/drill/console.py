@@ -247,6 +247,8 @@ def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     found.append(("survivors kept", kept))
     megabytes = f"{log['bytes'] / 1e6:.1f} MB" if log["bytes"] is not None else "?"
     found.append(("log", f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"))
+    if result["prediction"]:
+        found.append(("as predicted", "\n".join(_predicted(result["prediction"]))))
     if "unlogged" in log:
         lacks = log["unlogged"]
         steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
@@ -265,6 +267,21 @@ def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("a flipped bit in a log", caught + (f": {control['refused']}" if "refused" in control else ""))
     )
     return found
+
+
+def _predicted(prediction: Mapping[str, Any]) -> list[str]:
+    sizes = prediction["bytes"]
+    per_step = sizes["per_step"]
+    equal = {True: "yes", False: "NO", None: "?"}[sizes["equal"]]
+    said = [f"{equal}: {per_step['predicted']} bytes a step between groups {prediction['groups']}"]
+    for recovery in prediction["recoveries"]:
+        if recovery["ratio"] is None:
+            said.append(recovery["why"])
+            continue
+        judged = {True: "within a quarter", False: "NOT within a quarter", None: recovery["why"]}
+        took, expected = seconds(recovery["measured_seconds"]), seconds(recovery["predicted_seconds"])
+        said.append(f"load and replay {took}, predicted {expected}: {judged[recovery['within']]}")
+    return said
 
 
 def _undone(undo: Mapping[str, Any]) -> str:

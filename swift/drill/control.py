@@ -7,6 +7,7 @@ Every drill copies a segment file of its run, flips one bit of the copy and read
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,30 @@ def snapshot(log_directories: Sequence[Path], into: Path) -> Path | None:
             pass
         copy.unlink(missing_ok=True)
     return None
+
+
+def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
+    """(the services have ended) stream -> step -> raw bytes of its records; of each the most that one server has."""
+    found: dict[str, dict[int, int]] = {}
+    for directory in log_directories:
+        here: dict[str, Counter[int]] = {}
+        for path in segment_files([directory], "*"):
+            steps = here.setdefault(path.parent.name, Counter())
+            for record in segment.walk(path, verify_bodies=False).records:
+                steps[record.header.key.step] += record.header.raw_bytes
+        for stream, steps in here.items():
+            most = found.setdefault(stream, {})
+            for step, size in steps.items():
+                most[step] = max(size, most.get(step, 0))
+    return found
+
+
+def checkpoint_bytes(directory: Path) -> dict[int, int]:
+    """rank -> bytes of its newest checkpoint."""
+    found: dict[int, int] = {}
+    for shard in sorted(directory.glob("v*/rank*")):  # ascending versions
+        found[int(shard.name[4:])] = sum(p.stat().st_size for p in shard.rglob("*") if p.is_file())
+    return found
 
 
 def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:

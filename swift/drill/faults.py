@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from swift.drill.topology import Topology
 from swift.errors import UsageError
+from swift.recovery.groups import RecoveryGroups
 
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
@@ -227,6 +228,7 @@ def check(
     strategy: str = "auto",
     updates: str = "after_backward",
     log_servers: int = 1,
+    groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
 ) -> None:
     """Refuses faults that this topology cannot have. Raises `UsageError`."""
     for fault in faults:
@@ -234,13 +236,13 @@ def check(
             case RankFault():
                 _check_rank_fault(fault, topology, updates)
                 if fault.phase in RECOVERY_PHASES:
-                    _check_recovery_fault(fault, faults, topology, strategy)
+                    _check_recovery_fault(fault, faults, strategy, groups)
             case LogServerFault(step=step):
                 _check_step(fault, step, topology)
             case LogLossFault():
                 _check_log_loss(fault, faults, topology, log_servers)
             case CorruptFault():
-                _check_corrupt_fault(fault, faults, topology, strategy)
+                _check_corrupt_fault(fault, faults, topology, strategy, groups)
             case CorruptCopyFault():
                 _check_corrupt_copy(fault, faults, topology, strategy)
             case CoordinatorFault(state=state):
@@ -296,17 +298,19 @@ def _check_log_loss(
 
 
 def _check_recovery_fault(
-    fault: RankFault, faults: Sequence[Fault], topology: Topology, strategy: str
+    fault: RankFault, faults: Sequence[Fault], strategy: str, groups: RecoveryGroups
 ) -> None:
     does = {"replay": "replays", "copy": "copies"}[fault.phase]
     if strategy == "checkpoint" or (strategy, fault.phase) in (("replay", "copy"), ("replica", "replay")):
         raise UsageError(f"--kill {fault}: --strategy {strategy} {does} nothing")
+    if fault.phase == "replay" and not groups.logs:
+        raise UsageError(f"--kill {fault}: one group of all (--groups {groups}) replays nothing")
     if not any(isinstance(other, RankFault) and other.phase not in RECOVERY_PHASES for other in faults):
         raise UsageError(f"--kill {fault}: nothing {does} unless another --kill makes a rank fail first")
 
 
 def _check_corrupt_fault(
-    fault: CorruptFault, faults: Sequence[Fault], topology: Topology, strategy: str
+    fault: CorruptFault, faults: Sequence[Fault], topology: Topology, strategy: str, groups: RecoveryGroups
 ) -> None:
     _check_step(fault, fault.step, topology)
     victim = victim_of(fault, faults)
@@ -323,10 +327,10 @@ def _check_corrupt_fault(
             f"--kill {fault}: the checkpoint may be of that very step and leave nothing to replay; "
             f"take a step that is no multiple of {topology.checkpoint_every}"
         )
-    streams = topology.replay_streams(victim.rank)
+    streams = topology.replay_streams(victim.rank, groups)
     if not streams:
         raise UsageError(
-            f"--kill {fault}: a replay of rank {victim.rank} reads no stream: it has no neighbour"
+            f"--kill {fault}: a replay of rank {victim.rank} reads no stream: it has no neighbour in another group"
         )
     if fault.stream and fault.stream not in streams:
         raise UsageError(
@@ -354,11 +358,16 @@ def victim_of(fault: CorruptFault, faults: Sequence[Fault]) -> RankFault | None:
     return None
 
 
-def corrupted_stream(fault: CorruptFault, faults: Sequence[Fault], topology: Topology) -> str:
+def corrupted_stream(
+    fault: CorruptFault,
+    faults: Sequence[Fault],
+    topology: Topology,
+    groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
+) -> str:
     """The stream named, or the first that the victim's replay reads."""
     victim = victim_of(fault, faults)
     assert victim is not None, "check() ran first"
-    return fault.stream or topology.replay_streams(victim.rank)[0]
+    return fault.stream or topology.replay_streams(victim.rank, groups)[0]
 
 
 RANDOM_GAP = 4

@@ -4,7 +4,7 @@ Legend: B microbatch, S sequence, D model width, V vocabulary (256 bytes).
 """
 
 import sysconfig
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swift.drill.sizes import VOCABULARY, ModelConfig
 from swift.errors import ServiceError
 
-VOCABULARY = 256
 
+class _Paced(torch.autograd.Function):
+    """Takes its time, once in the forward and once in the backward; changes nothing."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Sizes of the transformer and its batches."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, config: ModelConfig) -> Tensor:
+        ctx.seconds = config.backward_s
+        time.sleep(config.forward_s)
+        return x.view_as(x)
 
-    layers: int
-    width: int
-    heads: int
-    sequence: int
-    microbatch: int
-    """Sequences in one microbatch."""
-    bucket_bytes: int
-    """Gradients reduced and applied together: small enough that every stage has several buckets."""
-    dropout: float = 0.1
-    checkpoint_activations: bool = False
-    """Recompute each block in backward instead of keeping its activations."""
-
-
-MODELS = {
-    "tiny": ModelConfig(layers=8, width=32, heads=2, sequence=16, microbatch=2, bucket_bytes=16 << 10),
-    "default": ModelConfig(layers=8, width=128, heads=4, sequence=64, microbatch=4, bucket_bytes=256 << 10),
-}
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
 
 
 class Block(nn.Module):
@@ -71,6 +62,7 @@ class StageModule(nn.Module):
         if config.layers % num_stages:
             raise ServiceError(f"{config.layers} layers do not divide into {num_stages} stages")
         self.checkpoint_activations = config.checkpoint_activations
+        self.config = config
         self.first, self.last = stage == 0, stage == num_stages - 1
         if self.first:
             self.tokens = nn.Embedding(VOCABULARY, config.width)
@@ -88,6 +80,8 @@ class StageModule(nn.Module):
                 x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
+        if self.config.forward_s and torch.is_grad_enabled():
+            x = _Paced.apply(x, self.config)  # type: ignore[no-untyped-call]
         return self.head(self.norm(x)) if self.last else x
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import logs, loss, replicas, timeline
+from swift.drill import logs, loss, prediction, replicas, timeline
 from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -45,6 +45,7 @@ class Evidence:
     """``records`` and ``bytes`` in the log."""
     negative_control: Mapping[str, Any] | None = None
     twin_losses: loss.Losses = field(default_factory=dict)
+    measured: prediction.Measured = field(default_factory=prediction.Measured)
 
 
 def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         config.topology.replicas,
     )
     survivors = timeline.survivors_kept(evidence.events, config.topology.ranks)
+    predicted, prediction_checks = prediction.section(config, evidence.events, found, evidence.measured)
     checks = [
         *_run_checks(config, evidence, found),
         *(comparison.check() for comparison in (*at_recovery, at_end)),
@@ -68,11 +70,12 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
         *logs.checks(config, found),
-        _negative_control_check(evidence),
+        *prediction_checks,
+        _negative_control_check(config, evidence),
     ]
     verdict = _verdict(checks)
     fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
-    exact = not inexact and (not fell_back or config.strategy == "checkpoint")
+    exact = not inexact and (not fell_back or _restores(config))
     return {
         "verdict": verdict,
         "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves),
@@ -98,6 +101,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
             (r.freed_seconds for r in found if r.freed_seconds is not None), default=None
         ),
         "log": {**_log(evidence, found), **logs.places(evidence.events)},
+        "prediction": predicted,
         "corruption": evidence.corruption,
         "negative_control": _negative_control(evidence, found),
         "throughput": timeline.throughput(evidence.events, found, config.topology.ranks),
@@ -238,6 +242,8 @@ def _strategy_check(config: DrillConfig, evidence: Evidence, found: Sequence[Rec
         return Check(name, None, "no plan in the trace")
     if config.strategy == "checkpoint":
         return Check(name, all(r.fell_back for r in found), "something was replayed")
+    if not config.groups.logs:
+        return Check(name, not any(r.replay_expected for r in found), "something was replayed")
     if fell_back and not logs.may_fall_back(config, found):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
     other = {"replay": {"replica"}, "replica": {"replay", "catch_up"}}.get(config.strategy, set()) & used
@@ -256,7 +262,15 @@ def _negative_control(evidence: Evidence, found: Sequence[Recovery]) -> dict[str
     return control
 
 
-def _negative_control_check(evidence: Evidence) -> Check:
+def _restores(config: DrillConfig) -> bool:
+    """Going back to the checkpoint is what was asked for."""
+    return config.strategy == "checkpoint" or not config.groups.logs
+
+
+def _negative_control_check(config: DrillConfig, evidence: Evidence) -> Check:
+    if not config.groups.logs:  # there is no log in which a bit could be flipped
+        records = (evidence.log or {}).get("records")
+        return Check("nothing was logged", None if records is None else records == 0, f"{records} records")
     control = evidence.negative_control or {}
     caught = control.get("caught")
     detail = str(control.get("reason", "")) or (

@@ -7,6 +7,7 @@ drills (`--twin`).
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swift import events
-from swift.drill import control, faults, loss, timeline
+from swift.drill import control, faults, loss, prediction, timeline
 from swift.drill.checks import Digest
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
@@ -123,7 +124,10 @@ class FaultedRun:
                 if isinstance(fault, CoordinatorFault)
             ],
             # Costs copies of what is in flight: a drill wants to know how far an undo is off.
-            settings={"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {},
+            settings={
+                **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
+                **({"SWIFT_PROFILE": "1"} if config.groups.starts else {}),
+            },
             security=Security(directory / "security", JOB) if config.secure else None,
             check_stop=check_stop,
             log_servers=config.log_servers,
@@ -156,6 +160,16 @@ class FaultedRun:
             log=_logged(trace),
             negative_control=control.flip_and_read(self._copy, self._config.seed),
             twin_losses=without.losses,
+            measured=self._measured(),
+        )
+
+    def _measured(self) -> prediction.Measured:
+        if not self._config.groups.starts:
+            return prediction.Measured()
+        return prediction.Measured(
+            cores=len(os.sched_getaffinity(0)),
+            in_log=control.logged_bytes(self._cluster.log_directories),
+            checkpoint_bytes=control.checkpoint_bytes(self.directory / "checkpoints" / JOB),
         )
 
     def _turn(self) -> None:
@@ -192,7 +206,9 @@ class FaultedRun:
         held = self._config.faults.index(victim)
         if not self._reached(held):
             return
-        stream = faults.corrupted_stream(fault, self._config.faults, self._config.topology)
+        stream = faults.corrupted_stream(
+            fault, self._config.faults, self._config.topology, self._config.groups
+        )
         flipped = control.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
         if flipped is None and time.monotonic() - self._held_since[held] < HOLD_S:
             return

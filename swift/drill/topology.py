@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from swift.errors import UsageError
 from swift.log import streams
+from swift.recovery.groups import RecoveryGroups
 
 # name -> (stages on each rank, placed as a V)
 SCHEDULES = {
@@ -116,17 +117,25 @@ class Topology:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(s for s in range(self.stages) if self.pipeline_rank_of(s) == self.pipeline_rank(rank))
 
-    def replay_streams(self, rank: int) -> tuple[str, ...]:
-        """Log streams whose tensors a replay of this rank takes in: what it had received from other ranks.
+    def replay_streams(self, rank: int, groups: RecoveryGroups = RecoveryGroups()) -> tuple[str, ...]:  # noqa: B008
+        """Log streams whose tensors a replay of this rank takes in, or of those that recover together with it: what
+        they had received from others.
 
         It does not read the bodies of what it has sent itself, nor of external inputs: those it makes again, and
         compares their digests with the logged ones.
         """
         received: list[str] = []
-        here, column = self.pipeline_rank(rank), self.column(rank)
-        for stage in self.stages_of(rank):
-            if stage > 0 and self.pipeline_rank_of(stage - 1) != here:
-                received.append(streams.boundary(stage - 1, "F", column, self.replicas))
-            if stage < self.stages - 1 and self.pipeline_rank_of(stage + 1) != here:
-                received.append(streams.boundary(stage + 1, "B", column, self.replicas))
+        column = self.column(rank)
+        for stage in sorted({other for own in self.stages_of(rank) for other in groups.stages(own)}):
+            for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
+                if self.is_logged(neighbour, stage, groups):
+                    received.append(streams.boundary(neighbour, kind, column, self.replicas))
         return tuple(received)
+
+    def is_logged(self, source: int, destination: int, groups: RecoveryGroups) -> bool:
+        """What one stage sends to its neighbour is: it leaves its rank, and its recovery group."""
+        return (
+            0 <= source < self.stages
+            and self.pipeline_rank_of(source) != self.pipeline_rank_of(destination)
+            and groups.crosses(source, destination)
+        )

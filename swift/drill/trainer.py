@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 import swift
 from swift import events
 from swift.drill.config import DATA_PARALLEL, IMPLEMENTATIONS, OPTIMIZERS, REDUCTIONS, UNDOS, UPDATES
-from swift.drill.model import MODELS, ByteLoader, loss_fn, make_stage, standard_library
+from swift.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.optimizers import make_optimizer
+from swift.drill.sizes import MODELS
 from swift.log.codec import CHOICES as CODECS
 
 # How each schedule places its stages: on pipeline rank r of P, and how many stages there are.
@@ -56,6 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=10)
     parser.add_argument("--codec", default="none", choices=CODECS)
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--groups", default="")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
     parser.add_argument("--optimizer-implementation", default="", choices=["", *IMPLEMENTATIONS])
     parser.add_argument("--updates", default="after_backward", choices=UPDATES)
@@ -85,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint_every=args.checkpoint_every,
         codec=args.codec,
         strategy=args.strategy,
+        groups=args.groups,
         replicas=args.replicas,
         updates=args.updates,
         undo=args.undo,

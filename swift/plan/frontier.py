@@ -118,7 +118,7 @@ def shortest(cost: Floats) -> Cuts | None:
 
 
 def _point(model: CostModel, cuts: Cuts) -> Point:
-    size = model.bytes_per_step(cuts) - model.profile.other_bytes
+    size = int(model.edge_bytes[list(cuts)].sum())
     return Point(edge_bytes=size, recovery_s=model.expected_recovery_s(cuts), cuts=cuts)
 
 

@@ -71,7 +71,12 @@ class CostModel:
         self.starts = np.searchsorted(machines, np.arange(self.n + 1))
         """The first stage of each machine, then the number of stages."""
         self._stage_s = np.asarray(profile.forward_s) + np.asarray(profile.backward_s)
-        self.formula_step_s = float(self._stage_s.sum() + (profile.microbatches - 1) * self._stage_s.max())
+        self._update_s = (
+            np.zeros(profile.stages) if profile.update_s is None else np.asarray(profile.update_s)
+        )
+        self.formula_step_s = float(
+            self._stage_s.sum() + (profile.microbatches - 1) * self._stage_s.max() + self._update_s.max()
+        )
         self.step_s = self.formula_step_s if profile.step_s is None else profile.step_s
         self.rates = 1.0 / np.asarray(profile.machine_mtbf_s)
         """Failures of each machine per second."""
@@ -106,6 +111,7 @@ class CostModel:
         profile, firsts = self.profile, self.starts[:-1]
         stage_max = np.maximum.reduceat(self._stage_s, firsts)
         stage_sum = np.add.reduceat(self._stage_s, firsts)
+        update_max = np.maximum.reduceat(self._update_s, firsts)
         stages = np.diff(self.starts)
         state = np.asarray(profile.checkpoint_bytes, dtype=np.float64)
         state_max = np.maximum.reduceat(state, firsts)
@@ -117,13 +123,14 @@ class CostModel:
         for i in range(self.n):
             row = slice(i + 1, self.n + 1)
             length_s, slowest_s = np.cumsum(stage_sum[i:]), np.maximum.accumulate(stage_max[i:])
+            updating_s = np.maximum.accumulate(update_max[i:])
             loading_s = np.maximum.accumulate(self.load_s[i:])
             room = profile.stages // np.cumsum(stages[i:])
             read_s = (self.forward_bytes[i] + self.backward_bytes[row]) / profile.log_read_bytes_per_s
             self.probability[i, row] = np.cumsum(chance[i:])
             for d in range(1, copies_max + 1):
                 shares = -(-profile.microbatches // d)
-                replay_s = length_s + (shares - 1) * slowest_s
+                replay_s = length_s + (shares - 1) * slowest_s + updating_s
                 down_s = profile.fixed_s + loading_s + half_step_s
                 if d > 1:
                     assert profile.network_bytes_per_s is not None
@@ -179,7 +186,9 @@ class CostModel:
         return down_s + steps * replay_s, replay_s
 
     def bytes_per_step(self, cuts: Sequence[int]) -> int:
-        """What is logged."""
+        """What is logged. One group of all logs nothing, as there is nobody to replay for."""
+        if not cuts:
+            return 0
         return int(self.edge_bytes[list(cuts)].sum()) + self.profile.other_bytes
 
     def overhead_s(self, cuts: Sequence[int]) -> float:

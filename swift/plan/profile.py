@@ -64,6 +64,8 @@ class Profile:
     forward_s: tuple[float, ...]
     """Of each stage: one microbatch."""
     backward_s: tuple[float, ...]
+    update_s: tuple[float, ...] | None = None
+    """Of each stage: what a step takes besides its microbatches, as for the optimizer; None: nothing worth counting."""
     step_s: float | None = None
     """A step without failures, as measured; None: what the schedule's formula gives."""
     forward_bytes: tuple[int, ...]
@@ -127,7 +129,12 @@ class Profile:
                 raise UsageError("network_bytes_per_s: is missing, and parallel.copies_max above 1 needs it")
 
     def _check_stages(self, stages: int) -> None:
-        for times, where in ((self.forward_s, "forward_s"), (self.backward_s, "backward_s")):
+        update_s = self.update_s if self.update_s is not None else (0.0,) * stages
+        for times, where in (
+            (self.forward_s, "forward_s"),
+            (self.backward_s, "backward_s"),
+            (update_s, "update_s"),
+        ):
             _length(times, where, stages, "stage")
             _all(_number, times, where, 0.0, SECONDS_MAX)
         for stage, (forward, backward) in enumerate(zip(self.forward_s, self.backward_s, strict=True)):
@@ -174,6 +181,7 @@ class Profile:
             found[name] = getattr(self, name)
         for name in ("forward_s", "backward_s", "forward_bytes", "backward_bytes"):
             found[name] = list(getattr(self, name))
+        found["update_s"] = None if self.update_s is None else list(self.update_s)
         found["machines"] = {"of_stage": list(self.machine_of_stage)}
         found["log"] = {
             "write_bytes_per_s": self.log_write_bytes_per_s,
@@ -244,6 +252,7 @@ def _head(fields: "_Fields", stages: int) -> dict[str, Any]:
         "microbatches": fields.take("microbatches"),
         "forward_s": fields.spread("forward_s", stages, "stage"),
         "backward_s": fields.spread("backward_s", stages, "stage"),
+        "update_s": fields.spread("update_s", stages, "stage") if fields.has("update_s") else None,
         "step_s": fields.take("step_s", None),
         "forward_bytes": fields.spread("forward_bytes", stages - 1, "boundary"),
         "backward_bytes": fields.spread("backward_bytes", stages - 1, "boundary"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from swift.plan import frontier, greedy
 from swift.plan.frontier import Frontier, Point
-from swift.plan.model import CostModel, Cuts
+from swift.plan.model import CostModel, Cuts, Prediction
 from swift.plan.profile import Cap, Profile
 from swift.plan.verdict import intervals, pays_bytes
 
@@ -38,7 +38,7 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
         "cap": None if cap is None else {cap.kind: cap.value},
         "met": not problem,
         "problem": problem,
-        "chosen": {**asdict(prediction), "logged": list(prediction.logged)},
+        "chosen": {**asdict(prediction), "logged": list(prediction.logged), "text": groups_text(prediction)},
         "frontier": {
             "exact": found.resolution_bytes == 0,
             "resolution_bytes": found.resolution_bytes,
@@ -50,6 +50,12 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
         "pays": _finite(pays_bytes(model, chosen)),
         "interval": _finite(intervals(model, chosen, [point.cuts for point in found.points], cap)),
     }
+
+
+def groups_text(prediction: Prediction) -> str:
+    """The stages of each group, as `Session.from_env(groups=...)` takes them."""
+    ends = [(first, end - 1) for first, end in (group.stages for group in prediction.groups)]
+    return ",".join(f"{first}" if last == first else f"{first}-{last}" for first, last in ends)
 
 
 def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tuple[Frontier, Cuts, str]:
@@ -72,13 +78,12 @@ def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tu
     if cap.kind == "recovery_s":
         point, last = found.by(cap.value), found.points[-1]
         problem = f"no groups recover within {cap.value:g} s on average; {last.recovery_s:.4g} s is the least"
-    else:
-        profile = model.profile
-        room = cap.value // profile.checkpoint_interval_steps - profile.other_bytes
-        point, last = found.within(room), found.points[0]
-        always = profile.other_bytes * profile.checkpoint_interval_steps
-        problem = f"other_bytes alone are {always} bytes until the next checkpoint, above {cap.value:g}"
-    return (found, point.cuts, "") if point is not None else (found, last.cuts, problem)
+        return (found, point.cuts, "") if point is not None else (found, last.cuts, problem)
+    profile = model.profile
+    room = cap.value // profile.checkpoint_interval_steps - profile.other_bytes
+    point = found.within(max(room, 0))  # one group of all keeps to any cap: it logs nothing
+    assert point is not None
+    return found, point.cuts, ""
 
 
 def _frontier(model: CostModel, others: Sequence[Cuts], worst_s: float = math.inf) -> Frontier:
@@ -278,6 +283,8 @@ def _chosen(document: dict[str, Any]) -> list[str]:
         )
     if len(groups) > GROUPS_SHOWN:
         lines.append(f"  and {len(groups) - GROUPS_SHOWN} groups more")
+    else:
+        lines.append(f'  for the session: groups="{chosen["text"]}"')
     return lines
 
 

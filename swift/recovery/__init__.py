@@ -3,6 +3,7 @@
 `plan()` says how every rank gets to the agreed version, and why.
 """
 
+from swift.recovery.groups import RecoveryGroups
 from swift.recovery.plan import plan
 from swift.recovery.types import (
     STRATEGIES,
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "PlanConfig",
     "RankPlan",
+    "RecoveryGroups",
     "Refusals",
     "Report",
     "Strategy",

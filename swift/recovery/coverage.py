@@ -6,6 +6,8 @@ stream again from step b, so the log must have the rest, [a, b), only; a neighbo
 logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a hole,
 so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was
 declared unlogged (swift.log.unlogged): nothing that is missing is guessed at, nor filled in behind what came after it.
+The stages of a recovery group (swift.recovery.groups) replay from one version, so of what passes between them, which
+is not logged at all, nothing is asked for here.
 Collective results come from one rank that has done all the steps before t.
 
 Whether each single record is there is not known here; a rank that finds one missing refuses.

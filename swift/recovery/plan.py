@@ -15,6 +15,10 @@
    A lower target is tried only where no stage group would have to throw a newer whole state away for a replay:
    with one, everybody's checkpoint is as good.
 
+   Recovery groups (swift.recovery.groups): nothing that passes inside of one is logged. So all stage groups of a
+   recovery group go to one base, the highest version that all of them reach so, or c; those that hold a newer one
+   give it up, as without the others' state it is of no use. One group of all stages is never replayed.
+
 3. If that cannot be done either: CHECKPOINT for everybody, at the newest complete one.
 
 An inexact undo is used only if the configuration allows it, and only if the same target cannot be reached without.
@@ -24,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swift.recovery.coverage import collective_source, uncovered
+from swift.recovery.groups import RecoveryGroups
 from swift.recovery.reach import WAYS, Reach, Way
 from swift.recovery.types import (
     Checkpoints,
@@ -61,13 +66,16 @@ def plan(
     if config.strategy == "checkpoint":
         return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
     ways = WAYS - {*refused.strategies, *([Strategy.REPLICA] if config.strategy == "replay" else [])}
-    situation = _Situation(reports, layout, log_inventory, checkpoints, ways)
+    situation = _Situation(reports, layout, log_inventory, checkpoints, ways, config.groups)
     reach = situation.reach(inexact=config.inexact_undo)
     if not reach.anywhere():
         return _restore(reports, checkpoints, _but(refused, "no rank holds a state"))
     if reach.everywhere():
         outcome = situation.without_replay(max(reach.everywhere()), reach)
         return outcome, outcome.reason
+    if not config.groups.logs:
+        why = f"nothing is logged within one recovery group ({config.groups}), and {situation.disagreement(reach)}"
+        return _restore(reports, checkpoints, _but(refused, why))
     if refused.replays:
         return _restore(reports, checkpoints, refused.reason)
     if config.strategy == "replica":
@@ -89,11 +97,13 @@ class _Situation:
         log: Mapping[str, StreamSummary],
         checkpoints: Checkpoints,
         ways: Iterable[Strategy],
+        together: RecoveryGroups,
     ) -> None:
         self._reports = {report.rank: report for report in reports}
         self._layout = layout
         self._log = log
         self._checkpoints = checkpoints
+        self._together = together.together(layout.groups(), layout.stages)
         self._allowed = frozenset(ways)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
         self._has_choice = layout.columns() > 1 or any(
@@ -135,18 +145,19 @@ class _Situation:
         checkpoint = self._checkpoints.newest_at_most(target)
         bases: dict[tuple[int, ...], _Base] = {}
         lacking: list[int] = []
-        for group in self._groups:
-            reached = reach.of_group(group)
+        for members in self._together:
+            reached = frozenset.intersection(*(reach.of_group(group) for group in members))
             newest = max((version for version in reached if version <= target), default=None)
             if reached and newest is None:
-                name = self._group_name(group)
+                name = self._name(members)
                 return None, f"{name} holds a version above {target}, and nothing takes it back"
             if newest is not None and (checkpoint is None or newest >= checkpoint):
-                bases[group] = _Base(version=newest, ways=reach.ways(group, newest))
+                bases |= {g: _Base(version=newest, ways=reach.ways(g, newest)) for g in members}
             elif checkpoint is not None:
-                bases[group] = _Base(version=checkpoint, older=newest)
+                bases |= {g: _Base(version=checkpoint, older=newest, members=members) for g in members}
             else:
-                lacking += [rank for rank in group if not reach.of_rank(rank)] or group
+                ranks_of = [rank for group in members for rank in group]
+                lacking += [rank for rank in ranks_of if not reach.of_rank(rank)] or ranks_of
         if lacking:
             who = f"rank {_listed(sorted(lacking))}, which holds no state"
             return None, f"no complete checkpoint at version {target} or before for {who}"
@@ -182,7 +193,7 @@ class _Situation:
 
     def _ranks(self, bases: Mapping[tuple[int, ...], "_Base"], target: int) -> tuple[RankPlan, ...]:
         plans = [
-            self._from_checkpoint(rank, base, group)
+            self._from_checkpoint(rank, base)
             if base.ways is None
             else self._from_state(rank, base.ways, base.version, target)
             for group, base in bases.items()
@@ -190,13 +201,13 @@ class _Situation:
         ]
         return tuple(sorted(plans, key=lambda rank_plan: rank_plan.rank))
 
-    def _from_checkpoint(self, rank: int, base: "_Base", group: tuple[int, ...]) -> RankPlan:
+    def _from_checkpoint(self, rank: int, base: "_Base") -> RankPlan:
         report = self._reports[rank]
         lacks = _held(report)
         if base.older is not None:
             lacks += ", older than the checkpoint" if base.older == report.version else ""
         elif report.newest is not None:
-            lacks += f", but the ranks of {self._group_name(group)} reach no version together"
+            lacks += f", but the ranks of {self._name(base.members)} reach no version together"
         return RankPlan(
             rank=rank,
             strategy=Strategy.REPLAY,
@@ -237,14 +248,15 @@ class _Situation:
 
     def _reached(self, reach: Reach) -> str:
         return "; ".join(
-            f"{self._group_name(group)}: {_listed(sorted(reach.of_group(group), reverse=True)) or 'none'}"
+            f"{self._name([group])}: {_listed(sorted(reach.of_group(group), reverse=True)) or 'none'}"
             for group in self._groups
         )
 
-    def _group_name(self, group: tuple[int, ...]) -> str:
-        stages = self._layout.stages[group[0]]
+    def _name(self, members: Sequence[tuple[int, ...]]) -> str:
+        """Of stage groups that recover together, or of one."""
+        stages = sorted(stage for group in members for stage in self._layout.stages[group[0]])
         if not stages:
-            return _ranks(group)
+            return _ranks(members[0])
         return f"{'stage' if len(stages) == 1 else 'stages'} {_listed(stages)}"
 
 
@@ -257,6 +269,8 @@ class _Base:
     """How each of its ranks gets there; None: all load the checkpoint."""
     older: int | None = None
     """The version that it reaches, which is older than the checkpoint."""
+    members: tuple[tuple[int, ...], ...] = ()
+    """The stage groups that go there together."""
 
 
 def _restore(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> tuple[Plan | None, str]:

@@ -8,6 +8,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from swift.recovery.groups import RecoveryGroups
+
 
 class Strategy(enum.StrEnum):
     """How a rank gets to the target version."""
@@ -178,6 +180,8 @@ class PlanConfig:
     holds nothing is replayed; "checkpoint": always restore the checkpoint."""
     inexact_undo: bool = False
     """An undo that is not bit for bit may be used."""
+    groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
+    """Stages that recover together."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

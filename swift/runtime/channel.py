@@ -22,11 +22,13 @@ from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch
 from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
+from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import OUTSIDE_STAGES, seed_for
 from swift.runtime.tensors import fill, to_tensor
 
@@ -68,7 +70,10 @@ class Channel:
         store: Store,
         check: Callable[[], None],
         check_whole: Callable[[], None],
+        groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
     ):
+        self.groups = groups
+        """Between which what is sent is logged; inside of one it is sent in a replay as well."""
         self._rank = mesh.rank
         self._column, self._columns = mesh.column, mesh.columns
         self._seed = seed
@@ -87,6 +92,7 @@ class Channel:
         self._microbatch = 0
         self.records_read = 0
         self.microbatches_replayed = 0
+        self.profile = StepProfile(self._rank)
 
     @property
     def replaying(self) -> bool:
@@ -113,6 +119,7 @@ class Channel:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._ordinal = 0
+        self.profile.begin()
         for cursor in self._cursors.values():
             cursor.drop_below(step)  # what was sent to other stages is never asked for, and would stay
         _torch.set_generator_seed(seed_for(self._seed, step, OUTSIDE_STAGES, self._rank), self._device)
@@ -143,8 +150,10 @@ class Channel:
         cursor = self._cursors.get(stream)
         if cursor is None:
             cursor = self._cursors[stream] = self._reader.follow(stream, self._replay_from)
+        began = time.perf_counter()
         try:
             record = cursor.get(key, RECORD_TIMEOUT_S, self._cancelled)
+            self.profile.read(record.body.nbytes, time.perf_counter() - began)
         except RecordMissing as error:
             raise ReplayRefused(f"{stream} has no record {key} and nobody wrote it: {error}") from None
         finally:
@@ -191,7 +200,9 @@ class Channel:
         """``now``: it may change after the call."""
         assert self._capture is not None
         self._check_whole()
-        self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
+        if self.groups.logs:
+            self.profile.logged(stream, tensor.nbytes)
+            self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
 
     # --- crossing collectives ---
 
@@ -208,6 +219,7 @@ class Channel:
         else:
             source = streams.collectives(self._collective_source)
             result = to_tensor(self._read(source, key)).to(self._device)
+        self.profile.settled()
         self._record(streams.collectives(self._rank), key, result, now=True)
         return result
 

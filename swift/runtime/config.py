@@ -7,6 +7,7 @@ from swift.errors import UsageError
 from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
+from swift.recovery.groups import RecoveryGroups
 from swift.recovery.types import STRATEGIES
 
 UPDATES = ("after_backward", "wait_free")
@@ -25,6 +26,9 @@ class SessionConfig:
     strategy: str = "auto"
     """How ranks get back after a failure: "auto" (a replica, else the log, else the
     checkpoint), "replica", "replay", "checkpoint"."""
+    groups: str = ""
+    """Recovery groups: runs of stages that fail and recover together, between which alone the log is kept, such as
+    "0-1,2-3". Empty: every rank by itself."""
     replicas: int = 1
     """Data-parallel replicas D of every stage; rank = (pipeline rank * D + replica) * shards + shard."""
     shards: int = 1
@@ -62,6 +66,10 @@ class SessionConfig:
             raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
         if self.strategy not in STRATEGIES:
             raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
+        try:
+            object.__setattr__(self, "groups", str(RecoveryGroups.parse(self.groups)))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         if self.codec not in CODECS:
             raise UsageError(f"codec={self.codec!r}; give one of {', '.join(CODECS)}")
         if self.log_fsync not in ("", *Fsync):
@@ -95,6 +103,7 @@ class SessionConfig:
             "seed": str(self.seed),
             "checkpoint_every": str(self.checkpoint_every),
             "strategy": self.strategy,
+            "groups": self.groups,
             "replicas": str(self.replicas),
             "shards": str(self.shards),
             "updates": self.updates,

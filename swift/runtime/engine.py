@@ -348,6 +348,7 @@ class Engine:
         self._state.end_step()
         version = self._member.version = self._state.version
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
+        self._channel.profile.end(step, replay=replaying)
         if os.environ.get(ENV_DIGESTS_EVERY):
             self._write_digests(f"rank{self._rank}-v{version}.json")
         due = version % self._config.checkpoint_every == 0

@@ -21,6 +21,7 @@ from swift import events
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
 from swift.names import check_job
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch, sharded
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
@@ -74,6 +75,7 @@ class Session:
             self._communicator.store,
             member.check,
             self._communicator.check_whole,
+            RecoveryGroups.parse(config.groups),
         )
         self._engine = Engine(
             rank,
@@ -201,6 +203,9 @@ class Session:
 
     def _add_stage(self, stage: Any) -> None:
         self._state.stages.append(stage)
+        mine = {self.rank: sorted(each.stage_index for each in self._state.stages)}
+        if problem := self._channel.groups.problem(stage.num_stages, mine):
+            raise UsageError(problem)
         stage.columns = [group for name, group in self.groups.items() if name not in ("world", "pipeline")]
         self._updates.reduced_elsewhere(sharded.sharded_parameters(stage.submod, self.groups))
         if isinstance(stage.submod, DistributedDataParallel):

@@ -78,20 +78,28 @@ class _Logged(_Base):
     # --- sends and receives ---
 
     # In a replay a buffer is filled when it is computed with, not when its receive is posted: schedules post
-    # receives ahead of sends that the other side, replaying too, may wait for.
+    # receives ahead of sends that the other side, replaying too, may wait for. Inside a recovery group, whose stages
+    # replay together, nothing is logged: there the operations are torch's as ever.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._received(super().get_fwd_recv_ops(fwd_chunk_id), self._awaiting_forward, fwd_chunk_id)
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._received(ops, self.args_recv_info, self._awaiting_forward, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._received(super().get_bwd_recv_ops(bwd_chunk_id), self._awaiting_backward, bwd_chunk_id)
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._received(ops, self.grad_recv_info, self._awaiting_backward, bwd_chunk_id)
 
-    def _received(self, ops: list[dist.P2POp], awaiting: set[int], mb: int) -> list[dist.P2POp]:
-        if not self._channel.replaying:
+    def _received(self, ops: list[dist.P2POp], infos: Any, awaiting: set[int], mb: int) -> list[dist.P2POp]:
+        if not ops or not self._channel.replaying:
             return ops
-        if ops:
+        pairs = list(zip(_arriving(infos[mb]), ops, strict=True))
+        live = [op for info, op in pairs if not self._logged_between(info.source, self.stage_index)]
+        if len(live) < len(pairs):
             awaiting.add(mb)
-        return []
+        return live
+
+    def _logged_between(self, source: int, destination: int) -> bool:
+        return self._channel.groups.crosses(source, destination)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
@@ -115,14 +123,19 @@ class _Logged(_Base):
     def _sent(
         self, direction: str, mb: int, destinations: list[int], ops: list[dist.P2POp]
     ) -> list[dist.P2POp]:
-        for slot, op in zip(_slots(destinations), ops, strict=True):
-            self._channel.sent(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
-        return [] if self._channel.replaying else ops
+        live = []
+        for destination, slot, op in zip(destinations, _slots(destinations), ops, strict=True):
+            if self._logged_between(self.stage_index, destination):
+                self._channel.sent(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
+            else:
+                live.append(op)
+        return live if self._channel.replaying else ops
 
     def _fill(self, infos: tuple[Any, ...], direction: str, mb: int) -> None:
-        waiting = [info for info in infos if not info.is_root_arg and info.buffer is not None]
         positions: dict[int, int] = {}
-        for info in waiting:
+        for info in _arriving(infos):
+            if not self._logged_between(info.source, self.stage_index):
+                continue
             position = positions.get(info.source, 0)
             positions[info.source] = position + 1
             slot = self.stage_index * _SLOTS + position
@@ -143,7 +156,8 @@ class _Logged(_Base):
             self._fill(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)
         external = [*(args if self.is_first else ()), *(kwargs or {}).values()]
         self._channel.entered(self.stage_index, mb, [t for t in external if isinstance(t, torch.Tensor)])
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        with self._channel.profile.computing(self.stage_index, FORWARD):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._channel.computed(FORWARD, fwd_chunk_id)
         return output
 
@@ -154,7 +168,8 @@ class _Logged(_Base):
             self._awaiting_backward.discard(bwd_chunk_id)
             self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
         self.last_backward = last_backward
-        result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self._channel.profile.computing(self.stage_index, BACKWARD):
+            result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.last_backward = False
         self._channel.computed(BACKWARD, bwd_chunk_id)
         return result
@@ -240,6 +255,11 @@ class WholeModule:
 
     def begin_step(self) -> None:
         """Nothing is counted: there is no schedule."""
+
+
+def _arriving(infos: tuple[Any, ...]) -> list[Any]:
+    """Of a microbatch, what another stage sends; torch has a receive operation for each."""
+    return [info for info in infos if not info.is_root_arg and info.buffer is not None]
 
 
 def _slots(destinations: list[int]) -> Iterator[int]:

@@ -43,6 +43,7 @@ def test_a_mistake_is_named_and_ends_the_job(mistake: str, code: int, line: str,
         ("loader-without-state", 2, "without state_dict()"),
         ("another-thread-count", 1, "threads"),
         ("checkpoint-every-0", 2, "checkpoint_every=0; give at least 1"),
+        ("groups-of-another-pipeline", 2, "groups 0-2 are of 3 stages, the pipeline has 2"),
         ("collective-after-update", 2, "comes after optimizer.step()"),
     ],
 )

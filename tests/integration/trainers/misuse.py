@@ -21,7 +21,11 @@ def main() -> None:
         import os
 
         torch.set_num_threads(1 + int(os.environ["RANK"]))
-    session = swift.Session.from_env(seed=seed, checkpoint_every=0 if MISTAKE == "checkpoint-every-0" else 5)
+    session = swift.Session.from_env(
+        seed=seed,
+        checkpoint_every=0 if MISTAKE == "checkpoint-every-0" else 5,
+        groups="0-2" if MISTAKE == "groups-of-another-pipeline" else "",
+    )
     rank = dist.get_rank()
     module = torch.nn.Linear(4, 4)
     stage = session.adopt(PipelineStage(module, rank, 2, torch.device("cpu")))

@@ -82,7 +82,7 @@ class World:
             host=host,
             world_size=int(world),
             config={"seed": config.get("seed", "7")}
-            | {key: config[key] for key in ("strategy", "undo") if key in config},
+            | {key: config[key] for key in ("strategy", "undo", "groups") if key in config},
             fingerprint={"torch": config.get("torch", "2.13.0")},
         )
         if self.job is None:

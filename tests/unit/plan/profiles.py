@@ -49,6 +49,7 @@ def profiles(draw: st.DrawFn, machines_max: int = 6, same_sizes: bool | None = N
         microbatches=draw(st.integers(1, 9)),
         forward_s=each(seconds),
         backward_s=each(seconds),
+        update_s=each(st.floats(0.0, 10.0)) if draw(st.booleans()) else None,
         forward_bytes=each(sizes, stages - 1),
         backward_bytes=each(sizes, stages - 1),
         other_bytes=draw(st.integers(0, 100)),
@@ -69,7 +70,7 @@ def profiles(draw: st.DrawFn, machines_max: int = 6, same_sizes: bool | None = N
 def step_s(p: Profile) -> float:
     """(M + P - 1) t, for stages that differ: the pipeline fills once, then the slowest stage sets the pace."""
     times = [f + b for f, b in zip(p.forward_s, p.backward_s, strict=True)]
-    return sum(times) + (p.microbatches - 1) * max(times)
+    return sum(times) + (p.microbatches - 1) * max(times) + max(p.update_s or [0.0])
 
 
 def group_s(p: Profile, first: int, end: int) -> tuple[float, int]:
@@ -89,6 +90,7 @@ def group_s(p: Profile, first: int, end: int) -> tuple[float, int]:
         if d * len(stages) > p.stages:
             continue
         compute_s = sum(times) + (math.ceil(p.microbatches / d) - 1) * max(times)
+        compute_s += max(p.update_s[s] for s in stages) if p.update_s else 0.0
         spread_s = 0.0
         if p.parallel is not None and p.network_bytes_per_s is not None and d > 1:
             compute_s += (

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from swift.plan import plot, report
 from swift.plan.command import config_of, main
 from swift.plan.profile import Cap, Parallel
+from swift.recovery import RecoveryGroups
 from tests.unit.plan.profiles import profile
 
 ROOT = Path(__file__).parents[3]
@@ -39,6 +40,13 @@ def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.Ca
     assert starred[0].split()[1:4] == ["4", "6.6", "kB"]
     assert len([line for line in shown.splitlines() if "kB" in line]) >= 7
     assert "machines 0 to 1 (stages 0 to 1)" in shown
+    text = document["chosen"]["text"]
+    assert f'groups="{text}"' in shown
+    groups = RecoveryGroups.parse(text)
+    assert groups.num_stages == document["stages"] > len(groups.starts) > 1
+    assert [stage for stage in range(groups.num_stages - 1) if groups.crosses(stage, stage + 1)] == document[
+        "chosen"
+    ]["logged"]
     assert drawing.read_text().startswith("<svg")
 
 
@@ -67,7 +75,6 @@ def test_sizes_are_read_to_the_byte(words: str, size: int) -> None:
     [
         (["--recovery-cap", "1"], "no groups recover within 1 s on average; 77.5 s is the least"),
         (["--worst-recovery-cap", "1"], "no groups recover from every failure within 1 s; 77.5 s"),
-        (["--storage-cap", "10"], "other_bytes alone are 55 bytes until the next checkpoint, above 10"),
     ],
 )
 def test_a_cap_that_cannot_be_met_is_a_verdict(
@@ -82,6 +89,14 @@ def test_a_cap_that_cannot_be_met_is_a_verdict(
     assert "recovery groups" in shown.out  # what there is to choose from is shown all the same
     document = json.loads(out.read_text())
     assert (document["met"], words in document["problem"]) == (False, True)
+
+
+def test_one_group_of_all_keeps_to_any_storage_cap(tmp_path: Path) -> None:
+    given = written(tmp_path / "profile.json", other_bytes=5)
+    out = tmp_path / "plan.json"
+    assert main([str(given), "--storage-cap", "10", "--json", str(out)]) == 0
+    chosen = json.loads(out.read_text())["chosen"]
+    assert (len(chosen["groups"]), chosen["logged"], chosen["storage_bytes"]) == (1, [], 0)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("nothing crosses boundary 1", {"forward_bytes": [1, 0, 1], "backward_bytes": 0}),
     ("other_bytes: must not be null", {"other_bytes": "null"}),
     ("step_s: must be from", {"step_s": 0}),
+    ("update_s: must have an entry for every stage: 4 stages, not 1", {"update_s": [1]}),
+    ("update_s[2]: must be from 0", {"update_s": [0, 0, -1, 0]}),
     ("machines: 3 machines of 2 ranks are not 4", {"machines": {"count": 3, "ranks_per_machine": 2}}),
     ("machines.count: is missing", {"machines": {"ranks_per_machine": 2}}),
     ("machines.ranks: there is no such field", {"machines": {"of_stage": [0, 0, 1, 1], "ranks": 2}}),

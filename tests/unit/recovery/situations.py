@@ -20,6 +20,7 @@ from swift.recovery import (
     Strategy,
     StreamSummary,
 )
+from tests.unit.recovery.runs import is_inside, name, recovery_groups
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
 NEWEST = 6
@@ -47,8 +48,8 @@ versions = st.integers(0, NEWEST)
 
 @st.composite
 def layouts(draw: st.DrawFn, columns: int) -> Layout:
-    """`columns` ranks to each of up to three stage groups; torch's order, or any other."""
-    places = draw(st.integers(1, 3))
+    """`columns` ranks to each of up to four stage groups; torch's order, or any other."""
+    places = draw(st.integers(1, 3) if columns > 2 else st.integers(1, 4))
     num_stages = places * draw(st.sampled_from([1, 1, 2]))
     place_of = draw(st.permutations([stage % places for stage in range(num_stages)]))
     order = draw(st.sampled_from([False, False, True]))
@@ -139,14 +140,19 @@ def situations(draw: st.DrawFn) -> Situation:
     )
     every_way = [KEEP, CATCH_UP, REPLAY, ROLL_FORWARD, UNDO, REPLICA]
     refused = draw(st.just([]) | st.just([]) | st.lists(st.sampled_from(every_way), unique=True, max_size=3))
+    groups = draw(recovery_groups(layout))
+    log = draw(inventories(layout))
+    if groups.starts and draw(st.integers(0, 3)):  # as it is: nothing passes there
+        log = {stream: summary for stream, summary in log.items() if not is_inside(stream, layout, groups)}
     return Situation(
         reports=tuple(
             draw(partial_reports(rank, step, fates[layout.stages[rank]])) for rank in sorted(layout.stages)
         ),
         layout=layout,
-        log=draw(inventories(layout)),
+        log=log,
         checkpoints=Checkpoints(versions=tuple(sorted(checkpoints))),
         config=PlanConfig(
+            groups=groups,
             strategy=draw(st.sampled_from(["auto", "auto", "auto", "replica", "replay", "checkpoint"])),
             inexact_undo=draw(st.booleans()),
         ),
@@ -172,10 +178,6 @@ def plain_situations(draw: st.DrawFn) -> Situation:
     )
 
 
-def name(stage: int, kind: str, column: int, columns: int) -> str:
-    return f"s{stage}.{kind}" if columns == 1 else f"s{stage}c{column}.{kind}"
-
-
 # --- what is right ---
 
 
@@ -184,6 +186,16 @@ def groups_of(situation: Situation) -> list[list[int]]:
     for rank, stages in sorted(situation.layout.stages.items()):
         by_stages.setdefault(stages, []).append(rank)
     return list(by_stages.values())
+
+
+def together_of(situation: Situation) -> list[list[list[int]]]:
+    """The stage groups by the recovery group that they are in."""
+    by_run: dict[tuple[int, ...], list[list[int]]] = {}
+    for group in groups_of(situation):
+        stages = situation.layout.stages[group[0]]
+        run = situation.config.groups.stages(stages[0]) if situation.config.groups.starts else stages
+        by_run.setdefault(run, []).append(group)
+    return list(by_run.values())
 
 
 def shards_of(situation: Situation, group: list[int]) -> list[list[int]]:
@@ -257,6 +269,8 @@ def expected(situation: Situation) -> Expected:
         target = max(direct)
         exactly = all(group_reaches(situation, group, target, False) for group in groups)
         return Expected("direct", target, exactly)
+    if len(together_of(situation)) == 1 and situation.config.groups.starts:
+        return fallback
     if {CATCH_UP, REPLAY} & set(situation.refused.strategies) or situation.config.strategy == "replica":
         return fallback
     somewhere = {
@@ -283,15 +297,15 @@ def bases_for(
     """group -> (base, is it the checkpoint); None: `target` is not to be had."""
     checkpoints = [v for v in situation.checkpoints.versions if v <= target]
     bases = {}
-    for group in groups_of(situation):
-        states = reached(situation, group, inexact)
+    for members in together_of(situation):
+        states = set.intersection(*(reached(situation, group, inexact) for group in members))
         below = [v for v in states if v <= target]
         if states and not below:
             return None  # it would have to throw away a whole state
         if below and max(below) >= max(checkpoints, default=0):
-            bases[tuple(group)] = (max(below), False)
+            bases |= {tuple(group): (max(below), False) for group in members}
         elif checkpoints:
-            bases[tuple(group)] = (max(checkpoints), True)
+            bases |= {tuple(group): (max(checkpoints), True) for group in members}
         else:
             return None
     return bases
@@ -326,6 +340,10 @@ def inputs_are_there(situation: Situation, rank: int, starts: dict[int, int], ta
                 if not 0 <= neighbour < layout.num_stages:
                     continue
                 writer = sorted(r for r, stages in layout.stages.items() if neighbour in stages)[column]
+                if situation.config.groups.starts and neighbour in situation.config.groups.stages(stage):
+                    if starts[writer] != starts[rank]:
+                        return False  # nothing of it is logged
+                    continue
                 summary = situation.log.get(name(neighbour, kind, column, columns))
                 if summary is not None and summary.corrupt:
                     return False

@@ -14,6 +14,7 @@ from swift.recovery import (
     StreamSummary,
     plan,
 )
+from tests.unit.recovery.grouped import grouped_situations
 from tests.unit.recovery.single_column import reference_plan
 from tests.unit.recovery.situations import (
     Situation,
@@ -465,9 +466,19 @@ class TestLayout:
 # --- properties ---
 
 
+@settings(max_examples=200, deadline=None)
+@given(grouped_situations())
+def test_the_plan_is_the_one_that_there_is_for_recovery_groups(situation: Situation) -> None:
+    check_is_the_one(situation)
+
+
 @settings(max_examples=600, deadline=None)
 @given(situations())
 def test_the_plan_is_the_one_that_there_is(situation: Situation) -> None:
+    check_is_the_one(situation)
+
+
+def check_is_the_one(situation: Situation) -> None:
     outcome, reason = plan(*situation.arguments())
     wanted = expected(situation)
     event(f"{wanted.kind}{'' if wanted.exact else ', inexact'}")

@@ -1,0 +1,345 @@
+"""What the planner predicts for the drill's recovery groups, beside what was measured. Pure.
+
+Bytes per stream and step follow from the sizes of the model, V = 2 M b s h e for a boundary (docs/planning.md). They
+must be what ranks gave to the log in every step, and what is in the log. Recovery times follow from the planner's cost
+model, with a profile that was measured in the same run before its first failure.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from swift.drill.checks import Check, all_of
+from swift.drill.config import DrillConfig
+from swift.drill.faults import LogLossFault
+from swift.drill.sizes import MODELS, NORM_BYTES
+from swift.drill.timeline import Event, Recovery
+from swift.errors import UsageError
+from swift.log import streams
+from swift.plan.profile import RATE_MAX, Profile
+
+TOLERANCE = 0.25
+"""Of a recovery's predicted time."""
+_WARM_STEPS = 2
+"""The first steps allocate memory and infer shapes."""
+_UNKNOWN_MTBF_S = 86400.0
+_SHOWN = 4
+"""So much of what is wrong is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the drill looked at besides the trace."""
+
+    cores: int | None = None
+    """That all processes of the run share."""
+    in_log: Mapping[str, Mapping[int, int]] | None = None
+    """stream -> step -> raw bytes of the records that were in the log at the end; None: nobody looked."""
+    checkpoint_bytes: Mapping[int, int] | None = None
+    """rank -> bytes of its last checkpoint."""
+
+
+def section(
+    config: DrillConfig, events: Sequence[Event], found: Sequence[Recovery], measured: Measured
+) -> tuple[dict[str, Any] | None, list[Check]]:
+    """`prediction` of the report and what the verdict rests on; (None, []) without recovery groups."""
+    if not config.groups.starts:
+        return None, []
+    sizes, bytes_check = _bytes(config, events, measured)
+    times, profile = _times(config, events, found, measured)
+    checks = [bytes_check]
+    judged = [time for time in times if time["within"] is not None]
+    if judged:
+        apart = ", ".join(f"{time['ratio']:.2f} of what was predicted" for time in judged)
+        checks.append(Check("recovery takes what was predicted", all_of(t["within"] for t in judged), apart))
+    shown = {
+        "groups": str(config.groups),
+        "bytes": sizes,
+        "recoveries": times,
+        "profile": None if profile is None else profile.document(),
+    }
+    return shown, checks
+
+
+# --- bytes ---
+
+
+def predicted_streams(config: DrillConfig) -> dict[str, int]:
+    """stream -> raw bytes that each step gives to the log; what is not named logs nothing."""
+    shape, model, found = config.topology, MODELS[config.model], {}
+    if not config.groups.logs:
+        return {}
+    for column in range(shape.replicas):
+        for stage in range(shape.stages):
+            for neighbour, kind in ((stage + 1, "F"), (stage - 1, "B")):
+                if 0 <= neighbour < shape.stages and shape.is_logged(stage, neighbour, config.groups):
+                    name = streams.boundary(stage, kind, column, shape.replicas)
+                    found[name] = shape.microbatches * model.boundary_bytes
+        for stage, kind in ((0, "X"), (shape.stages - 1, "T")):
+            name = streams.boundary(stage, kind, column, shape.replicas)
+            found[name] = shape.microbatches * model.batch_bytes
+    if config.updates == "after_backward":
+        found |= {streams.collectives(rank): NORM_BYTES for rank in range(shape.ranks)}
+    return found
+
+
+def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> tuple[dict[str, Any], Check]:
+    wanted = predicted_streams(config)
+    given: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    steps: Counter[int] = Counter()
+    for event in events:
+        if event["event"] != "profiled":
+            continue
+        steps[event["rank"]] += 1
+        for stream in {*event["logged"], *_written_by(config, event["rank"], wanted)}:
+            given[stream][event["logged"].get(stream, 0)] += 1
+    other = {
+        stream: sorted(sizes) for stream, sizes in given.items() if set(sizes) != {wanted.get(stream, 0)}
+    }
+    unseen = sorted(set(wanted) - set(given))
+    kept, wrong_in_log = _in_log(config, events, wanted, measured)
+    equal = None if not steps or unseen else not (other or wrong_in_log)
+    shown = {
+        "per_step": {
+            "predicted": sum(wanted.values()),
+            "measured": None if other or unseen else sum(max(sizes) for sizes in given.values()),
+        },
+        "streams": {
+            stream: {"predicted": wanted.get(stream, 0), "measured": sorted(given[stream])}
+            for stream in sorted({*wanted, *given})
+        },
+        "steps": sum(steps.values()),
+        "in_log": kept,
+        "equal": equal,
+    }
+    wrong = [f"{stream} {sizes}, not {wanted.get(stream, 0)}" for stream, sizes in sorted(other.items())]
+    wrong += wrong_in_log
+    if len(wrong) > _SHOWN:
+        wrong[_SHOWN:] = [f"and {len(wrong) - _SHOWN} more"]
+    detail = "; ".join(wrong) or (f"nothing was told of {', '.join(unseen)}" if unseen else "")
+    return shown, Check("the log takes the predicted bytes", equal, detail or "no step was measured")
+
+
+def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> list[str]:
+    """The streams that a rank must have given something to in each of its steps."""
+    shape = config.topology
+    names = {streams.collectives(rank)} | {
+        streams.boundary(stage, kind, shape.column(rank), shape.replicas)
+        for stage in shape.stages_of(rank)
+        for kind in streams.KINDS
+    }
+    return sorted(names & set(wanted))
+
+
+def _in_log(
+    config: DrillConfig, events: Sequence[Event], wanted: Mapping[str, int], measured: Measured
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """What of the log was kept at the end: the steps behind the newest complete checkpoint. And what is wrong."""
+    lossy = any(isinstance(fault, LogLossFault) for fault in config.faults)
+    if measured.in_log is None or lossy:
+        return None, []
+    complete = [int(e["version"]) for e in events if e["event"] == "checkpoint_complete"]
+    steps = list(range(max(complete, default=0), config.topology.steps))
+    wrong = [
+        f"{stream} of step {step} is in the log with {measured.in_log.get(stream, {}).get(step, 0)} bytes, "
+        f"not {wanted.get(stream, 0)}"
+        for stream in sorted({*wanted, *measured.in_log})
+        for step in steps
+        if measured.in_log.get(stream, {}).get(step, 0) != wanted.get(stream, 0)
+    ]
+    return {"steps": steps, "equal": not wrong if steps else None}, wrong
+
+
+# --- time ---
+
+
+def _times(
+    config: DrillConfig, events: Sequence[Event], found: Sequence[Recovery], measured: Measured
+) -> tuple[list[dict[str, Any]], Profile | None]:
+    replayed = [r for r in found if r.replay_expected and r.replays and r.seconds is not None]
+    shape = config.topology
+    if shape.replicas > 1 or shape.stages_per_rank > 1 or not replayed:
+        return [], None
+    try:
+        profile = measured_profile(config, events, measured)
+    except _Missing as missing:
+        return [_unjudged(recovery, str(missing)) for recovery in replayed], None
+    return [_compared(config, events, recovery, profile, measured) for recovery in replayed], profile
+
+
+class _Missing(Exception):
+    """Something was not measured in this run."""
+
+
+def measured_profile(config: DrillConfig, events: Sequence[Event], measured: Measured) -> Profile:
+    """Of the steps before the first failure; what the log gives to a replay is measured in the replays."""
+    shape, model = config.topology, MODELS[config.model]
+    until = min((e["t"] for e in events if e["event"] == "fault"), default=float("inf"))
+    before = [event for event in events if event["t"] < until]
+    boundary = shape.microbatches * model.boundary_bytes
+    sizes = measured.checkpoint_bytes or {}
+    if any(rank not in sizes for rank in range(shape.ranks)):
+        raise _Missing("no checkpoint is left to measure")
+    saves = [(sizes[rank], seconds) for rank, seconds in _saves(before)]
+    if not saves:
+        raise _Missing("no checkpoint was saved before the failure")
+    wanted = predicted_streams(config)
+    other = [size for stream, size in wanted.items() if stream[-1] not in "FB"]
+    rate = min(_read_rate(events), RATE_MAX)
+    try:
+        return Profile(
+            name=f"drill, {config.model} model",
+            source="measured in the drill; how often machines fail, and how quickly the log is written, is not",
+            microbatches=shape.microbatches,
+            forward_s=tuple(_compute_s(before, rank, "F", shape.microbatches) for rank in range(shape.ranks)),
+            backward_s=tuple(
+                _compute_s(before, rank, "B", shape.microbatches) for rank in range(shape.ranks)
+            ),
+            update_s=tuple(_update_s(before, rank) for rank in range(shape.ranks)),
+            step_s=_step_s(before),
+            forward_bytes=(boundary,) * (shape.stages - 1),
+            backward_bytes=(boundary,) * (shape.stages - 1),
+            other_bytes=sum(other),
+            machine_of_stage=tuple(range(shape.stages)),
+            log_write_bytes_per_s=rate,
+            log_read_bytes_per_s=rate,
+            checkpoint_interval_steps=shape.checkpoint_every,
+            checkpoint_bytes=tuple(sizes[rank] for rank in range(shape.ranks)),
+            checkpoint_bytes_per_s=median(size / seconds for size, seconds in saves),
+            machine_mtbf_s=(_UNKNOWN_MTBF_S,) * shape.stages,
+        )
+    except UsageError as error:
+        raise _Missing(str(error)) from None
+
+
+def _steps(before: Sequence[Event], rank: int) -> list[Event]:
+    found = [
+        event
+        for event in before
+        if event["event"] == "profiled" and event["rank"] == rank and event["step"] >= _WARM_STEPS
+    ]
+    if not found:
+        raise _Missing(f"rank {rank} has done too few steps before the failure")
+    return found
+
+
+def _compute_s(before: Sequence[Event], rank: int, kind: str, microbatches: int) -> float:
+    seconds = [float(event["seconds"].get(f"s{rank}.{kind}", 0.0)) for event in _steps(before, rank)]
+    return median(seconds) / microbatches
+
+
+def _update_s(before: Sequence[Event], rank: int) -> float:
+    return median(float(event["update_s"]) for event in _steps(before, rank))
+
+
+def _step_s(before: Sequence[Event]) -> float:
+    begun: dict[tuple[int, int], float] = {}
+    took: list[float] = []
+    for event in before:
+        if event["event"] == "step_begin":
+            begun[event["rank"], event["step"]] = event["t"]
+        elif event["event"] == "step_end" and event["step"] >= _WARM_STEPS:
+            took.append(event["t"] - begun[event["rank"], event["step"]])
+    return median(took)
+
+
+def _saves(before: Sequence[Event]) -> list[tuple[int, float]]:
+    """(rank, seconds) of each checkpoint: from the end of its last step until it was durable."""
+    ended = {(e["rank"], e["step"] + 1): e["t"] for e in before if e["event"] == "step_end"}
+    return [
+        (e["rank"], e["t"] - ended[e["rank"], e["version"]])
+        for e in before
+        if e["event"] == "checkpoint_durable" and (e["rank"], e["version"]) in ended
+    ]
+
+
+def _read_rate(events: Sequence[Event]) -> float:
+    """Of all replays: bytes over the seconds for which they waited for the log."""
+    reads = [event["read"] for event in events if event["event"] == "profiled" and event["replay"]]
+    waited = sum(seconds for _, seconds in reads)
+    return sum(size for size, _ in reads) / waited if waited else RATE_MAX
+
+
+def _compared(
+    config: DrillConfig, events: Sequence[Event], recovery: Recovery, profile: Profile, measured: Measured
+) -> dict[str, Any]:
+    from swift.plan.model import CostModel  # numpy
+
+    model = CostModel(profile)
+    assert recovery.seconds is not None
+    runs: list[dict[str, Any]] = [
+        {
+            "stages": [first, last],
+            "steps": steps,
+            "load_seconds": float(model.load_s[first : last + 1].max()) if loads else 0.0,
+            "step_seconds": model.group(first, last + 1).replay_step_s,
+        }
+        for first, last, steps, loads in _runs(recovery)
+    ]
+    predicted: float = max(run["load_seconds"] + run["steps"] * run["step_seconds"] for run in runs)
+    took = recovery.seconds["restore"] + _replay_s(events, recovery)
+    ratio = took / predicted
+    why = _why_not(config, measured)
+    return {
+        "generation": recovery.generation,
+        "replayed": runs,
+        # What the model derives: a state loaded, and steps replayed. The rest is measured and taken as it is.
+        "predicted_seconds": predicted,
+        "measured_seconds": took,
+        "total": {
+            "predicted_seconds": predicted + recovery.seconds["total"] - took,
+            "measured_seconds": recovery.seconds["total"],
+        },
+        "ratio": ratio,
+        "within": None if why else abs(ratio - 1) <= TOLERANCE,
+        "why": why,
+    }
+
+
+def _replay_s(events: Sequence[Event], recovery: Recovery) -> float:
+    """Until the last has replayed, since all that replay have begun: until then the first wait for a fresh process,
+    whose log is opened."""
+    ended = max(event["t"] for event in recovery.replays)
+    begun = max(
+        event["t"]
+        for event in events
+        if event["event"] == "replay_begin" and event.get("generation") == recovery.generation
+    )
+    return float(ended - begun)
+
+
+def _unjudged(recovery: Recovery, why: str) -> dict[str, Any]:
+    return {"generation": recovery.generation, "ratio": None, "within": None, "why": f"INCONCLUSIVE: {why}"}
+
+
+def _why_not(config: DrillConfig, measured: Measured) -> str:
+    """Why the times cannot be compared; empty: they can."""
+    if MODELS[config.model].forward_s:
+        return ""
+    ranks = config.topology.ranks
+    if measured.cores is not None and measured.cores >= ranks:
+        return ""
+    return (
+        f"INCONCLUSIVE: {ranks} ranks compute on {measured.cores or 'an unknown number of'} cores, so a step is "
+        "slower than a replay by fewer ranks; --model paced has stages that take a fixed time"
+    )
+
+
+def _runs(recovery: Recovery) -> list[tuple[int, int, int, bool]]:
+    """(first stage, last stage, steps, whether a checkpoint is loaded) of what replays side by side: neighbours that
+    begin at the same version feed each other as one pipeline."""
+    plan = recovery.plan or {}
+    target, runs = int(plan["target_version"]), list[tuple[int, int, int, bool]]()
+    for entry in sorted(plan["ranks"], key=lambda entry: entry["rank"]):
+        steps = target - entry["from_version"]
+        if steps <= 0:
+            continue
+        rank, loads = int(entry["rank"]), str(entry["strategy"]).lower() == "replay"
+        if runs and runs[-1][1] == rank - 1 and runs[-1][2] == steps:
+            first, _, _, loaded = runs.pop()
+            runs.append((first, rank, steps, loads or loaded))
+        else:
+            runs.append((rank, rank, steps, loads))
+    return runs

@@ -1,0 +1,129 @@
+"""Stages that recover together: only what passes between groups is in the log, and the loss of one replays its group.
+
+`test_recovery_groups_matrix.py` has each kill in a run of its own.
+"""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.drill_world import COMMAND, Outcome, drill, kills, passed
+
+pytestmark = pytest.mark.timeout(300)
+
+# Two steps behind the last checkpoint, of which the log is still there at the end.
+SHAPE = ("--steps", "17")
+BOUNDARY_BYTES, BATCH_BYTES, NORM_BYTES = 4 * 2 * 16 * 32 * 4, 4 * 2 * 16 * 8, 4
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("group-twins")
+
+
+def as_predicted(report: dict[str, Any], groups: str, boundaries: int) -> None:
+    """The log has what passes between groups, to the byte, and nothing else of what passes between stages."""
+    sizes = report["prediction"]["bytes"]
+    assert report["topology"]["groups"] == report["prediction"]["groups"] == groups
+    always = 2 * BATCH_BYTES + report["topology"]["ranks"] * NORM_BYTES if boundaries else 0
+    wanted = boundaries * 2 * BOUNDARY_BYTES + always
+    assert sizes["per_step"] == {"predicted": wanted, "measured": wanted}
+    assert sizes["in_log"] == {"steps": [15, 16], "equal": True}
+    assert sizes["equal"] is True
+    sent = {stream for stream in sizes["streams"] if stream[-1] in "FB"}
+    assert len(sent) == 2 * boundaries
+
+
+def replayed(recovery: dict[str, Any]) -> list[str]:
+    return sorted(stage for stage, name in recovery["strategy"].items() if name != "keep")
+
+
+def test_each_rank_dies_once_each_in_another_phase(twins: Path, tmp_path: Path) -> None:
+    specs = [
+        "rank=1,step=3,microbatch=2,phase=forward",
+        "rank=2,step=7,microbatch=1,phase=backward",
+        "rank=0,step=9,phase=optimizer",
+        "rank=3,step=12,phase=idle",
+    ]
+    words = [*SHAPE, "--groups", "0-1,2-3", "--spares", "2"]
+    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    as_predicted(report, "0-1,2-3", 1)
+    assert [replayed(r) for r in report["recoveries"]] == [["0", "1"], ["2", "3"], ["0", "1"], ["2", "3"]]
+    for recovery in report["recoveries"]:
+        assert recovery["verified_sends"] > 0
+        assert "checkpoint" not in recovery["strategy"].values()
+    assert "--groups 0-1,2-3" in report["rerun"]
+
+
+def test_one_group_of_all_goes_back_to_the_checkpoint_and_logs_nothing(twins: Path, tmp_path: Path) -> None:
+    words = [*SHAPE, "--groups", "0-3"]
+    outcome = drill(*words, *kills("rank=2,step=8"), twins=twins, at=tmp_path)
+    assert outcome.exit_code == 0, outcome.explain()
+    report = outcome.report
+    assert report is not None
+    assert (report["verdict"], report["bitwise_equal"], report["survivors_kept"]) == ("PASS", True, True)
+    assert set(report["strategy"].values()) == {"checkpoint"}
+    assert report["log"]["records"] == report["log"]["bytes"] == 0
+    as_predicted(report, "0-3", 0)
+
+
+def test_the_other_member_dies_while_the_group_replays(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=1,step=8,microbatch=1", "rank=2,phase=replay"]
+    words = [*SHAPE, "--groups", "0,1-2,3", "--spares", "2"]
+    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
+    as_predicted(report, "0,1-2,3", 2)
+    # The replay may just be over when its death is noticed.
+    assert sum(len(recovery["generations"]) for recovery in report["recoveries"]) == 2
+    assert replayed(report) == ["1", "2"]
+    assert set(report["strategy"].values()) == {"keep", "replay"}
+
+
+def test_a_damaged_record_at_the_end_of_a_group_is_never_replayed(twins: Path, tmp_path: Path) -> None:
+    """Rank 1 reads it and refuses; rank 0, which waits for rank 1 in the same replay, comes free."""
+    specs = ["rank=0,step=8,microbatch=1", "corrupt=log,step=8,stream=s2.B"]
+    report = passed(drill(*SHAPE, "--groups", "0-1,2-3", *kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is False, "this is the checkpoint's doing"
+    assert set(report["strategy"].values()) == {"checkpoint"}
+    assert "s2.B" in report["reason"]
+
+
+def test_a_recovery_takes_the_time_that_the_planner_predicts(twins: Path, tmp_path: Path) -> None:
+    """With stages that take a fixed time, as two cores do not hold four ranks."""
+    shape = ["--model", "paced", "--steps", "13", "--checkpoint-every", "6"]
+    words = [*shape, "--groups", "0,1-3", *kills("rank=2,step=11,microbatch=1")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    (recovery,) = report["prediction"]["recoveries"]
+    assert recovery["within"] is True
+    assert recovery["why"] == ""
+    (run,) = recovery["replayed"]
+    assert (run["stages"], run["steps"]) == ([1, 3], 5)
+    # (M + w - 1) t, of stages that sleep for 30 ms and compute a little.
+    assert 6 * 0.03 < run["step_seconds"] < 6 * 0.045
+    assert any(check["name"] == "recovery takes what was predicted" for check in report["checks"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--groups", "0-1,3"], "--groups '0-1,3': each run begins behind the one before"),
+        (["--groups", "0-1,2-7"], "--groups 0-1,2-7 are of 8 stages, the pipeline has 4"),
+        (
+            ["--groups", "0-3,4-7", "--schedule", "zbv"],
+            "part stages 0 and 7, which are lost together with rank 0",
+        ),
+        (
+            ["--groups", "0-1,2-3", "--kill", "rank=0,step=8", "--kill", "corrupt=log,step=8,stream=s1.B"],
+            "s2.B",
+        ),
+        (["--groups", "0-3", "--kill", "rank=0,step=8", "--kill", "corrupt=log,step=8"], "reads no stream"),
+        (["--groups", "0-3", "--kill", "rank=0,step=8", "--kill", "rank=1,phase=replay"], "replays nothing"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_in_one_line(arguments: list[str], word: str) -> None:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2, Outcome(done.returncode, done.stdout, done.stderr, None).explain()
+    assert word in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,130 @@
+"""Recovery groups, the long matrix: each kill in a run of its own. ``scripts/test -m matrix``."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.drill_world import drill, kills, passed
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(400)]
+
+GROUPS = {"0-1,2-3": [(0, 1), (2, 3)], "0,1-2,3": [(0,), (1, 2), (3,)], "0-2,3": [(0, 1, 2), (3,)]}
+
+
+@pytest.fixture(scope="session")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("group-matrix-twins")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "idle"])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("groups", list(GROUPS))
+def test_one_kill(groups: str, rank: int, phase: str, twins: Path, tmp_path: Path) -> None:
+    where = ",microbatch=2" if phase in ("forward", "backward") else ""
+    words = ["--groups", groups, *kills(f"rank={rank},step=8{where},phase={phase}")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert report["prediction"]["bytes"]["equal"] is True
+    group = next(group for group in GROUPS[groups] if rank in group)
+    lost = {stage for stage, name in report["strategy"].items() if name == "replay"}
+    assert lost == set(map(str, group))
+
+
+@pytest.mark.parametrize(("groups", "rank"), [("0-1,2-3", 2), ("0-2,3", 0), ("0,1,2,3", 1)])
+def test_gpipe(groups: str, rank: int, twins: Path, tmp_path: Path) -> None:
+    words = ["--schedule", "gpipe", "--groups", groups, *kills(f"rank={rank},step=8,microbatch=2")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert report["prediction"]["bytes"]["equal"] is True
+
+
+@pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
+def test_several_stages_on_a_rank_in_one_group_of_all(schedule: str, twins: Path, tmp_path: Path) -> None:
+    words = ["--schedule", schedule, "--groups", "0-7", *kills("rank=1,step=8")]
+    outcome = drill(*words, twins=twins, at=tmp_path)
+    assert outcome.exit_code == 0, outcome.explain()
+    assert outcome.report is not None
+    assert set(outcome.report["strategy"].values()) == {"checkpoint"}
+    assert outcome.report["log"]["records"] == 0
+
+
+@pytest.mark.parametrize("rank", [1, 6])
+def test_a_group_of_four_of_eight_stages(rank: int, twins: Path, tmp_path: Path) -> None:
+    words = ["--stages", "8", "--microbatches", "8", "--groups", "0-3,4-7"]
+    report = passed(drill(*words, *kills(f"rank={rank},step=8,microbatch=2"), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert report["prediction"]["bytes"]["equal"] is True
+    lost = {int(stage) for stage, name in report["strategy"].items() if name == "replay"}
+    assert lost == set(range(4) if rank < 4 else range(4, 8))
+
+
+def test_a_stage_with_a_replica_is_copied_and_its_group_keeps_its_state(twins: Path, tmp_path: Path) -> None:
+    words = ["--stages", "4", "--replicas", "2", "--groups", "0-1,2-3", *kills("rank=3,step=8,microbatch=2")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert set(report["strategy"].values()) == {"keep", "replica"}
+    assert report["prediction"]["bytes"]["equal"] is True
+
+
+def test_a_stage_without_one_takes_all_columns_of_its_group_along(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=2,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=2,phase=forward"]
+    words = ["--stages", "4", "--replicas", "2", "--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    lost = {stage for stage, name in report["strategy"].items() if name == "replay"}
+    assert lost == {"0", "1"}
+
+
+def test_one_group_of_all_with_replicas_copies(twins: Path, tmp_path: Path) -> None:
+    words = ["--stages", "2", "--replicas", "2", "--groups", "0-1", *kills("rank=3,step=8,microbatch=2")]
+    outcome = drill(*words, twins=twins, at=tmp_path)
+    assert outcome.exit_code == 0, outcome.explain()
+    assert outcome.report is not None
+    assert outcome.report["strategy"] == {"0": "keep", "1": "replica"}
+    assert outcome.report["log"]["records"] == 0
+
+
+def test_two_members_of_one_group(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=0,step=8,microbatch=1,phase=forward", "rank=2,step=8,microbatch=0,phase=forward"]
+    report = passed(drill("--groups", "0-2,3", "--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
+    assert {stage for stage, name in report["strategy"].items() if name == "replay"} == {"0", "1", "2"}
+
+
+def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=1,step=8,microbatch=2,phase=forward", "rank=2,step=8,microbatch=1,phase=forward"]
+    words = ["--groups", "0-1,2,3", "--spares", "2"]
+    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
+    assert report["prediction"]["bytes"]["equal"] is True
+    (recovery,) = report["recoveries"]
+    assert recovery["strategy"] == {"0": "replay", "1": "replay", "2": "replay", "3": "keep"}
+    assert recovery["verified_sends"] > 0
+
+
+def test_all_groups_at_once(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=0,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=0,phase=forward"]
+    words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert set(report["strategy"].values()) == {"replay"}
+
+
+def test_a_neighbour_of_the_group_dies_in_its_replay(twins: Path, tmp_path: Path) -> None:
+    specs = ["rank=1,step=8,microbatch=1", "rank=3,phase=replay"]
+    words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True
+
+
+def test_the_log_of_a_boundary_is_gone(twins: Path, tmp_path: Path) -> None:
+    """One copy, on a server that is lost with the rank: everybody restores, and says why."""
+    words = ["--groups", "0-1,2-3", "--log-servers", "2", *kills("log=1,step=8", "rank=0,step=8")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    used = set(report["strategy"].values())
+    assert used in ({"checkpoint"}, {"keep", "replay"})
+    if used == {"checkpoint"}:
+        assert "is lost" in report["reason"]
+
+
+def test_the_log_server_is_down_when_a_group_replays(twins: Path, tmp_path: Path) -> None:
+    words = ["--groups", "0-1,2-3", *kills("service=logserver,step=8", "rank=0,step=8,microbatch=2")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True

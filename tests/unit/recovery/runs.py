@@ -1,0 +1,30 @@
+"""Random recovery groups, and which streams pass inside of one."""
+
+import hypothesis.strategies as st
+
+from swift.recovery import Layout, RecoveryGroups
+
+
+@st.composite
+def recovery_groups(draw: st.DrawFn, layout: Layout) -> RecoveryGroups:
+    """None, or runs of stages that no rank is parted by."""
+    stages = range(1, layout.num_stages)
+    cuts = [stage for stage in stages if draw(st.booleans())] if draw(st.booleans()) else list(stages)
+    run_of = [sum(cut <= stage for cut in cuts) for stage in range(layout.num_stages)]
+    if any(len({run_of[stage] for stage in mine}) > 1 for mine in layout.stages.values()):
+        return RecoveryGroups() if draw(st.booleans()) else RecoveryGroups((0,), layout.num_stages)
+    return draw(st.sampled_from([RecoveryGroups(), RecoveryGroups((0, *cuts), layout.num_stages)]))
+
+
+def is_inside(stream: str, layout: Layout, groups: RecoveryGroups) -> bool:
+    """Only stages of the same recovery group receive it."""
+    for stage in range(layout.num_stages):
+        for kind, to in (("F", stage + 1), ("B", stage - 1)):
+            names = {name(stage, kind, c, columns) for columns in (1, 2, 3) for c in range(columns)}
+            if stream in names and 0 <= to < layout.num_stages:
+                return to in groups.stages(stage)
+    return False
+
+
+def name(stage: int, kind: str, column: int, columns: int) -> str:
+    return f"s{stage}.{kind}" if columns == 1 else f"s{stage}c{column}.{kind}"
