@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.drill_world import COMMAND, Outcome, drill, kills, passed
+from tests.integration.drill_world import COMMAND, Outcome, Twins, drill, kills, passed
 
 pytestmark = pytest.mark.timeout(300)
 
 # Two steps behind the last checkpoint, of which the log is still there at the end.
 SHAPE = ("--steps", "17")
 BOUNDARY_BYTES, BATCH_BYTES, NORM_BYTES = 4 * 2 * 16 * 32 * 4, 4 * 2 * 16 * 8, 4
-
-
-@pytest.fixture(scope="session")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("group-twins")
 
 
 def as_predicted(report: dict[str, Any], groups: str, boundaries: int) -> None:
@@ -40,7 +35,7 @@ def replayed(recovery: dict[str, Any]) -> list[str]:
     return sorted(stage for stage, name in recovery["strategy"].items() if name != "keep")
 
 
-def test_each_rank_dies_once_each_in_another_phase(twins: Path, tmp_path: Path) -> None:
+def test_each_rank_dies_once_each_in_another_phase(twins: Twins, tmp_path: Path) -> None:
     specs = [
         "rank=1,step=3,microbatch=2,phase=forward",
         "rank=2,step=7,microbatch=1,phase=backward",
@@ -58,7 +53,7 @@ def test_each_rank_dies_once_each_in_another_phase(twins: Path, tmp_path: Path) 
     assert "--groups 0-1,2-3" in report["rerun"]
 
 
-def test_one_group_of_all_goes_back_to_the_checkpoint_and_logs_nothing(twins: Path, tmp_path: Path) -> None:
+def test_one_group_of_all_goes_back_to_the_checkpoint_and_logs_nothing(twins: Twins, tmp_path: Path) -> None:
     words = [*SHAPE, "--groups", "0-3"]
     outcome = drill(*words, *kills("rank=2,step=8"), twins=twins, at=tmp_path)
     assert outcome.exit_code == 0, outcome.explain()
@@ -70,7 +65,7 @@ def test_one_group_of_all_goes_back_to_the_checkpoint_and_logs_nothing(twins: Pa
     as_predicted(report, "0-3", 0)
 
 
-def test_the_other_member_dies_while_the_group_replays(twins: Path, tmp_path: Path) -> None:
+def test_the_other_member_dies_while_the_group_replays(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=1,step=8,microbatch=1", "rank=2,phase=replay"]
     words = [*SHAPE, "--groups", "0,1-2,3", "--spares", "2"]
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
@@ -81,7 +76,7 @@ def test_the_other_member_dies_while_the_group_replays(twins: Path, tmp_path: Pa
     assert set(report["strategy"].values()) == {"keep", "replay"}
 
 
-def test_a_damaged_record_at_the_end_of_a_group_is_never_replayed(twins: Path, tmp_path: Path) -> None:
+def test_a_damaged_record_at_the_end_of_a_group_is_never_replayed(twins: Twins, tmp_path: Path) -> None:
     """Rank 1 reads it and refuses; rank 0, which waits for rank 1 in the same replay, comes free."""
     specs = ["rank=0,step=8,microbatch=1", "corrupt=log,step=8,stream=s2.B"]
     report = passed(drill(*SHAPE, "--groups", "0-1,2-3", *kills(*specs), twins=twins, at=tmp_path))
@@ -90,7 +85,7 @@ def test_a_damaged_record_at_the_end_of_a_group_is_never_replayed(twins: Path, t
     assert "s2.B" in report["reason"]
 
 
-def test_a_recovery_takes_the_time_that_the_planner_predicts(twins: Path, tmp_path: Path) -> None:
+def test_a_recovery_takes_the_time_that_the_planner_predicts(twins: Twins, tmp_path: Path) -> None:
     """With stages that take a fixed time, as two cores do not hold four ranks."""
     shape = ["--model", "paced", "--steps", "13", "--checkpoint-every", "6"]
     words = [*shape, "--groups", "0,1-3", *kills("rank=2,step=11,microbatch=1")]

@@ -4,22 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.drill_world import drill, kills, passed
+from tests.integration.drill_world import Twins, drill, kills, passed
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(400)]
 
 GROUPS = {"0-1,2-3": [(0, 1), (2, 3)], "0,1-2,3": [(0,), (1, 2), (3,)], "0-2,3": [(0, 1, 2), (3,)]}
 
 
-@pytest.fixture(scope="session")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("group-matrix-twins")
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "idle"])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 @pytest.mark.parametrize("groups", list(GROUPS))
-def test_one_kill(groups: str, rank: int, phase: str, twins: Path, tmp_path: Path) -> None:
+def test_one_kill(groups: str, rank: int, phase: str, twins: Twins, tmp_path: Path) -> None:
     where = ",microbatch=2" if phase in ("forward", "backward") else ""
     words = ["--groups", groups, *kills(f"rank={rank},step=8{where},phase={phase}")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
@@ -31,7 +26,7 @@ def test_one_kill(groups: str, rank: int, phase: str, twins: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("groups", "rank"), [("0-1,2-3", 2), ("0-2,3", 0), ("0,1,2,3", 1)])
-def test_gpipe(groups: str, rank: int, twins: Path, tmp_path: Path) -> None:
+def test_gpipe(groups: str, rank: int, twins: Twins, tmp_path: Path) -> None:
     words = ["--schedule", "gpipe", "--groups", groups, *kills(f"rank={rank},step=8,microbatch=2")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
@@ -39,7 +34,7 @@ def test_gpipe(groups: str, rank: int, twins: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["interleaved1f1b", "zbv"])
-def test_several_stages_on_a_rank_in_one_group_of_all(schedule: str, twins: Path, tmp_path: Path) -> None:
+def test_several_stages_on_a_rank_in_one_group_of_all(schedule: str, twins: Twins, tmp_path: Path) -> None:
     words = ["--schedule", schedule, "--groups", "0-7", *kills("rank=1,step=8")]
     outcome = drill(*words, twins=twins, at=tmp_path)
     assert outcome.exit_code == 0, outcome.explain()
@@ -49,7 +44,7 @@ def test_several_stages_on_a_rank_in_one_group_of_all(schedule: str, twins: Path
 
 
 @pytest.mark.parametrize("rank", [1, 6])
-def test_a_group_of_four_of_eight_stages(rank: int, twins: Path, tmp_path: Path) -> None:
+def test_a_group_of_four_of_eight_stages(rank: int, twins: Twins, tmp_path: Path) -> None:
     words = ["--stages", "8", "--microbatches", "8", "--groups", "0-3,4-7"]
     report = passed(drill(*words, *kills(f"rank={rank},step=8,microbatch=2"), twins=twins, at=tmp_path))
     assert report["exact"] is True
@@ -58,14 +53,14 @@ def test_a_group_of_four_of_eight_stages(rank: int, twins: Path, tmp_path: Path)
     assert lost == set(range(4) if rank < 4 else range(4, 8))
 
 
-def test_a_stage_with_a_replica_is_copied_and_its_group_keeps_its_state(twins: Path, tmp_path: Path) -> None:
+def test_a_stage_with_a_replica_is_copied_and_its_group_keeps_its_state(twins: Twins, tmp_path: Path) -> None:
     words = ["--stages", "4", "--replicas", "2", "--groups", "0-1,2-3", *kills("rank=3,step=8,microbatch=2")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert set(report["strategy"].values()) == {"keep", "replica"}
     assert report["prediction"]["bytes"]["equal"] is True
 
 
-def test_a_stage_without_one_takes_all_columns_of_its_group_along(twins: Path, tmp_path: Path) -> None:
+def test_a_stage_without_one_takes_all_columns_of_its_group_along(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=2,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=2,phase=forward"]
     words = ["--stages", "4", "--replicas", "2", "--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
     report = passed(drill(*words, twins=twins, at=tmp_path))
@@ -74,7 +69,7 @@ def test_a_stage_without_one_takes_all_columns_of_its_group_along(twins: Path, t
     assert lost == {"0", "1"}
 
 
-def test_one_group_of_all_with_replicas_copies(twins: Path, tmp_path: Path) -> None:
+def test_one_group_of_all_with_replicas_copies(twins: Twins, tmp_path: Path) -> None:
     words = ["--stages", "2", "--replicas", "2", "--groups", "0-1", *kills("rank=3,step=8,microbatch=2")]
     outcome = drill(*words, twins=twins, at=tmp_path)
     assert outcome.exit_code == 0, outcome.explain()
@@ -83,13 +78,13 @@ def test_one_group_of_all_with_replicas_copies(twins: Path, tmp_path: Path) -> N
     assert outcome.report["log"]["records"] == 0
 
 
-def test_two_members_of_one_group(twins: Path, tmp_path: Path) -> None:
+def test_two_members_of_one_group(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=0,step=8,microbatch=1,phase=forward", "rank=2,step=8,microbatch=0,phase=forward"]
     report = passed(drill("--groups", "0-2,3", "--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
     assert {stage for stage, name in report["strategy"].items() if name == "replay"} == {"0", "1", "2"}
 
 
-def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Path, tmp_path: Path) -> None:
+def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=1,step=8,microbatch=2,phase=forward", "rank=2,step=8,microbatch=1,phase=forward"]
     words = ["--groups", "0-1,2,3", "--spares", "2"]
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
@@ -99,7 +94,7 @@ def test_two_groups_are_hit_at_once_and_a_third_is_not(twins: Path, tmp_path: Pa
     assert recovery["verified_sends"] > 0
 
 
-def test_all_groups_at_once(twins: Path, tmp_path: Path) -> None:
+def test_all_groups_at_once(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=0,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=0,phase=forward"]
     words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
     report = passed(drill(*words, twins=twins, at=tmp_path))
@@ -107,14 +102,14 @@ def test_all_groups_at_once(twins: Path, tmp_path: Path) -> None:
     assert set(report["strategy"].values()) == {"replay"}
 
 
-def test_a_neighbour_of_the_group_dies_in_its_replay(twins: Path, tmp_path: Path) -> None:
+def test_a_neighbour_of_the_group_dies_in_its_replay(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=1,step=8,microbatch=1", "rank=3,phase=replay"]
     words = ["--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
 
 
-def test_the_log_of_a_boundary_is_gone(twins: Path, tmp_path: Path) -> None:
+def test_the_log_of_a_boundary_is_gone(twins: Twins, tmp_path: Path) -> None:
     """One copy, on a server that is lost with the rank: everybody restores, and says why."""
     words = ["--groups", "0-1,2-3", "--log-servers", "2", *kills("log=1,step=8", "rank=0,step=8")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
@@ -124,7 +119,7 @@ def test_the_log_of_a_boundary_is_gone(twins: Path, tmp_path: Path) -> None:
         assert "is lost" in report["reason"]
 
 
-def test_the_log_server_is_down_when_a_group_replays(twins: Path, tmp_path: Path) -> None:
+def test_the_log_server_is_down_when_a_group_replays(twins: Twins, tmp_path: Path) -> None:
     words = ["--groups", "0-1,2-3", *kills("service=logserver,step=8", "rank=0,step=8,microbatch=2")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
