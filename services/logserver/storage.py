@@ -197,7 +197,8 @@ class DirectoryStorage:
             scanned = walk(path, verify_bodies=False, last=last, source=file, owner=(job, name))
             if scanned.torn_bytes:
                 out.torn_bytes += scanned.torn_bytes
-            if scanned.header is None and not scanned.damage:
+            empty = scanned.header is None or (scanned.ending is Ending.SEALED and not scanned.records)
+            if empty and not scanned.damage:
                 file.close()
                 self._disk.remove(path)
                 self._disk.sync_names(folder)
@@ -345,9 +346,9 @@ class DirectoryStorage:
             last = segments[-1]
             if last.next_sequence == sequence and last.size < self.segment_bytes:
                 return last
-            if last.first < sequence:
+            if last.offsets:
                 self._seal(stream, last)
-            else:  # empty, and in the way: records before the one that it is named after have come again
+            else:  # empty, it would be in the way of the record that it is named after, or of those before
                 self._disk.remove(last.path)
                 self._close(last)
                 with self._maps:

@@ -16,7 +16,15 @@ from services.logserver.recovered import RecoveredStream
 from services.logserver.storage import RESERVE, DirectoryStorage, Storage, Write
 from swift.errors import ServiceError, UsageError
 from swift.log.manifest import MANIFEST, JobMeta, StreamMeta
-from swift.log.segment import BLOCK_BYTES, SEGMENT_HEADER_BYTES, Ending, padding, scan
+from swift.log.segment import (
+    BLOCK_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Ending,
+    SegmentHeader,
+    encode_footer,
+    padding,
+    scan,
+)
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 
@@ -183,6 +191,43 @@ def test_fault_12_damage_in_the_middle_is_a_hole_and_stays_one(tmp_path: Path) -
     found = recovered(tmp_path / "data")
     assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(1, 2)]
     assert [sequence for sequence in sequences(found) if sequence != 1] == [0, 2, 3, 4, 5]
+
+
+def emptied(directory: Path) -> None:
+    """Its first record is torn: of the file nothing but the header is left."""
+    storage = on_disk(directory)
+    fill(storage, 0, 1)
+    crash(storage)
+    (path,) = files(directory)
+    os.truncate(path, SEGMENT_HEADER_BYTES)
+
+
+def test_an_empty_file_makes_room_for_later_records_and_for_its_own(tmp_path: Path) -> None:
+    """Record 0 was acknowledged and is gone, so its writer goes on with 1; that is lost too, and 0 comes."""
+    emptied(tmp_path)
+    storage = on_disk(tmp_path)
+    fill(storage, 1, 2)
+    crash(storage)
+    (path,) = files(tmp_path)
+    assert path.name.endswith("1.seg")
+    path.unlink()
+    storage = on_disk(tmp_path)
+    fill(storage, 0, 1)
+    crash(storage)
+    assert sequences(recovered(tmp_path)) == [0]
+
+
+def test_an_empty_file_that_was_sealed_is_removed_at_the_start(tmp_path: Path) -> None:
+    emptied(tmp_path)
+    (path,) = files(tmp_path)
+    footer = encode_footer(SegmentHeader(JOB, STREAM, 0), 0, SEGMENT_HEADER_BYTES)
+    with path.open("ab") as file:
+        file.write(padding(SEGMENT_HEADER_BYTES, len(footer)) + footer)
+    assert scan(path).ending is Ending.SEALED
+    storage = on_disk(tmp_path)
+    fill(storage, 0, 2)
+    crash(storage)
+    assert sequences(recovered(tmp_path)) == [0, 1]
 
 
 def test_damage_at_the_very_end_is_a_hole_not_a_short_log(tmp_path: Path) -> None:
