@@ -124,14 +124,24 @@ def _refused(rank: int, later: Sequence[Event]) -> bool | None:
     return None
 
 
+def _is_lost_with_others(config: DrillConfig, rank: int, victims: set[int]) -> bool:
+    """Of some stage of its recovery group nobody lives."""
+    shape = config.topology
+    stages = {other for own in shape.stages_of(rank) for other in config.groups.stages(own)}
+    first_ranks = [shape.pipeline_rank_of(stage) * shape.replicas for stage in stages]
+    return any(set(shape.replicas_of(first)) <= victims for first in first_ranks)
+
+
 def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
-    """Nothing is replayed or restored where a replica of it lives."""
+    """Nothing is replayed or restored where a replica of it lives, and of each stage of its recovery group."""
     name = "living replicas were used"
     wrong = []
     for number, recovery in enumerate(found, start=1):
         for rank, (strategy, _) in recovery.strategies().items():
             living = set(config.topology.replicas_of(rank)) - recovery.victims
-            if living and strategy in ("replay", "catch_up", "checkpoint"):
+            if not living or _is_lost_with_others(config, rank, recovery.victims):
+                continue
+            if strategy in ("replay", "catch_up", "checkpoint"):
                 wrong.append(
                     f"recovery {number}: {strategy} of rank {rank}, of which rank {min(living)} lives"
                 )

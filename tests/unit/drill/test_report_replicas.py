@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from swift.drill import report
+from swift.drill import replicas, report
 from swift.drill.replicas import corrupt_copy_check, reduction_exact
 from swift.drill.report import FAIL, INCONCLUSIVE, PASS, Evidence
+from swift.drill.timeline import Recovery
+from swift.recovery.groups import RecoveryGroups
 from tests.unit.drill.evidence import Trace
 from tests.unit.drill.replica_evidence import (
     CHECKPOINT,
@@ -359,3 +361,17 @@ def test_a_corrupt_copy_must_be_refused_by_who_got_it(events: list[str], expecte
         "refusal of the log": {"event": "refused", "rank": 3, "reason": "s1.F@4 is corrupt"},
     }
     assert corrupt_copy_check([said[event] for event in events]).answer is expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "victims", "fine"),
+    [("0-1", {2, 3}, True), ("0-1", {3}, False), ("", {2, 3}, False), ("0,1", {2, 3}, False)],
+)
+def test_who_is_lost_with_a_stage_that_nobody_holds_may_be_replayed(
+    groups: str, victims: set[int], fine: bool
+) -> None:
+    recovery = Recovery(began_t=0.0, exits=[{"rank": rank} for rank in victims])
+    recovery.planned[2] = {"ranks": [{"rank": rank, "strategy": "REPLAY"} for rank in range(4)]}
+    given = config(groups=RecoveryGroups.parse(groups))
+    (check,) = [c for c in replicas.checks(given, [recovery], []) if c.name == "living replicas were used"]
+    assert check.answer is fine
