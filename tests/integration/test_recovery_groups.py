@@ -46,8 +46,10 @@ def test_each_rank_dies_once_each_in_another_phase(twins: Twins, tmp_path: Path)
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
     assert report["exact"] is True
     as_predicted(report, "0-1,2-3", 1)
-    assert [replayed(r) for r in report["recoveries"]] == [["0", "1"], ["2", "3"], ["0", "1"], ["2", "3"]]
-    for recovery in report["recoveries"]:
+    for recovery, lost in zip(report["recoveries"], [["0", "1"], ["2", "3"]] * 2, strict=True):
+        # Who is cut off before it has all gradient norms is a step behind: its group does that step again, or more.
+        assert replayed(recovery) in (lost, ["0", "1", "2", "3"])
+        assert {recovery["strategy"][stage] for stage in lost} == {"replay"}
         assert recovery["verified_sends"] > 0
         assert "checkpoint" not in recovery["strategy"].values()
     assert "--groups 0-1,2-3" in report["rerun"]

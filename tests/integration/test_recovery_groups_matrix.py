@@ -21,8 +21,12 @@ def test_one_kill(groups: str, rank: int, phase: str, twins: Twins, tmp_path: Pa
     assert report["exact"] is True
     assert report["prediction"]["bytes"]["equal"] is True
     group = next(group for group in GROUPS[groups] if rank in group)
-    lost = {stage for stage, name in report["strategy"].items() if name == "replay"}
-    assert lost == set(map(str, group))
+    done_again = {int(stage) for stage, name in report["strategy"].items() if name in ("replay", "catch_up")}
+    assert {report["strategy"][str(stage)] for stage in group} == {"replay"}
+    # Others may be a step behind: then a group goes back as a whole, where its ranks hold two versions.
+    for other in GROUPS[groups]:
+        assert done_again.issuperset(other) or done_again.isdisjoint(other)
+    assert phase in ("optimizer", "idle") or done_again == set(group)
 
 
 @pytest.mark.parametrize(("groups", "rank"), [("0-1,2-3", 2), ("0-2,3", 0), ("0,1,2,3", 1)])
