@@ -12,6 +12,7 @@ BENCHMARKS = {
     "overhead": "training steps with logging on and off, and beside an unrelated process with the same load",
     "soak": "the log at full rate under kills: every acknowledged record compared, memory over time",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
+    "plan": "the planner's processor time for a thousand stages",
     "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }
 
