@@ -1,8 +1,8 @@
 """`swift-ft bench plan`: processor seconds of `swift-ft plan` for a thousand stages.
 
 All of the command but its start: the profile read, frontier, merges, intervals, and what --json and --svg write. Times
-of stages and MTBFs of machines are drawn at random, replays have up to four copies and nobody waits for the log, so that
-almost every number of groups is worth having: the most work that so many machines can make.
+of stages and MTBFs of machines are drawn at random, replays have up to four copies, nobody waits for the log: so almost
+every number of groups is worth having, the most work that so many machines can make.
 """
 
 import json
