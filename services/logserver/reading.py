@@ -10,10 +10,13 @@ from services.logserver.state import Refused, ServerState, check_names
 from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import MESSAGE_BYTES
+from swift.log.share import Share
 from swift.log.unlogged import declared, hull
 from swift.log.wire import Reason
 
 _POLL_S = 0.5
+_LOOKED_AT_ONCE = 4096
+"""Records that are looked at before others get the lock: a reader of a small share passes many."""
 
 
 class Reading:
@@ -66,8 +69,9 @@ class Reading:
             sequence = request.from_sequence
             while alive():
                 with self._changed:
+                    before = sequence
                     run, sequence, refusal = self._plan_read(job, request, sequence)
-                    if not run and ahead.is_empty and refusal is None:
+                    if not run and sequence == before and ahead.is_empty and refusal is None:
                         if not request.follow:
                             return
                         self._wait()
@@ -102,16 +106,19 @@ class Reading:
         """The next records to read, the sequence behind them, and what ends the call after them."""
         plan: list[Wanted] = []
         stream = job.streams.get(request.stream)
-        size = 0
-        while stream is not None and size < MESSAGE_BYTES:
+        share = _share_of(request)
+        size, looked = 0, 0
+        while stream is not None and size < MESSAGE_BYTES and looked < _LOOKED_AT_ONCE:
+            looked += 1
             entry = self._state.core.next_to_read(stream, sequence, request.from_step)
             if isinstance(entry, Refusal):
                 return plan, sequence, entry
             if entry is None:
                 break
-            plan.append(Wanted(stream, entry))
             sequence = entry.sequence + 1
-            size += entry.frame_bytes
+            if share is None or share.has(entry.key):
+                plan.append(Wanted(stream, entry))
+                size += entry.frame_bytes
         return plan, sequence, None
 
     def _found_damage(self, damage: Damage) -> Refusal:
@@ -231,3 +238,10 @@ def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
         unlogged_to_step=None if unlogged is None else unlogged.last,
         marks=marks,
     )
+
+
+def _share_of(request: log_pb2.ReadRequest) -> Share | None:
+    if not request.HasField("share"):
+        return None
+    share = request.share
+    return Share(first=share.first, behind=share.behind, of=share.of, below_step=share.below_step)

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13swift/_pb/log.proto\x12\x0cswift.log.v1\"^\n\x04Open\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x16\n\x0e\x61\x63ked_sequence\x18\x04 \x01(\x04\x12\r\n\x05\x66sync\x18\x05 \x01(\t\"B\n\rAppendRequest\x12!\n\x05opens\x18\x01 \x03(\x0b\x32\x12.swift.log.v1.Open\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"!\n\x07Welcome\x12\x16\n\x0e\x62ody_bytes_max\x18\x01 \x01(\x04\"/\n\x06Opened\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\"1\n\x05\x41\x63ked\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x18\n\x10\x64urable_sequence\x18\x02 \x01(\x04\"\x95\x01\n\x0b\x41ppendReply\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.swift.log.v1.Welcome\x12$\n\x06opened\x18\x02 \x03(\x0b\x32\x14.swift.log.v1.Opened\x12\"\n\x05\x61\x63ked\x18\x03 \x03(\x0b\x32\x13.swift.log.v1.Acked\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x04\"d\n\x0bReadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\x12\x15\n\rfrom_sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\"\x1b\n\tReadReply\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"@\n\x0e\x44igestsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"N\n\x0cRecordDigest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nmicrobatch\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\";\n\x0c\x44igestsReply\x12+\n\x07records\x18\x01 \x03(\x0b\x32\x1a.swift.log.v1.RecordDigest\"\x1f\n\x10InventoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x86\x03\n\x0fStreamInventory\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x0f\n\x07records\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bhas_records\x18\x04 \x01(\x08\x12\x12\n\nfirst_step\x18\x05 \x01(\x04\x12\x11\n\tlast_step\x18\x06 \x01(\x04\x12\x15\n\rnext_sequence\x18\x07 \x01(\x04\x12\x18\n\x10\x64urable_sequence\x18\x08 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x16\n\x0e\x66irst_sequence\x18\x0b \x01(\x04\x12\r\n\x05holes\x18\x0c \x03(\t\x12\x13\n\x0bquarantined\x18\r \x01(\t\x12\x1f\n\x12unlogged_from_step\x18\x0e \x01(\x04H\x00\x88\x01\x01\x12\x1d\n\x10unlogged_to_step\x18\x0f \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05marks\x18\x10 \x01(\x04\x42\x15\n\x13_unlogged_from_stepB\x13\n\x11_unlogged_to_step\"p\n\x0eInventoryReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x1a\n\x12trimmed_below_step\x18\x02 \x01(\x04\x12.\n\x07streams\x18\x03 \x03(\x0b\x32\x1d.swift.log.v1.StreamInventory\"=\n\x0c\x46\x65nceRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x08\" \n\nFenceReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\".\n\x0bTrimRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nbelow_step\x18\x02 \x01(\x04\"\'\n\tTrimReply\x12\x1a\n\x12trimmed_below_step\x18\x01 \x01(\x04\"?\n\x0cResetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\r\"\x0c\n\nResetReply\"y\n\x05Space\x12\x12\n\nused_bytes\x18\x01 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\"\n\x05\x61larm\x18\x04 \x01(\x0e\x32\x13.swift.log.v1.Alarm\x12\x0e\n\x06reason\x18\x05 \x01(\t\"0\n\rStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\xcf\x01\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1a\n\x12trimmed_below_step\x18\x03 \x01(\x04\x12\"\n\x05space\x18\x04 \x01(\x0b\x32\x13.swift.log.v1.Space\x12\x0f\n\x07records\x18\x05 \x01(\x04\x12\x0f\n\x07writers\x18\x06 \x01(\r\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x14\n\x0cidle_seconds\x18\x08 \x01(\x01\x12\x18\n\x10wants_checkpoint\x18\t \x01(\t\"\x86\x01\n\x0bStatusReply\x12\"\n\x05space\x18\x01 \x01(\x0b\x32\x13.swift.log.v1.Space\x12\x15\n\rclosed_reason\x18\x02 \x01(\t\x12%\n\x04jobs\x18\x03 \x03(\x0b\x32\x17.swift.log.v1.JobStatus\x12\x15\n\rtrimmed_bytes\x18\x04 \x01(\x04\")\n\x0b\x44ropRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"+\n\tDropReply\x12\x0f\n\x07records\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04*)\n\x05\x41larm\x12\x0c\n\x08NO_ALARM\x10\x00\x12\x08\n\x04HIGH\x10\x01\x12\x08\n\x04\x46ULL\x10\x02\x32\xd3\x04\n\x03Log\x12\x44\n\x06\x41ppend\x12\x1b.swift.log.v1.AppendRequest\x1a\x19.swift.log.v1.AppendReply(\x01\x30\x01\x12<\n\x04Read\x12\x19.swift.log.v1.ReadRequest\x1a\x17.swift.log.v1.ReadReply0\x01\x12\x45\n\x07\x44igests\x12\x1c.swift.log.v1.DigestsRequest\x1a\x1a.swift.log.v1.DigestsReply0\x01\x12I\n\tInventory\x12\x1e.swift.log.v1.InventoryRequest\x1a\x1c.swift.log.v1.InventoryReply\x12=\n\x05\x46\x65nce\x12\x1a.swift.log.v1.FenceRequest\x1a\x18.swift.log.v1.FenceReply\x12:\n\x04Trim\x12\x19.swift.log.v1.TrimRequest\x1a\x17.swift.log.v1.TrimReply\x12=\n\x05Reset\x12\x1a.swift.log.v1.ResetRequest\x1a\x18.swift.log.v1.ResetReply\x12@\n\x06Status\x12\x1b.swift.log.v1.StatusRequest\x1a\x19.swift.log.v1.StatusReply\x12:\n\x04\x44rop\x12\x19.swift.log.v1.DropRequest\x1a\x17.swift.log.v1.DropReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13swift/_pb/log.proto\x12\x0cswift.log.v1\"^\n\x04Open\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x16\n\x0e\x61\x63ked_sequence\x18\x04 \x01(\x04\x12\r\n\x05\x66sync\x18\x05 \x01(\t\"B\n\rAppendRequest\x12!\n\x05opens\x18\x01 \x03(\x0b\x32\x12.swift.log.v1.Open\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"!\n\x07Welcome\x12\x16\n\x0e\x62ody_bytes_max\x18\x01 \x01(\x04\"/\n\x06Opened\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\"1\n\x05\x41\x63ked\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x18\n\x10\x64urable_sequence\x18\x02 \x01(\x04\"\x95\x01\n\x0b\x41ppendReply\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.swift.log.v1.Welcome\x12$\n\x06opened\x18\x02 \x03(\x0b\x32\x14.swift.log.v1.Opened\x12\"\n\x05\x61\x63ked\x18\x03 \x03(\x0b\x32\x13.swift.log.v1.Acked\x12\x14\n\x0c\x63redit_bytes\x18\x04 \x01(\x04\"\x88\x01\n\x0bReadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\x12\x15\n\rfrom_sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x05 \x01(\x08\x12\"\n\x05share\x18\x06 \x01(\x0b\x32\x13.swift.log.v1.Share\"F\n\x05Share\x12\x12\n\nbelow_step\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06\x62\x65hind\x18\x03 \x01(\r\x12\n\n\x02of\x18\x04 \x01(\r\"\x1b\n\tReadReply\x12\x0e\n\x06\x66rames\x18\x0f \x01(\x0c\"@\n\x0e\x44igestsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06stream\x18\x02 \x01(\t\x12\x11\n\tfrom_step\x18\x03 \x01(\x04\"N\n\x0cRecordDigest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nmicrobatch\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\";\n\x0c\x44igestsReply\x12+\n\x07records\x18\x01 \x03(\x0b\x32\x1a.swift.log.v1.RecordDigest\"\x1f\n\x10InventoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x86\x03\n\x0fStreamInventory\x12\x0e\n\x06stream\x18\x01 \x01(\t\x12\x0f\n\x07records\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x13\n\x0bhas_records\x18\x04 \x01(\x08\x12\x12\n\nfirst_step\x18\x05 \x01(\x04\x12\x11\n\tlast_step\x18\x06 \x01(\x04\x12\x15\n\rnext_sequence\x18\x07 \x01(\x04\x12\x18\n\x10\x64urable_sequence\x18\x08 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x16\n\x0e\x66irst_sequence\x18\x0b \x01(\x04\x12\r\n\x05holes\x18\x0c \x03(\t\x12\x13\n\x0bquarantined\x18\r \x01(\t\x12\x1f\n\x12unlogged_from_step\x18\x0e \x01(\x04H\x00\x88\x01\x01\x12\x1d\n\x10unlogged_to_step\x18\x0f \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05marks\x18\x10 \x01(\x04\x42\x15\n\x13_unlogged_from_stepB\x13\n\x11_unlogged_to_step\"p\n\x0eInventoryReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x1a\n\x12trimmed_below_step\x18\x02 \x01(\x04\x12.\n\x07streams\x18\x03 \x03(\x0b\x32\x1d.swift.log.v1.StreamInventory\"=\n\x0c\x46\x65nceRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x08\" \n\nFenceReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\".\n\x0bTrimRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nbelow_step\x18\x02 \x01(\x04\"\'\n\tTrimReply\x12\x1a\n\x12trimmed_below_step\x18\x01 \x01(\x04\"?\n\x0cResetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\r\"\x0c\n\nResetReply\"y\n\x05Space\x12\x12\n\nused_bytes\x18\x01 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\"\n\x05\x61larm\x18\x04 \x01(\x0e\x32\x13.swift.log.v1.Alarm\x12\x0e\n\x06reason\x18\x05 \x01(\t\"0\n\rStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\xcf\x01\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1a\n\x12trimmed_below_step\x18\x03 \x01(\x04\x12\"\n\x05space\x18\x04 \x01(\x0b\x32\x13.swift.log.v1.Space\x12\x0f\n\x07records\x18\x05 \x01(\x04\x12\x0f\n\x07writers\x18\x06 \x01(\r\x12\x0f\n\x07readers\x18\x07 \x01(\r\x12\x14\n\x0cidle_seconds\x18\x08 \x01(\x01\x12\x18\n\x10wants_checkpoint\x18\t \x01(\t\"\x86\x01\n\x0bStatusReply\x12\"\n\x05space\x18\x01 \x01(\x0b\x32\x13.swift.log.v1.Space\x12\x15\n\rclosed_reason\x18\x02 \x01(\t\x12%\n\x04jobs\x18\x03 \x03(\x0b\x32\x17.swift.log.v1.JobStatus\x12\x15\n\rtrimmed_bytes\x18\x04 \x01(\x04\")\n\x0b\x44ropRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"+\n\tDropReply\x12\x0f\n\x07records\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04*)\n\x05\x41larm\x12\x0c\n\x08NO_ALARM\x10\x00\x12\x08\n\x04HIGH\x10\x01\x12\x08\n\x04\x46ULL\x10\x02\x32\xd3\x04\n\x03Log\x12\x44\n\x06\x41ppend\x12\x1b.swift.log.v1.AppendRequest\x1a\x19.swift.log.v1.AppendReply(\x01\x30\x01\x12<\n\x04Read\x12\x19.swift.log.v1.ReadRequest\x1a\x17.swift.log.v1.ReadReply0\x01\x12\x45\n\x07\x44igests\x12\x1c.swift.log.v1.DigestsRequest\x1a\x1a.swift.log.v1.DigestsReply0\x01\x12I\n\tInventory\x12\x1e.swift.log.v1.InventoryRequest\x1a\x1c.swift.log.v1.InventoryReply\x12=\n\x05\x46\x65nce\x12\x1a.swift.log.v1.FenceRequest\x1a\x18.swift.log.v1.FenceReply\x12:\n\x04Trim\x12\x19.swift.log.v1.TrimRequest\x1a\x17.swift.log.v1.TrimReply\x12=\n\x05Reset\x12\x1a.swift.log.v1.ResetRequest\x1a\x18.swift.log.v1.ResetReply\x12@\n\x06Status\x12\x1b.swift.log.v1.StatusRequest\x1a\x19.swift.log.v1.StatusReply\x12:\n\x04\x44rop\x12\x19.swift.log.v1.DropRequest\x1a\x17.swift.log.v1.DropReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swift._pb.log_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ALARM']._serialized_start=2239
-  _globals['_ALARM']._serialized_end=2280
+  _globals['_ALARM']._serialized_start=2348
+  _globals['_ALARM']._serialized_end=2389
   _globals['_OPEN']._serialized_start=37
   _globals['_OPEN']._serialized_end=131
   _globals['_APPENDREQUEST']._serialized_start=133
@@ -45,46 +45,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACKED']._serialized_end=334
   _globals['_APPENDREPLY']._serialized_start=337
   _globals['_APPENDREPLY']._serialized_end=486
-  _globals['_READREQUEST']._serialized_start=488
-  _globals['_READREQUEST']._serialized_end=588
-  _globals['_READREPLY']._serialized_start=590
-  _globals['_READREPLY']._serialized_end=617
-  _globals['_DIGESTSREQUEST']._serialized_start=619
-  _globals['_DIGESTSREQUEST']._serialized_end=683
-  _globals['_RECORDDIGEST']._serialized_start=685
-  _globals['_RECORDDIGEST']._serialized_end=763
-  _globals['_DIGESTSREPLY']._serialized_start=765
-  _globals['_DIGESTSREPLY']._serialized_end=824
-  _globals['_INVENTORYREQUEST']._serialized_start=826
-  _globals['_INVENTORYREQUEST']._serialized_end=857
-  _globals['_STREAMINVENTORY']._serialized_start=860
-  _globals['_STREAMINVENTORY']._serialized_end=1250
-  _globals['_INVENTORYREPLY']._serialized_start=1252
-  _globals['_INVENTORYREPLY']._serialized_end=1364
-  _globals['_FENCEREQUEST']._serialized_start=1366
-  _globals['_FENCEREQUEST']._serialized_end=1427
-  _globals['_FENCEREPLY']._serialized_start=1429
-  _globals['_FENCEREPLY']._serialized_end=1461
-  _globals['_TRIMREQUEST']._serialized_start=1463
-  _globals['_TRIMREQUEST']._serialized_end=1509
-  _globals['_TRIMREPLY']._serialized_start=1511
-  _globals['_TRIMREPLY']._serialized_end=1550
-  _globals['_RESETREQUEST']._serialized_start=1552
-  _globals['_RESETREQUEST']._serialized_end=1615
-  _globals['_RESETREPLY']._serialized_start=1617
-  _globals['_RESETREPLY']._serialized_end=1629
-  _globals['_SPACE']._serialized_start=1631
-  _globals['_SPACE']._serialized_end=1752
-  _globals['_STATUSREQUEST']._serialized_start=1754
-  _globals['_STATUSREQUEST']._serialized_end=1802
-  _globals['_JOBSTATUS']._serialized_start=1805
-  _globals['_JOBSTATUS']._serialized_end=2012
-  _globals['_STATUSREPLY']._serialized_start=2015
-  _globals['_STATUSREPLY']._serialized_end=2149
-  _globals['_DROPREQUEST']._serialized_start=2151
-  _globals['_DROPREQUEST']._serialized_end=2192
-  _globals['_DROPREPLY']._serialized_start=2194
-  _globals['_DROPREPLY']._serialized_end=2237
-  _globals['_LOG']._serialized_start=2283
-  _globals['_LOG']._serialized_end=2878
+  _globals['_READREQUEST']._serialized_start=489
+  _globals['_READREQUEST']._serialized_end=625
+  _globals['_SHARE']._serialized_start=627
+  _globals['_SHARE']._serialized_end=697
+  _globals['_READREPLY']._serialized_start=699
+  _globals['_READREPLY']._serialized_end=726
+  _globals['_DIGESTSREQUEST']._serialized_start=728
+  _globals['_DIGESTSREQUEST']._serialized_end=792
+  _globals['_RECORDDIGEST']._serialized_start=794
+  _globals['_RECORDDIGEST']._serialized_end=872
+  _globals['_DIGESTSREPLY']._serialized_start=874
+  _globals['_DIGESTSREPLY']._serialized_end=933
+  _globals['_INVENTORYREQUEST']._serialized_start=935
+  _globals['_INVENTORYREQUEST']._serialized_end=966
+  _globals['_STREAMINVENTORY']._serialized_start=969
+  _globals['_STREAMINVENTORY']._serialized_end=1359
+  _globals['_INVENTORYREPLY']._serialized_start=1361
+  _globals['_INVENTORYREPLY']._serialized_end=1473
+  _globals['_FENCEREQUEST']._serialized_start=1475
+  _globals['_FENCEREQUEST']._serialized_end=1536
+  _globals['_FENCEREPLY']._serialized_start=1538
+  _globals['_FENCEREPLY']._serialized_end=1570
+  _globals['_TRIMREQUEST']._serialized_start=1572
+  _globals['_TRIMREQUEST']._serialized_end=1618
+  _globals['_TRIMREPLY']._serialized_start=1620
+  _globals['_TRIMREPLY']._serialized_end=1659
+  _globals['_RESETREQUEST']._serialized_start=1661
+  _globals['_RESETREQUEST']._serialized_end=1724
+  _globals['_RESETREPLY']._serialized_start=1726
+  _globals['_RESETREPLY']._serialized_end=1738
+  _globals['_SPACE']._serialized_start=1740
+  _globals['_SPACE']._serialized_end=1861
+  _globals['_STATUSREQUEST']._serialized_start=1863
+  _globals['_STATUSREQUEST']._serialized_end=1911
+  _globals['_JOBSTATUS']._serialized_start=1914
+  _globals['_JOBSTATUS']._serialized_end=2121
+  _globals['_STATUSREPLY']._serialized_start=2124
+  _globals['_STATUSREPLY']._serialized_end=2258
+  _globals['_DROPREQUEST']._serialized_start=2260
+  _globals['_DROPREQUEST']._serialized_end=2301
+  _globals['_DROPREPLY']._serialized_start=2303
+  _globals['_DROPREPLY']._serialized_end=2346
+  _globals['_LOG']._serialized_start=2392
+  _globals['_LOG']._serialized_end=2987
 # @@protoc_insertion_point(module_scope)

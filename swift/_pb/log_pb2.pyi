@@ -210,6 +210,7 @@ class ReadRequest(_message.Message):
     FROM_STEP_FIELD_NUMBER: _builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     stream: _builtins.str
     from_step: _builtins.int
@@ -217,6 +218,10 @@ class ReadRequest(_message.Message):
     """skip what a broken-off call has given already"""
     follow: _builtins.bool
     """go on with records as they become durable, until cancelled"""
+    @_builtins.property
+    def share(self) -> Global___Share:
+        """absent: all records"""
+
     def __init__(
         self,
         *,
@@ -225,14 +230,45 @@ class ReadRequest(_message.Message):
         from_step: _builtins.int = ...,
         from_sequence: _builtins.int = ...,
         follow: _builtins.bool = ...,
+        share: Global___Share | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "from_sequence", b"from_sequence", "from_step", b"from_step", "job", b"job", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "from_sequence", b"from_sequence", "from_step", b"from_step", "job", b"job", "share", b"share", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadRequest: _TypeAlias = ReadRequest  # noqa: Y015
+
+@_typing.final
+class Share(_message.Message):
+    """Of the steps below `below_step`, and of their microbatches below `of`: those from `first` to `behind` only."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BELOW_STEP_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    OF_FIELD_NUMBER: _builtins.int
+    below_step: _builtins.int
+    first: _builtins.int
+    behind: _builtins.int
+    of: _builtins.int
+    def __init__(
+        self,
+        *,
+        below_step: _builtins.int = ...,
+        first: _builtins.int = ...,
+        behind: _builtins.int = ...,
+        of: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind", b"behind", "below_step", b"below_step", "first", b"first", "of", b"of"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Share: _TypeAlias = Share  # noqa: Y015
 
 @_typing.final
 class ReadReply(_message.Message):

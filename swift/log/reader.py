@@ -21,6 +21,7 @@ from swift.log.assembly import Assembler
 from swift.log.frame import BODY_BYTES_MAX, FrameHeader, FrameIncomplete, decode_body
 from swift.log.record import Record, RecordKey, check_name
 from swift.log.rpc import as_error, code_of, message_of, method, open_channel, reason_of
+from swift.log.share import Share
 from swift.log.unlogged import MARK_SLOT, declared
 from swift.log.wire import Reason, split_frames
 
@@ -114,11 +115,14 @@ class LogReader:
                     raise as_error(address, error) from None
             time.sleep(_RETRY_S)
 
-    def follow(self, stream: str, from_step: int) -> "StreamCursor":
+    def follow(self, stream: str, from_step: int, share: Share | None = None) -> "StreamCursor":
         """The stream's records of steps >= ``from_step``, prefetched in log order, and those that are yet to be
-        written. While the cursor is open the server that it reads from does not trim these steps."""
+        written. While the cursor is open the server that it reads from does not trim these steps.
+
+        With a ``share`` nothing else will be asked for: the rest is not read.
+        """
         copies = [(address, self._channel(address)) for address in self._copies(stream)]
-        return StreamCursor(copies, self.job, stream, from_step, self._prefetch_bytes)
+        return StreamCursor(copies, self.job, stream, from_step, self._prefetch_bytes, share)
 
     def close(self) -> None:
         """After the cursors."""
@@ -143,8 +147,10 @@ class StreamCursor:
         stream: str,
         from_step: int,
         prefetch_bytes: int,
+        share: Share | None = None,
     ) -> None:
         self.stream = stream
+        self._share = share
         self._copies = [(address, _read_call(channel)) for address, channel in copies]
         """Those that have not refused; the first one is read."""
         self._job = job
@@ -231,6 +237,7 @@ class StreamCursor:
                     from_step=self._from_step,
                     from_sequence=self._next_sequence,
                     follow=True,
+                    share=_share_message(self._share),
                 )
                 # Where there is a choice, nobody waits for a server to come back.
                 read = self._copies[0][1]
@@ -264,6 +271,10 @@ class StreamCursor:
             )
 
     def _keep(self, header: FrameHeader, parts: list[memoryview]) -> None:
+        if self._share is not None and not self._share.has(header.key):  # an older server sends everything
+            with self._cond:
+                self._next_sequence = header.sequence + 1
+            return
         frame = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
         record = decode_body(header, frame[header.header_bytes :])
         with self._cond:
@@ -328,6 +339,12 @@ class StreamCursor:
     @property
     def _address(self) -> str:
         return self._copies[0][0]
+
+
+def _share_message(share: Share | None) -> log_pb2.Share | None:
+    if share is None:
+        return None
+    return log_pb2.Share(below_step=share.below_step, first=share.first, behind=share.behind, of=share.of)
 
 
 def _read_call(channel: grpc.Channel) -> "grpc.UnaryStreamMultiCallable[log_pb2.ReadRequest, bytes]":
