@@ -278,6 +278,7 @@ class Job:
             forward_to=said.forward_to,
             since_generation=holder.since_generation,
             host=holder.host,
+            can_help=said.can_help,
         )
         if row.plan is not None or row.reports.get(holder.rank) == report:
             return []

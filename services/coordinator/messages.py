@@ -44,6 +44,7 @@ class MemberReport:
     undo_to: int | None = None
     undo_exact: bool = False
     forward_to: int | None = None
+    can_help: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
         strategy=config.get("strategy", "auto"),
         inexact_undo=config.get("undo") == "arithmetic",
         groups=RecoveryGroups.parse(config.get("groups", "")),
+        helpers=int(config.get("helpers", "0")),
     )
 
 
@@ -70,6 +71,12 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
         # It cannot be loaded, so it is none: the one before it, or nothing, is left.
         row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
         row.refused = replace(row.refused, reason=why)
+        return
+    shared = next((h for h in row.plan.help if rank in (h.owner, *h.helpers)), None)
+    if shared is not None:
+        # Whoever is to blame: the stage is replayed again, by its owner alone, before any replay is given up.
+        row.refused = replace(row.refused, help=True, reason=f"rank {rank} refused a shared replay: {reason}")
+        row.distrusted = sorted({*row.distrusted, *_touched(row, row.plan, row.plan.of(shared.owner))})
         return
     gives = any(rank in other.sources for other in row.plan.ranks)
     if mine.strategy is Strategy.KEEP and not gives:

@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from swift.recovery import Plan, RankPlan, Refusals, Report, Strategy
+from swift.recovery import Help, Plan, RankPlan, Refusals, Report, Strategy
 
 FORMAT = 3
 
@@ -177,6 +177,7 @@ class JobRow:
         values["refused"] = Refusals(
             strategies=tuple(Strategy(name) for name in values["refused"]["strategies"]),
             reason=values["refused"]["reason"],
+            help=values["refused"].get("help", False),
         )
         if values["plan"] is not None:
             values["plan"] = _plan(values["plan"])
@@ -188,4 +189,5 @@ def _plan(values: dict[str, Any]) -> Plan:
         RankPlan(**{**r, "strategy": Strategy(r["strategy"]), "sources": tuple(r["sources"])})
         for r in values["ranks"]
     )
-    return Plan(**{**values, "ranks": ranks})
+    help = tuple(Help(**{**h, "helpers": tuple(h["helpers"])}) for h in values.get("help", ()))
+    return Plan(**{**values, "ranks": ranks, "help": help})

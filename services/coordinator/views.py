@@ -87,4 +87,5 @@ def _plan(plan: Plan, row: JobRow) -> pb.Plan:
             pb.StreamSources(stream=stream, servers=_addresses(row, numbers))
             for stream, numbers in sorted(row.sources.items())
         ],
+        help=[pb.Help(owner=h.owner, helpers=h.helpers, until=h.until) for h in plan.help],
     )

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from services.coordinator.row import JobRow, State
-from swift.recovery import Plan, RankPlan, Report
+from swift.recovery import Help, Plan, RankPlan, Report
 
 
 def waiting_for(row: JobRow) -> str:
@@ -50,8 +50,13 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         "target_version": plan.target_version,
         "exact": plan.exact,
         "ranks": [_rank_fields(r) for r in plan.ranks],
+        **({"help": [_help_fields(h) for h in plan.help]} if plan.help else {}),
         "reason": plan.reason,
     }
+
+
+def _help_fields(h: Help) -> dict[str, object]:
+    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until}
 
 
 def _rank_fields(r: RankPlan) -> dict[str, object]:

@@ -187,6 +187,7 @@ class Plan(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    HELP_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     target_version: _builtins.int
     collective_source: _builtins.int
@@ -200,6 +201,8 @@ class Plan(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamSources]:
         """where to read the streams, if anything of the log is read"""
 
+    @_builtins.property
+    def help(self) -> _containers.RepeatedCompositeFieldContainer[Global___Help]: ...
     def __init__(
         self,
         *,
@@ -210,14 +213,47 @@ class Plan(_message.Message):
         reason: _builtins.str = ...,
         exact: _builtins.bool = ...,
         sources: _abc.Iterable[Global___StreamSources] | None = ...,
+        help: _abc.Iterable[Global___Help] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "ranks", b"ranks", "reason", b"reason", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "ranks", b"ranks", "reason", b"reason", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Help(_message.Message):
+    """A replay that other ranks share: of every step they compute some of the microbatches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    HELPERS_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    owner: _builtins.int
+    """the rank that replays"""
+    until: _builtins.int
+    """the version at which they are done"""
+    @_builtins.property
+    def helpers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """they hold the target version and keep it meanwhile; nearest first"""
+
+    def __init__(
+        self,
+        *,
+        owner: _builtins.int = ...,
+        helpers: _abc.Iterable[_builtins.int] | None = ...,
+        until: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["helpers", b"helpers", "owner", b"owner", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Help: _TypeAlias = Help  # noqa: Y015
 
 @_typing.final
 class StreamSources(_message.Message):
@@ -552,6 +588,7 @@ class ReportRequest(_message.Message):
     UNDO_TO_FIELD_NUMBER: _builtins.int
     UNDO_EXACT_FIELD_NUMBER: _builtins.int
     FORWARD_TO_FIELD_NUMBER: _builtins.int
+    CAN_HELP_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -568,6 +605,8 @@ class ReportRequest(_message.Message):
     """bit for bit"""
     forward_to: _builtins.int
     """all gradients are reduced: the step can be finished"""
+    can_help: _builtins.bool
+    """I can build any stage, to share its replay"""
     def __init__(
         self,
         *,
@@ -580,10 +619,11 @@ class ReportRequest(_message.Message):
         undo_to: _builtins.int | None = ...,
         undo_exact: _builtins.bool = ...,
         forward_to: _builtins.int | None = ...,
+        can_help: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forward_to: _TypeAlias = _typing.Literal["forward_to"]  # noqa: Y015
     _WhichOneofArgType__forward_to: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to"]  # noqa: Y015

@@ -157,12 +157,13 @@ class CoordinatorClient:
         undo_to: int | None = None,
         undo_exact: bool = False,
         forward_to: int | None = None,
+        can_help: bool = False,
     ) -> None:
         """(state PLANNING, own log flushed under `generation`) `version` of the state held; None: none.
 
         What the step under way allows besides: `undo_to`, the version that taking the applied buckets back
         leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
-        gradients being reduced.
+        gradients being reduced. `can_help`: this rank can build other stages, to share a replay.
         """
         self._call(
             self._stub.Report,
@@ -175,6 +176,7 @@ class CoordinatorClient:
                 undo_to=undo_to,
                 undo_exact=undo_exact,
                 forward_to=forward_to,
+                can_help=can_help,
             ),
         )
 

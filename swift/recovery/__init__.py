@@ -8,6 +8,7 @@ from swift.recovery.plan import plan
 from swift.recovery.types import (
     STRATEGIES,
     Checkpoints,
+    Help,
     Layout,
     Plan,
     PlanConfig,
@@ -21,6 +22,7 @@ from swift.recovery.types import (
 __all__ = [
     "STRATEGIES",
     "Checkpoints",
+    "Help",
     "Layout",
     "Plan",
     "PlanConfig",

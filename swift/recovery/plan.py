@@ -25,10 +25,11 @@ An inexact undo is used only if the configuration allows it, and only if the sam
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swift.recovery.coverage import collective_source, uncovered
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.helping import helps
 from swift.recovery.reach import WAYS, Reach, Way
 from swift.recovery.types import (
     Checkpoints,
@@ -81,7 +82,8 @@ def plan(
     if config.strategy == "replica":
         why = f"the job is configured never to replay, and {situation.disagreement(reach)}"
         return _restore(reports, checkpoints, _but(refused, why))
-    found, reason = situation.with_replay(reach, inexact=config.inexact_undo)
+    at_most = 0 if refused.help else config.helpers
+    found, reason = situation.with_replay(reach, inexact=config.inexact_undo, helpers=at_most)
     if found is None:
         return _restore(reports, checkpoints, _but(refused, reason))
     return found, reason
@@ -120,16 +122,27 @@ class _Situation:
         why = f"the highest version that every stage reaches without replay ({self._reached(reach)})"
         return self._made(ranks, bases, target, -1, why if self._has_choice else "")
 
-    def with_replay(self, reach: Reach, *, inexact: bool) -> tuple[Plan | None, str]:
-        """The highest target that can be had, exactly if that can be; None and why not even the highest can."""
+    def with_replay(self, reach: Reach, *, inexact: bool, helpers: int = 0) -> tuple[Plan | None, str]:
+        """The highest target that can be had, exactly if that can be; None and why not even the highest can.
+
+        `helpers`: so many ranks, at most, may share each replay.
+        """
         problem = ""
         for target in sorted(reach.anywhere(), reverse=True):
             for allowed in (False, True) if inexact else (False,):
                 found, why = self._replay_to(target, self.reach(inexact=allowed), problem)
                 if found is not None:
+                    found = self._helped(found, helpers)
                     return found, found.reason
                 problem = problem or why
         return None, problem
+
+    def _helped(self, found: Plan, at_most: int) -> Plan:
+        sharing = helps(found.ranks, found.target_version, self._layout, self._reports.values(), at_most)
+        words = [
+            f"{_ranks(help.helpers)} to help rank {help.owner} up to version {help.until}" for help in sharing
+        ]
+        return replace(found, help=sharing, reason="; ".join([found.reason, *words]))
 
     def disagreement(self, reach: Reach) -> str:
         return f"no version is reached by every stage without replay ({self._reached(reach)})"

@@ -51,6 +51,8 @@ class Report:
     """The generation in which its process took the rank."""
     host: str = ""
     """Where it runs; empty: not known."""
+    can_help: bool = False
+    """It can build any stage, to replay microbatches of it for another rank."""
 
     @property
     def newest(self) -> int | None:
@@ -182,6 +184,8 @@ class PlanConfig:
     """An undo that is not bit for bit may be used."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
     """Stages that recover together."""
+    helpers: int = 0
+    """So many other ranks, at most, share a replay with its owner."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -196,6 +200,8 @@ class Refusals:
     """In the order of Strategy. KEEP among them: nothing but a checkpoint will do."""
     reason: str = ""
     """Of the latest one, for people."""
+    help: bool = False
+    """Something went wrong in a replay that others helped with: each owner replays alone."""
 
     @property
     def replays(self) -> bool:
@@ -208,7 +214,8 @@ class Refusals:
     def and_of(self, strategies: Iterable[Strategy], reason: str) -> "Refusals":
         """These as well, for `reason`. CHECKPOINT is not counted: which one cannot be loaded matters there."""
         union = {*self.strategies, *strategies} - {Strategy.CHECKPOINT}
-        return Refusals(strategies=tuple(s for s in Strategy if s in union), reason=reason)
+        ordered = tuple(s for s in Strategy if s in union)
+        return Refusals(strategies=ordered, reason=reason, help=self.help)
 
     def and_everything(self, reason: str) -> "Refusals":
         return self.and_of(Strategy, reason)
@@ -228,6 +235,18 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Help:
+    """A replay that others share: of every step they compute some of the microbatches."""
+
+    owner: int
+    """The rank that replays."""
+    helpers: tuple[int, ...]
+    """Ranks that keep their own state meanwhile, nearest first."""
+    until: int
+    """The version at which they are done; the owner replays what is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """How all ranks get to `target_version`."""
 
@@ -239,6 +258,7 @@ class Plan:
     reason: str
     exact: bool = True
     """False: an undo that is not bit for bit is used."""
+    help: tuple[Help, ...] = ()
 
     @property
     def restores(self) -> bool:

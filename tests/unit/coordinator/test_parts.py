@@ -11,7 +11,7 @@ from services.coordinator.timing import Timing, usual_log_lost_s
 from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration, UnknownJob
 from swift.log import admin
 from swift.log.admin import StreamInventory
-from swift.recovery import Plan, RankPlan, Refusals, Report, Strategy, StreamSummary
+from swift.recovery import Help, Plan, RankPlan, Refusals, Report, Strategy, StreamSummary
 
 
 def row() -> JobRow:
@@ -31,7 +31,7 @@ def row() -> JobRow:
         stage_shards={0: 0, 1: 2},
         reports={
             0: Report(rank=0, version=None, undo_to=4, undo_exact=True, forward_to=5, since_generation=3),
-            1: Report(rank=1, version=5, host="h"),
+            1: Report(rank=1, version=5, host="h", can_help=True),
         },
         ready={1: 5},
         plan=Plan(
@@ -44,8 +44,9 @@ def row() -> JobRow:
             exact=False,
             collective_source=1,
             reason="because",
+            help=(Help(owner=0, helpers=(1, 2), until=4),),
         ),
-        refused=Refusals().and_of([Strategy.UNDO], "it cannot"),
+        refused=Refusals(help=True).and_of([Strategy.UNDO], "it cannot"),
         distrusted=[1],
         checkpoints=[0],
         shards={10: [0]},

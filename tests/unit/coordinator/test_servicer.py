@@ -36,9 +36,15 @@ class Taker:
             m.MemberReport(sender=SENDER, generation=3, version=0, undo_to=0, forward_to=0),
         ),
         (
-            pb.ReportRequest(**ME, generation=3, undo_to=6, undo_exact=True, forward_to=7),
+            pb.ReportRequest(**ME, generation=3, undo_to=6, undo_exact=True, forward_to=7, can_help=True),
             m.MemberReport(
-                sender=SENDER, generation=3, version=None, undo_to=6, undo_exact=True, forward_to=7
+                sender=SENDER,
+                generation=3,
+                version=None,
+                undo_to=6,
+                undo_exact=True,
+                forward_to=7,
+                can_help=True,
             ),
         ),
         (

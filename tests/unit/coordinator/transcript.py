@@ -4,8 +4,8 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 `#` are comments. Commands, with fields as `name=value`:
 
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
-         [seed=] [torch=] [strategy=] [undo=]            refuse rank= generation= reason=
-    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=]
+         [seed=] [torch=] [strategy=] [undo=] [helpers=]  refuse rank= generation= reason=
+    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes]
     durable rank= version= [generation=]                 finish rank= version=
     ask rank= generation= after= reason=                 pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
@@ -82,7 +82,7 @@ class World:
             host=host,
             world_size=int(world),
             config={"seed": config.get("seed", "7")}
-            | {key: config[key] for key in ("strategy", "undo", "groups") if key in config},
+            | {key: config[key] for key in ("strategy", "undo", "groups", "helpers") if key in config},
             fingerprint={"torch": config.get("torch", "2.13.0")},
         )
         if self.job is None:
@@ -122,6 +122,7 @@ class World:
         undo_to: str = "",
         exact: str = "yes",
         forward_to: str = "",
+        help: str = "",
     ) -> list[str]:
         return self.step(
             m.MemberReport(
@@ -131,6 +132,7 @@ class World:
                 undo_to=int(undo_to) if undo_to else None,
                 undo_exact=bool(undo_to) and exact == "yes",
                 forward_to=int(forward_to) if forward_to else None,
+                can_help=help == "yes",
             )
         )
 
