@@ -92,6 +92,7 @@ def make_parser() -> Parser:
     add("--log-servers", type=int, default=1, metavar="N", help="as if on N machines (default %(default)s)")
     add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
     add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
+    add("--helpers", type=int, default=0, metavar="N", help="ranks that share a replay (default %(default)s)")
     add("--model", default="default", metavar="NAME", help=f"{', '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
     _add_updates(parser)
@@ -153,6 +154,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         groups=_groups(args.groups),
         seed=args.seed,
         spares=args.spares,
+        helpers=args.helpers,
         log_servers=args.log_servers,
         copies=args.copies,
         model=args.model.lower(),

@@ -66,6 +66,8 @@ class DrillConfig:
     """Empty: torch's choice."""
     undo: str = "exact"
     reduction: str = "auto"
+    helpers: int = 0
+    """So many ranks help to replay a lost stage."""
     secure: bool = False
     """Over mutual TLS, and with tokens."""
     json_path: Path | None = None
@@ -90,6 +92,8 @@ class DrillConfig:
         ):
             if value not in known:
                 raise UsageError(f"unknown --{flag} {value!r}: one of {', '.join(filter(None, known))}")
+        if not 0 <= self.helpers <= 64:
+            raise UsageError(f"--helpers must be 0 to 64, not {self.helpers}")
         if not 0 <= self.spares <= 64:
             raise UsageError(f"--spares must be 0 to 64, not {self.spares}")
         if not 0 <= self.seed < 2**63:
@@ -175,6 +179,8 @@ class DrillConfig:
             words += ["--groups", str(self.groups)]
         if self.topology.replicas > 1:
             words += ["--undo", self.undo]
+        if self.helpers:
+            words += ["--helpers", str(self.helpers)]
         if self.secure:
             words.append("--secure")
         if self.log_servers > 1:
@@ -207,7 +213,8 @@ class DrillConfig:
     def recovery_arguments(self) -> list[str]:
         """What the trainer of the run with faults gets besides: how to recover changes no bit of the twin."""
         rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
-        return ["--strategy", self.strategy, "--undo", self.undo, "--groups", str(self.groups), *rest]
+        helpers = ["--helpers", str(self.helpers), "--groups", str(self.groups)]
+        return ["--strategy", self.strategy, "--undo", self.undo, *helpers, *rest]
 
     def identity(self) -> dict[str, object]:
         """What two runs must share for their digests to be comparable."""

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from swift.drill import helped
+
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 PHASE_COLOURS = {
     "detect": "red",
@@ -39,6 +41,11 @@ _MARKS = (
     "restore_begin",
     "restore_end",
     "replay_begin",
+    "help_begin",
+    "help_end",
+    "help_declined",
+    "helped",
+    "replay_progress",
     "replay_end",
     "roll_forward",
     "undone",
@@ -149,10 +156,25 @@ def describe(event: Mapping[str, Any]) -> str:
             return f"rank {rank} is now a {kind} (pid {event['pid']})"
         case "replay_begin":
             return f"rank {rank} replays from version {event.get('version')}"
+        case "help_begin":
+            helpers = ", ".join(map(str, event.get("helpers") or ())) or "nobody"
+            return f"rank {rank} is helped by {helpers}: {event.get('shares')} microbatches of a step"
+        case "help_end":
+            return ": ".join(filter(None, [f"rank {rank} goes on alone", event.get("reason")]))
+        case "help_declined":
+            return f"rank {rank} does not help rank {event.get('owner')}: {event.get('reason')}"
+        case "helped":
+            return (
+                f"rank {rank} has helped rank {event.get('owner')}: {event.get('microbatches')} microbatches"
+            )
+        case "replay_progress":
+            left = f"{event.get('steps_left')} steps, {seconds(event.get('seconds_left', 0.0))}"
+            return f"rank {rank} is at version {event.get('version')}; left: {left}"
         case "replay_end":
             return (
                 f"rank {rank} replayed {event.get('steps')} steps: {event.get('records')} records read, "
-                f"{event.get('verified')} sends verified, {event.get('filled')} filled"
+                f"{event.get('verified')} sends verified, {event.get('filled')} filled; "
+                f"{seconds(event.get('log_wait_s', 0.0))} for the log"
             )
         case "undone":
             return f"rank {rank} took {event.get('buckets')} buckets back ({event.get('mode')})"
@@ -235,6 +257,9 @@ def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if result["sources"]:
         sources = (f"rank {rank} from {', '.join(map(str, of))}" for rank, of in result["sources"].items())
         found.append(("copied", f"{'; '.join(sources)} ({result['bytes_copied'] / 1e6:.1f} MB)"))
+    shared = [helped.words(one) for recovery in result["recoveries"] for one in recovery["shared_replays"]]
+    if shared:
+        found.append(("replayed by", "\n".join(shared)))
     if undo["mode"]:
         found.append(("taken back", _undone(undo)))
     done = f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import logs, loss, prediction, replicas, timeline
+from swift.drill import helped, logs, loss, prediction, replicas, timeline
 from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -70,6 +70,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
         *logs.checks(config, found),
+        *helped.check(config.helpers, found),
         *prediction_checks,
         _negative_control_check(config, evidence),
     ]
@@ -330,9 +331,11 @@ def _recovery(config: DrillConfig, recovery: Recovery) -> dict[str, Any]:
         **_cost(config, [recovery]),
         **replicas.copies([recovery]),
         "undo": replicas.undo(config, [recovery]),
+        "shared_replays": helped.replays([recovery]),
         "verified_sends": recovery.replayed("verified"),
         "filled_sends": recovery.replayed("filled"),
         "records_read": recovery.replayed("records"),
+        "log_wait_seconds": round(sum(float(e.get("log_wait_s") or 0.0) for e in recovery.replays), 6),
         "survivors_freed_seconds": recovery.freed_seconds,
     }
 

@@ -54,6 +54,12 @@ class Recovery:
     """"roll_forward" of all generations."""
     replays: list[Event] = field(default_factory=list)
     """"replay_end" of the last generation."""
+    helps: list[Event] = field(default_factory=list)
+    """"help_begin" of the last generation: owners whose replays others share."""
+    left: list[Event] = field(default_factory=list)
+    """"help_end" of the last generation, of these owners."""
+    helped: list[Event] = field(default_factory=list)
+    """"helped" of the last generation, of those who have helped."""
     seconds: dict[str, float] | None = None
     """Phase -> seconds and their `total`; None: a milestone is not in the trace."""
     missing: list[str] = field(default_factory=list)
@@ -208,6 +214,10 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
     recovery.undone = _named(window, "undone")
     recovery.rolled_forward = _named(window, "roll_forward")
     recovery.replays = _of_generation(_named(window, "replay_end"), recovery.generation, window)
+    recovery.helps, recovery.left, recovery.helped = (
+        _of_generation(_named(window, name), recovery.generation, window)
+        for name in ("help_begin", "help_end", "helped")
+    )
     if recovery.plan is None:
         recovery.missing.append("plan")
     if recovery.replay_expected and not recovery.replays:

@@ -64,6 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-parallel", default="session", choices=DATA_PARALLEL)
     parser.add_argument("--reduction", default="auto", choices=REDUCTIONS)
     parser.add_argument("--undo", default="exact", choices=UNDOS)
+    parser.add_argument("--helpers", type=int, default=0, help="ranks that help to replay a stage")
     parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
     return parser.parse_args(argv)
 
@@ -94,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         reduction=args.reduction,
         bucket_bytes=config.bucket_bytes,
         log_queue_bytes=LOG_QUEUE_BYTES,
+        helpers=args.helpers,
     ) as session:
         indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
         modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
@@ -112,6 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         batch = args.microbatches * config.microbatch
         loader = ByteLoader(standard_library(), batch, config.sequence, args.seed, session.column)
         session.register(schedule=schedule, scheduler=scheduler, loader=loader)
+        session.help_replay(lambda index: make_stage(config, index, num_stages, args.seed))
         first, last = 0 in indices, num_stages - 1 in indices
 
         def train_step(step: int) -> None:

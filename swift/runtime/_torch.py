@@ -38,7 +38,14 @@ _NEEDED = {
         _utils,
         ("_TensorMeta", "_StageForwardMeta", "_StageBackwardMeta"),
     ),
-    "torch.distributed.pipelining.schedules": (_schedules, ("_PipelineSchedule",)),
+    "torch.distributed.pipelining.schedules": (
+        _schedules,
+        ("_PipelineSchedule", "PipelineScheduleSingle"),
+    ),
+    "torch.distributed.pipelining.schedules.PipelineScheduleSingle": (
+        _schedules.PipelineScheduleSingle,
+        ("_initialize_stage", "_step_microbatches"),
+    ),
     "torch.distributed.pipelining.stage.PipelineStage": (
         PipelineStage,
         (
@@ -91,6 +98,7 @@ Work = _backends.Work
 StageBase = _stage._PipelineStageBase
 TracedStage = _stage._PipelineStage
 Schedule = _schedules._PipelineSchedule
+SingleSchedule = _schedules.PipelineScheduleSingle
 TensorMeta = _utils._TensorMeta
 ForwardMeta = _utils._StageForwardMeta
 BackwardMeta = _utils._StageBackwardMeta
@@ -118,6 +126,21 @@ def splits_backward(schedule: Any) -> bool:
         | _schedules.ScheduleZBVZeroBubble
         | _schedules.ScheduleDualPipeV,
     )
+
+
+def in_order(schedule: Any) -> bool:
+    """A schedule of one stage that computes each forward and each whole backward in the order of microbatches."""
+    return type(schedule) in (_schedules.ScheduleGPipe, _schedules.Schedule1F1B)
+
+
+def loss_function(schedule: Any) -> Any:
+    """The trainer's own, without what `wrap_loss` has put around it."""
+    return getattr(schedule._loss_fn, "__wrapped__", schedule._loss_fn)
+
+
+def gradient_hooks(parameter: torch.nn.Parameter) -> bool:
+    """Somebody is told of the parameter's gradients, or changes them."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def forget_unscaled(scaler: Any) -> None:

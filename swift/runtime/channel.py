@@ -8,6 +8,7 @@ with what was logged before ("verify") or logged where the log has a hole ("fill
 process had not got out. So two ranks that replay at once feed each other through the log.
 """
 
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from swift.errors import RecordMissing, ReplayRefused, ServiceError
 from swift.log import streams
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
+from swift.log.share import Share
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
 from swift.recovery.groups import RecoveryGroups
@@ -85,6 +87,7 @@ class Channel:
         self._capture: Capture | None = None
         self._reader: LogReader | None = None
         self._cursors: dict[str, StreamCursor] = {}
+        self._share: Share | None = None
         self._replay_from = 0
         self._collective_source = -1
         self._step = 0
@@ -93,10 +96,17 @@ class Channel:
         self.records_read = 0
         self.microbatches_replayed = 0
         self.profile = StepProfile(self._rank)
+        self.log_wait_s = 0.0
+        """(replay) Of the trainer's thread, for records."""
 
     @property
     def replaying(self) -> bool:
         return self._reader is not None
+
+    @property
+    def step(self) -> int:
+        """The step under way."""
+        return self._step
 
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
         """The name of a boundary's stream in this rank's column, or in another one's."""
@@ -132,24 +142,45 @@ class Channel:
         self._collective_source = collective_source
         self.records_read = 0
         self.microbatches_replayed = 0
+        self.log_wait_s = 0.0
 
     def end_replay(self) -> None:
         self._reader = None
+        self.want(None, self._replay_from)
+
+    def want(self, share: Share | None, from_step: int) -> None:
+        """(replay) From this step on, nothing of stages but this share will be asked for. What was prefetched is
+        forgotten."""
+        self._share = share
+        self._replay_from = from_step
         for cursor in self._cursors.values():
             cursor.close()
         self._cursors.clear()
 
+    def beside(self, capture: Capture) -> "Channel":
+        """Another one, for a stage that is replayed here for its owner; what it sends goes to `capture`."""
+        other = copy.copy(self)
+        other._capture = capture
+        other._cursors = {}
+        other.profile = StepProfile(self._rank)
+        return other
+
     def receive(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
         """(replay) Fills a receive buffer with what `stage` sent. Waits for a record that is still to come."""
         stream = self.stream(stage, direction)
-        record = self._read(stream, RecordKey(self._step, microbatch, slot))
+        record = self._read(stream, RecordKey(self._step, microbatch, slot), self._share)
         fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}")
 
-    def _read(self, stream: str, key: RecordKey) -> Any:
+    def external(self, stage: int, kind: str, microbatch: int, slot: int) -> torch.Tensor:
+        """(replay for another rank) What entered the stage from outside, as its owner has logged it."""
+        key = RecordKey(self._step, microbatch, slot)
+        return to_tensor(self._read(self.stream(stage, kind), key, self._share)).to(self._device)
+
+    def _read(self, stream: str, key: RecordKey, share: Share | None = None) -> Any:
         assert self._reader is not None
         cursor = self._cursors.get(stream)
         if cursor is None:
-            cursor = self._cursors[stream] = self._reader.follow(stream, self._replay_from)
+            cursor = self._cursors[stream] = self._reader.follow(stream, self._replay_from, share)
         began = time.perf_counter()
         try:
             record = cursor.get(key, RECORD_TIMEOUT_S, self._cancelled)
@@ -158,6 +189,7 @@ class Channel:
             raise ReplayRefused(f"{stream} has no record {key} and nobody wrote it: {error}") from None
         finally:
             self._check()  # a wait that was cancelled ends as Interrupted, whatever the cursor raised
+        self.log_wait_s += time.perf_counter() - began
         self.records_read += 1
         return record
 
@@ -186,6 +218,10 @@ class Channel:
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
         key = RecordKey(self._step, microbatch, slot)
         self._record(self.stream(stage, direction), key, tensor, now=False)
+
+    def hand_in(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
+        """(replay) What a helper has computed, and the log lacks."""
+        self._record(stream, key, tensor, now=True)
 
     def computed(self, direction: str, microbatch: int) -> None:
         """A microbatch's forward or backward is done: the place where drills kill."""

@@ -55,6 +55,8 @@ class SessionConfig:
     log_when_full: str = "block"
     """When that room is used up: "block" (training waits for the log), or "drop" (it never does; what is not logged is
     declared so, and a checkpoint is made soon: a failure before it is there costs what came since the one before)."""
+    helpers: int = 3
+    """So many other ranks, at most, help to replay a lost stage, if trainers call `Session.help_replay`."""
     metrics_listen: str = ""
     """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
     rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""
@@ -90,6 +92,8 @@ class SessionConfig:
             raise UsageError(
                 "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"
             )
+        if self.helpers < 0:
+            raise UsageError(f"helpers={self.helpers}; give 0 or more")
         if self.bucket_bytes < 1:
             raise UsageError(f"bucket_bytes={self.bucket_bytes}; give at least 1")
         if self.log_queue_bytes < 1 << 20:
@@ -110,4 +114,5 @@ class SessionConfig:
             "undo": self.undo,
             "reduction": self.reduction,
             "bucket_bytes": str(self.bucket_bytes),
+            "helpers": str(self.helpers),
         }

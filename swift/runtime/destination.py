@@ -131,14 +131,14 @@ def _overlapping(tensors: dict[str, torch.Tensor]) -> set[str]:
 
 def _check_memory(sizes: Iterable[int]) -> None:
     needed = sum(sizes)
-    free = _available_memory()
+    free = available_memory()
     if free is not None and needed > free:
         raise ReplayRefused(
             f"a replica's state needs {needed >> 20} MiB, {free >> 20} MiB are free; add memory to this machine"
         )
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
     """Bytes that can be allocated without swapping; None if the system does not tell."""
     try:
         with open("/proc/meminfo") as file:

@@ -41,6 +41,7 @@ from swift.runtime.config import SessionConfig
 from swift.runtime.early import EarlyCheckpoint, UnloggedSteps, flush_at_end
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
+from swift.runtime.help.helper import MakeModule
 from swift.runtime.member import Member
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, log_totals, own_plan
 from swift.runtime.state import TrainerState
@@ -114,6 +115,10 @@ class Engine:
         self._unlogged = UnloggedSteps(member)
         self._kept: set[int] = set()  # complete checkpoints, as last seen
 
+    def help_replay(self, make_module: MakeModule) -> None:
+        """This rank can build any stage."""
+        self._restorer.make_module = make_module
+
     # --- membership ---
 
     def form(self) -> None:
@@ -174,6 +179,7 @@ class Engine:
             undo_to=standing.undo_to,
             undo_exact=standing.undo_exact,
             forward_to=standing.forward_to,
+            can_help=self._restorer.can_help,
         )
         events.emit(
             "reported",

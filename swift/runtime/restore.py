@@ -5,6 +5,7 @@ copies    a REPLICA receives from its sources, which have gone their own way by 
 replay    if that is below the plan's target: the steps up to it, out of the log
 """
 
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -34,11 +35,14 @@ from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
+from swift.runtime.help.helper import Helper, MakeModule
+from swift.runtime.help.owner import Helped, Owner, can_share, send_away
 from swift.runtime.member import Member
 from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
 from swift.runtime.state import TrainerState
 
 FLUSH_TIMEOUT_S = 60.0
+_PROGRESS_S = 0.5
 
 Writer = LogWriter | SidecarWriter
 
@@ -97,6 +101,25 @@ class _Copied(NamedTuple):
     witnesses: tuple[int, ...]
 
 
+class _Pace:
+    """Says from time to time how far a replay is, and how long it will take."""
+
+    def __init__(self, rank: int, first: int, target: int):
+        self._rank, self._first, self._target = rank, first, target
+        self._began = self._said = time.monotonic()
+
+    def at(self, version: int) -> None:
+        now = time.monotonic()
+        if now - self._said < _PROGRESS_S:
+            return
+        self._said = now
+        each = (now - self._began) / (version - self._first)
+        left = self._target - version
+        events.emit(
+            "replay_progress", rank=self._rank, version=version, steps_left=left, seconds_left=each * left
+        )
+
+
 class Restorer:
     """What one rank does in RECOVERING, besides building its groups."""
 
@@ -121,6 +144,13 @@ class Restorer:
         """How this process got its state, until the log's gaps are declared."""
         self.flushed = True
         """What this process has done was in the log when it reported."""
+        self.make_module: MakeModule | None = None
+        """From the trainer: how the module of any stage is made."""
+
+    @property
+    def can_help(self) -> bool:
+        """In another rank's replay. (A replacement that reports has not made its stage yet: it says no.)"""
+        return self.make_module is not None and can_share(self._state)
 
     def follow(self, plan: pb.Plan, writer: Writer, log_servers: list[str], step: Callable[[], None]) -> None:
         """Returns with the state at the plan's target; `step` does one step of the trainer. `log_servers`: those that
@@ -130,6 +160,13 @@ class Restorer:
         """
         mine = own_plan(plan, self._rank)
         target = plan.target_version
+        shared = next((help for help in plan.help if self._rank in (help.owner, *help.helpers)), None)
+        sharing: Owner | None = None
+        if shared is not None and shared.owner == self._rank and not can_share(self._state):
+            send_away(self._world, shared.helpers)
+        elif shared is not None and shared.owner == self._rank:
+            sharing = Owner(self._rank, shared, self._world, self._channel, self._state, self._member.check)
+            sharing.ask()
         if mine.strategy == pb.UNDO:
             self._undo(plan)
         elif mine.strategy in (pb.REPLAY, pb.CHECKPOINT):
@@ -157,7 +194,9 @@ class Restorer:
             self._declare_gaps(writer, log_servers, self._copied)
             self._copied = None
         if mine.from_version < target:
-            self._replay(plan, mine, writer, step)
+            self._replay(plan, mine, writer, step, sharing)
+        elif shared is not None:
+            self._help(shared.owner, plan)
         if self._state.version != target:
             raise ReplayRefused(
                 f"rank {self._rank} is at version {self._state.version}, the plan says {target}"
@@ -262,6 +301,7 @@ class Restorer:
         mine: pb.RankPlan,
         writer: Writer,
         step: Callable[[], None],
+        sharing: Owner | None,
     ) -> None:
         target, from_version = plan.target_version, mine.from_version
         before = log_totals(writer)
@@ -269,26 +309,47 @@ class Restorer:
         reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, self._member.client.job)
         try:
             self._channel.begin_replay(reader, from_version, plan.collective_source)
+            if sharing is not None:
+                sharing.gather(from_version, plan.generation)
+            pace = _Pace(self._rank, from_version, target)
             with freed_memory_kept():
                 while self._state.version < target:
                     self._member.check()
+                    if sharing is not None:
+                        sharing.at(self._state.version)
                     step()
+                    pace.at(self._state.version)
+            if sharing is not None:
+                sharing.at(target)
         finally:
+            if sharing is not None:
+                sharing.close()
             self._channel.end_replay()
             reader.close()
         writer.flush(FLUSH_TIMEOUT_S)
         after = log_totals(writer)
+        helped = sharing.helped if sharing is not None else Helped()
         events.emit(
             "replay_end",
             rank=self._rank,
             generation=plan.generation,
             version=target,
             steps=target - from_version,
-            records=self._channel.records_read,
-            microbatches=self._channel.microbatches_replayed,
-            verified=after["verified"] - before["verified"],
+            records=self._channel.records_read + helped.records,
+            microbatches=self._channel.microbatches_replayed + helped.microbatches,
+            verified=after["verified"] - before["verified"] + helped.verified,
+            shared_steps=helped.steps,
+            log_wait_s=self._channel.log_wait_s,
             filled=after["records"] - before["records"],
         )
+
+    def _help(self, owner: int, plan: pb.Plan) -> None:
+        assert self.make_module is not None, "nobody plans with a rank that has not said that it can"
+        helper = Helper(
+            self._rank, self.make_module, self._world, self._channel, self._state, self._member.check
+        )
+        with freed_memory_kept():
+            helper.run(owner, plan, self._member.client.job)
 
     def _declare_gaps(self, writer: Writer, log_servers: list[str], copied: _Copied) -> None:
         """What this rank has not logged of the steps that it has not done again: what the process that held it before

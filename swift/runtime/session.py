@@ -287,6 +287,16 @@ class Session:
         self._updates.add(optimizer)
         return optimizer
 
+    def help_replay(self, make_module: Callable[[int], torch.nn.Module]) -> None:
+        """Lets this rank help when another one's stage is replayed, instead of waiting for it.
+
+        ``make_module(stage_index)`` gives a new module of that stage on the CPU, as that stage's rank makes it for
+        `pipeline_stage`; its weights are overwritten. It must share nothing with this rank's own stage, and keep no
+        state outside of parameters and buffers. Pipelines without replicas, with one stage on each rank and
+        Schedule1F1B or ScheduleGPipe are helped; so many ranks, at most, as `SessionConfig.helpers` says.
+        """
+        self._engine.help_replay(make_module)
+
     def register(self, *, schedule: Any = None, **objects: Any) -> None:
         """What a recovery must know besides: the pipeline schedule, and everything with a state of its own
         that a step changes (LR scheduler, data loader, gradient scaler), under any name.

@@ -9,17 +9,18 @@ Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from swift.errors import UsageError
+from swift.errors import ReplayRefused, UsageError
 from swift.runtime import _torch
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.groups import LastingGroup
+from swift.runtime.tensors import same_bits
 from swift.runtime.updates import Updates
 
 if TYPE_CHECKING:
@@ -30,6 +31,22 @@ else:
 
 # Several destinations of one stage keep apart: slot = destination * _SLOTS + position among its tensors.
 _SLOTS = 256
+
+
+class Share(Protocol):
+    """(a replay that others help with) What of a step this rank computes."""
+
+    def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
+        """The first forward of a call of the schedule is about to be computed, with these external inputs."""
+
+    def skips(self, mb: int) -> bool:
+        """Somebody else computes it."""
+
+    def loss(self, mb: int) -> torch.Tensor:
+        """Of a microbatch that is skipped; it has its value from `combine` on."""
+
+    def combine(self) -> None:
+        """All microbatches of this rank are computed: the gradients become those of all."""
 
 
 class _Logged(_Base):
@@ -46,6 +63,14 @@ class _Logged(_Base):
     grad_scale: int
     columns: Sequence[LastingGroup] = ()
     """The groups over which DDP or FSDP may communicate in a forward or backward."""
+    share: Share | None = None
+    """While others help with a replay."""
+    changes_buffers = False
+    """A forward changes buffers (running statistics), so that each microbatch needs what the one before has left."""
+    loss_like: Any = None
+    """(last stage) What the loss function returns."""
+    skipped: int | None = None
+    """The microbatch whose forward was asked for last, if it is not computed here."""
 
     def _attach(self, channel: Channel, updates: Updates) -> None:
         self._channel = channel
@@ -72,8 +97,13 @@ class _Logged(_Base):
     def begin_step(self) -> None:
         self._calls = -1
 
+    @property
+    def call(self) -> int:
+        """Which call of the schedule in this step is under way, from 0."""
+        return max(self._calls, 0)
+
     def _microbatch(self, mb: int) -> int:
-        return max(self._calls, 0) * 65536 + mb
+        return self.call * 65536 + mb
 
     # --- sends and receives ---
 
@@ -102,6 +132,8 @@ class _Logged(_Base):
         return self._channel.groups.crosses(source, destination)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._skips(fwd_chunk_id):
+            return []
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         destinations = [
             stage
@@ -112,6 +144,8 @@ class _Logged(_Base):
         return self._sent(FORWARD, fwd_chunk_id, destinations, ops)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._skips(bwd_chunk_id):
+            return []
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         destinations = [
             stage
@@ -151,11 +185,16 @@ class _Logged(_Base):
         save_forward_output: bool = True,
     ) -> Any:
         mb = self._microbatch(fwd_chunk_id)
-        if fwd_chunk_id in self._awaiting_forward:
+        if self.share is not None and fwd_chunk_id == 0:
+            self.share.begin(self, args, kwargs or {}, save_forward_output)
+        self.skipped = fwd_chunk_id if self._skips(fwd_chunk_id) else None
+        if fwd_chunk_id in self._awaiting_forward and self.skipped is None:
             self._awaiting_forward.discard(fwd_chunk_id)
             self._fill(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)
         external = [*(args if self.is_first else ()), *(kwargs or {}).values()]
         self._channel.entered(self.stage_index, mb, [t for t in external if isinstance(t, torch.Tensor)])
+        if self.skipped is not None:
+            return None
         with self._channel.profile.computing(self.stage_index, FORWARD):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._channel.computed(FORWARD, fwd_chunk_id)
@@ -164,6 +203,8 @@ class _Logged(_Base):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
+        if self._skips(bwd_chunk_id):
+            return None
         if bwd_chunk_id in self._awaiting_backward:
             self._awaiting_backward.discard(bwd_chunk_id)
             self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
@@ -173,6 +214,15 @@ class _Logged(_Base):
         self.last_backward = False
         self._channel.computed(BACKWARD, bwd_chunk_id)
         return result
+
+    def _skips(self, mb: int) -> bool:
+        return self.share is not None and self.share.skips(mb)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Schedules call this when they have computed everything."""
+        if self.share is not None:
+            self.share.combine()
+        super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Schedules call this once all gradients of the stage are complete."""
@@ -238,6 +288,7 @@ class _Logged(_Base):
         _torch.reset_sharded(self.submod)
         with torch.no_grad():
             for buffer, value in self._buffers_before:
+                self.changes_buffers = self.changes_buffers or not same_bits(buffer, value)
                 buffer.copy_(value)
         self._buffers_before = []
         self._inferring = False
@@ -302,8 +353,16 @@ def logged_loss(stages: list[Any], channel: Channel) -> Callable[[Callable[..., 
         def loss(output: Any, target: Any, **kwargs: Any) -> Any:
             if last is not None and not last._inferring and isinstance(target, torch.Tensor):
                 channel.targeted(last.stage_index, target)
-            return loss_fn(output, target, **kwargs)
+            if last is not None and last.skipped is not None:
+                if kwargs:
+                    raise ReplayRefused("the loss function takes loss_kwargs, which helpers do not have")
+                return last.share.loss(last.skipped)
+            result = loss_fn(output, target, **kwargs)
+            if last is not None and last._inferring and isinstance(result, torch.Tensor):
+                last.loss_like = result.detach()
+            return result
 
+        loss.__wrapped__ = loss_fn  # type: ignore[attr-defined]
         return loss
 
     return wrapper

@@ -29,6 +29,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of one type and shape. NaN equals itself, and 0.0 is not -0.0."""
+    return torch.equal(as_bytes(one), as_bytes(other))
+
+
 def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """The bytes of a contiguous CPU tensor, shared with it."""
     return as_bytes(tensor).numpy()

@@ -441,7 +441,7 @@ def test_equal_manifests_have_no_difference_but_the_version() -> None:
 
 
 def test_memory_that_is_not_there_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(destination, "_available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(destination, "available_memory", lambda: 1 << 20)
     state = {"version": 3, "w": torch.zeros(1 << 19)}
     with pytest.raises(ReplayRefused, match="needs 2 MiB, 1 MiB are free"):
         copy([state])
@@ -451,8 +451,8 @@ def test_memory_that_is_not_there_is_said_before_it_is_taken(monkeypatch: pytest
     copy([tied], {"state.w": here, "state.v": here})
 
 
-def test_available_memory_is_known_here() -> None:
-    assert destination._available_memory() not in (None, 0)
+def testavailable_memory_is_known_here() -> None:
+    assert destination.available_memory() not in (None, 0)
 
 
 def test_large_new_tensors_are_like_others() -> None:

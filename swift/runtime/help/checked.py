@@ -1,0 +1,43 @@
+"""What a helper does with the tensors that its stage sends: the log has them already, or the owner gets them."""
+
+from collections.abc import Mapping
+
+import torch
+
+from swift.errors import Divergence
+from swift.log.record import RecordKey, digest_of
+from swift.runtime.tensors import byte_view, dtype_name, plain
+
+
+class Checked:
+    """A `Capture` (swift.runtime.capture) that writes nothing.
+
+    ``record``: compares with `logged`, by stream the digests that the log has; what it lacks is kept, until the owner
+    is given it (`lacking`): a stream has one writer. What a stage takes in from outside is the owner's to record.
+    """
+
+    def __init__(self, logged: Mapping[str, Mapping[RecordKey, bytes]]):
+        self._logged = logged
+        self.verified = 0
+        self.lacking: list[tuple[str, RecordKey, torch.Tensor]] = []
+
+    def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
+        if stream not in self._logged:
+            return
+        had = self._logged[stream].get(key)
+        if had is None:
+            self.lacking.append((stream, key, tensor.detach().clone()))
+            return
+        flat = plain(tensor)
+        digest = digest_of(dtype_name(tensor), tuple(tensor.shape), byte_view(flat).data)
+        if digest != had:
+            raise Divergence(
+                f"{stream} {key}: the tensor that a helper computed ({digest.hex()}) is not the logged one "
+                f"({had.hex()})"
+            )
+        self.verified += 1
+
+    def settle(self) -> None:
+        """Nothing was lent."""
+
+    drop = settle

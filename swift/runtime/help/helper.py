@@ -1,0 +1,264 @@
+"""A survivor that computes microbatches of a stage that is not its own.
+
+Its own module, optimizer and loader stay where they are, in memory, and are not touched: the stage is built beside
+them, without an optimizer. If memory does not suffice for both, this rank does not help. A digest of the whole state,
+taken before and after, says that it is what it was.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import xxhash
+
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift.checkpoint.state import split
+from swift.errors import RecordMissing, ReplayRefused, SwiftError
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.share import Share
+from swift.runtime import _torch
+from swift.runtime.channel import BACKWARD, FORWARD, Channel
+from swift.runtime.communicator import Interrupted
+from swift.runtime.destination import available_memory
+from swift.runtime.help.checked import Checked
+from swift.runtime.help.gradients import Addends
+from swift.runtime.help.line import Line, Post, Wire
+from swift.runtime.help.manifest import difference, named, stand
+from swift.runtime.help.microbatches import OneByOne
+from swift.runtime.help.owner import check_buffers
+from swift.runtime.help.shares import memory_needed
+from swift.runtime.stage import LoggedPipelineStage, logged_loss
+from swift.runtime.state import TrainerState
+from swift.runtime.tensors import byte_view, dtype_name
+
+_EVERY_STEP = 1 << 62
+
+MakeModule = Callable[[int], torch.nn.Module]
+
+
+class Helper:
+    """(restorer) ``run`` returns once the owner needs no more help, this rank's state as it was."""
+
+    def __init__(
+        self,
+        rank: int,
+        make_module: MakeModule,
+        wire: Wire,
+        channel: Channel,
+        state: TrainerState,
+        check: Callable[[], None],
+    ):
+        self._rank = rank
+        self._make_module = make_module
+        self._post = Post(wire)
+        self._channel = channel
+        self._state = state
+        self._check = check
+
+    def run(self, owner: int, plan: pb.Plan, job: str) -> None:
+        """Raises ReplayRefused if what was computed is not what was logged; Interrupted by a notice."""
+        before = state_digest(self._state)
+        asked, _ = self._post.read(owner)
+        if asked is None:
+            return
+        module, why = self._build(asked)
+        self._post.note(owner, {"why": why})
+        begin, _ = self._post.read(owner)
+        self._post.settle()
+        if why:
+            events.emit("help_declined", rank=self._rank, generation=plan.generation, owner=owner, reason=why)
+        if module is not None and begin is not None:
+            reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, job)
+            work = _Work(
+                self._rank, asked, begin, module, self._post, self._channel, self._state, self._check
+            )
+            try:
+                work.run(owner, reader)
+            finally:
+                work.close()
+                reader.close()
+            events.emit("helped", rank=self._rank, generation=plan.generation, owner=owner, **work.done())
+        if state_digest(self._state) != before:
+            self._state.present = False
+            raise ReplayRefused(
+                f"the state of rank {self._rank} changed while it helped rank {owner}: what session.help_replay was "
+                "given must make a module that shares nothing with the stage's own"
+            )
+
+    def _build(self, asked: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
+        """The stage's module, or why this rank does not help."""
+        own = {tensor.data_ptr() for tensor in split(self._state.state_dict())[0].values() if tensor.numel()}
+        try:
+            with _randomness_kept():
+                module = self._make_module(asked["stage"])
+        except Exception as error:  # noqa: BLE001  (the trainer's code, which training goes on without)
+            return None, f"the stage's module was not made: {type(error).__name__}: {error}"
+        if why := difference(asked["tensors"], module):
+            return None, f"another module than the owner's: {why}"
+        if own & {tensor.data_ptr() for _, tensor in named(module) if tensor.numel()}:
+            return None, "the module that was made shares memory with this rank's own stage"
+        weights = sum(tensor.nbytes for _, tensor in named(module))
+        # Who keeps single gradients is the second of three at least: the first lets autograd add.
+        needed = memory_needed(weights, -(-asked["microbatches"] // 3))
+        free = available_memory()
+        if free is not None and needed > free:
+            return None, f"it needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
+        return module, ""
+
+
+class _Work:
+    """One stage, replayed for its owner."""
+
+    def __init__(
+        self,
+        rank: int,
+        asked: dict[str, Any],
+        begin: dict[str, Any],
+        module: torch.nn.Module,
+        post: Post,
+        channel: Channel,
+        state: TrainerState,
+        check: Callable[[], None],
+    ):
+        (own,) = state.stages
+        (schedule,) = state.schedules
+        self._module = module
+        self._post = post
+        self._line = Line(post, begin["line"], rank, check)
+        self._first = begin["line"][0] == rank
+        self._from = begin["from"]
+        self._own = range(begin["first"], begin["behind"])
+        self._share = Share(
+            first=self._own.start, behind=self._own.stop, of=asked["microbatches"], below_step=_EVERY_STEP
+        )
+        self._logged: dict[str, dict[RecordKey, bytes]] = {}
+        self._checked = Checked(self._logged)
+        self._channel = channel.beside(self._checked)
+        index = asked["stage"]
+        stage: Any = LoggedPipelineStage(module, index, asked["of"], own.device, group=own.group)
+        stage.group_rank = stage.stage_index_to_group_rank[index]  # its neighbours are the owner's
+        stage._attach(self._channel, state.updates)
+        self._stage = stage
+        self._schedule = OneByOne(stage, asked["microbatches"], loss_fn=_torch.loss_function(schedule))
+        _torch.wrap_loss(self._schedule, logged_loss([stage], self._channel))
+        self._steps = self._verified = self._told = 0
+
+    def run(self, owner: int, reader: LogReader) -> None:
+        index = self._stage.stage_index
+        for kind in (
+            *([] if self._stage.is_last else [FORWARD]),
+            *([] if self._stage.is_first else [BACKWARD]),
+        ):
+            stream = self._channel.stream(index, kind)
+            self._logged[stream] = {}
+            with suppress(RecordMissing):  # the owner had logged nothing yet
+                self._logged[stream] = reader.digests(stream, self._from)
+        self._channel.begin_replay(reader, self._from, -1)
+        self._channel.want(self._share, self._from)
+        while (note := self._post.read(owner)[0]) is not None:
+            self._post.settle()
+            self._step(owner, note)
+        self._post.settle()
+
+    def _step(self, owner: int, note: dict[str, Any]) -> None:
+        step = note["step"]
+        self._channel.begin_step(step)
+        self._stage.begin_step()
+        tensors = [tensor for _, tensor in named(self._module)]
+        with torch.no_grad():
+            self._line.pass_down(tensors)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        losses, addends = self._compute(note)
+        with torch.no_grad():
+            self._line.pass_up(list(self._module.parameters()), addends)
+        check_buffers(buffers)
+        self._tell(owner, step, losses)
+        self._steps += 1
+
+    def _compute(self, note: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[list[torch.Tensor]]]:
+        """Losses by microbatch, and what each parameter's gradient is to be added."""
+        parameters = list(self._module.parameters())
+        ambient = stand(self._module, note)
+        # The first one's additions are the first ones: autograd's own sum has the right bits.
+        addends = None if self._first else Addends(parameters)
+        try:
+            with ambient:
+                losses = self._schedule.run(self._own, lambda mb: self._inputs(mb, note), self._target)
+        except (SwiftError, Interrupted):
+            raise
+        except Exception as error:  # the owner's did no such thing
+            raise ReplayRefused(f"microbatches of stage {self._stage.stage_index}: {error}") from error
+        finally:
+            if addends is not None:
+                addends.close()
+        if addends is not None:
+            return losses, addends.of
+        sums = [[] if parameter.grad is None else [parameter.grad] for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return losses, sums
+
+    def _inputs(self, mb: int, note: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        count, names = note["args"], note["kwargs"]
+        found = [
+            self._channel.external(self._stage.stage_index, "X", mb, slot)
+            for slot in range(count + len(names))
+        ]
+        return tuple(found[:count]), dict(zip(names, found[count:], strict=True))
+
+    def _target(self, mb: int) -> torch.Tensor:
+        return self._channel.external(self._stage.stage_index, "T", mb, 0)
+
+    def _tell(self, owner: int, step: int, losses: dict[int, torch.Tensor]) -> None:
+        lacking, self._checked.lacking[:] = list(self._checked.lacking), []
+        told = {
+            "losses": [[mb, dtype_name(loss), list(loss.shape)] for mb, loss in losses.items()],
+            "lacking": [
+                [stream, key.microbatch, key.slot, dtype_name(t), list(t.shape)] for stream, key, t in lacking
+            ],
+            "verified": self._checked.verified - self._verified,
+            "records": self._channel.records_read - self._told,
+            "microbatches": len(self._own),
+        }
+        self._verified, self._told = self._checked.verified, self._channel.records_read
+        self._post.note(owner, told, [*losses.values(), *(tensor for _, _, tensor in lacking)])
+
+    def done(self) -> dict[str, float]:
+        return {
+            "stage": self._stage.stage_index,
+            "steps": self._steps,
+            "microbatches": self._channel.microbatches_replayed,
+            "verified": self._checked.verified,
+            "records": self._channel.records_read,
+            "log_wait_s": self._channel.log_wait_s,
+        }
+
+    def close(self) -> None:
+        self._channel.end_replay()
+
+
+def state_digest(state: TrainerState) -> str:
+    """XXH3 over names, types, shapes and bytes of everything that a checkpoint would hold."""
+    tensors, rest = split(state.state_dict())
+    found = xxhash.xxh3_128(json.dumps(rest).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
+        found.update(byte_view(tensor).data)
+    return found.hexdigest()
+
+
+@contextmanager
+def _randomness_kept() -> Iterator[None]:
+    """A trainer's module may be made from a seed that it sets."""
+    kept = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(kept)

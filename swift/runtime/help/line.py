@@ -1,0 +1,238 @@
+"""Tensors along a line of ranks: weights down from the owner, gradients up to it, bucket by bucket.
+
+Each rank passes a bucket on while the next one arrives, so a line of d ranks takes hardly longer than one hop: for G
+bytes in buckets of b, (G + (d - 2) b) / B each way, B being the bandwidth between two ranks. Up and down together
+are 2 G bytes in and out of a rank, as a ring all-reduce has (2 (d - 1) / d G), whatever the order of additions.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from swift.errors import ReplayRefused
+from swift.runtime.help.gradients import added
+from swift.runtime.tensors import as_bytes
+
+BUCKET_BYTES = 4 << 20
+# Transfers under way at once, each way.
+_IN_FLIGHT = 4
+_NOTE_BYTES_MAX = 1 << 28
+# Above those of a replica's copy, below those of collectives (`swift.runtime.transport`). A bucket's number is added.
+_TAG_NOTE, _TAG_PAYLOAD = 1 << 16, (1 << 16) + 1
+_TAG_WEIGHTS, _TAG_GRADIENTS = 1 << 17, 1 << 18
+
+
+class Pending(Protocol):
+    def wait(self) -> Any:
+        """Returns when the bytes are moved. Raises RuntimeError if they never will be."""
+
+
+class Wire(Protocol):
+    """Point to point, by rank, contiguous tensors, in order for each pair and tag. (`LastingGroup` is one.)"""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending: ...
+
+
+class Post:
+    """Sends without waiting, and keeps what is under way alive."""
+
+    def __init__(self, wire: Wire):
+        self._wire = wire
+        self._sends: deque[tuple[torch.Tensor, Pending]] = deque()
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, *, at_most: int = 0) -> None:
+        """`at_most`: so many may be under way behind it; 0: any number."""
+        self._sends.append((tensor, self._wire.send([tensor], to, tag)))
+        while at_most and len(self._sends) > at_most:
+            self._sends.popleft()[1].wait()
+
+    def settle(self) -> None:
+        """Waits until all that was sent has arrived."""
+        while self._sends:
+            self._sends.popleft()[1].wait()
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+        return self._wire.recv([tensor], source, tag)
+
+    def note(self, to: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """JSON, and tensors whose types and shapes it tells."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        payload = torch.cat([as_bytes(t) for t in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
+        self.send(torch.tensor([data.numel(), payload.numel()]), to, _TAG_NOTE)
+        self.send(data, to, _TAG_NOTE)
+        if payload.numel():
+            self.send(payload, to, _TAG_PAYLOAD)
+
+    def read(self, source: int) -> tuple[Any, torch.Tensor]:
+        """A note and the bytes of its tensors. Waits until it comes."""
+        sizes = torch.zeros(2, dtype=torch.int64)
+        self.receive(sizes, source, _TAG_NOTE).wait()
+        length, size = sizes.tolist()
+        if not 0 < length <= _NOTE_BYTES_MAX or size < 0:
+            raise ReplayRefused(f"rank {source} sent something else than a note; run one version of swift")
+        data = torch.empty(length, dtype=torch.uint8)
+        self.receive(data, source, _TAG_NOTE).wait()
+        payload = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self.receive(payload, source, _TAG_PAYLOAD).wait()
+        return json.loads(data.numpy().tobytes()), payload
+
+
+def taken_apart(
+    payload: torch.Tensor, like: Sequence[tuple[torch.dtype, Sequence[int]]]
+) -> list[torch.Tensor]:
+    """The tensors of a note, of these types and shapes."""
+    found, at = [], 0
+    for dtype, shape in like:
+        tensor = torch.empty(list(shape), dtype=dtype)
+        size = tensor.nbytes
+        as_bytes(tensor).copy_(payload[at : at + size])
+        found.append(tensor)
+        at += size
+    return found
+
+
+def buckets(tensors: Sequence[torch.Tensor], size: int) -> list[list[int]]:
+    """Indices of `tensors` in runs of one type, of at most `size` bytes unless one tensor has more."""
+    found: list[list[int]] = []
+    held = 0
+    for index, tensor in enumerate(tensors):
+        if not found or held + tensor.nbytes > size or tensors[found[-1][-1]].dtype != tensor.dtype:
+            found.append([])
+            held = 0
+        found[-1].append(index)
+        held += tensor.nbytes
+    return found
+
+
+class Line:
+    """This rank's place in the line `ranks`, whose last one is the owner."""
+
+    def __init__(
+        self,
+        post: Post,
+        ranks: Sequence[int],
+        own: int,
+        check: Callable[[], None],
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        """`check` is called between buckets: it raises what ends the wait for a line that is gone."""
+        at = list(ranks).index(own)
+        self._post = post
+        self._check = check
+        self._bucket_bytes = bucket_bytes
+        self._before = ranks[at - 1] if at else None  # whose microbatches come before this rank's
+        self._behind = ranks[at + 1] if at + 1 < len(ranks) else None
+
+    def pass_down(self, tensors: Sequence[torch.Tensor]) -> None:
+        """(owner) Gives its tensors to all; (helper) takes them in. They have the same shapes and types on all."""
+        runs = buckets(tensors, self._bucket_bytes)
+        arriving = self._arrivals(tensors, runs, self._behind, _TAG_WEIGHTS)
+        for number, run in enumerate(runs):
+            self._check()
+            mine = self._behind is None
+            room = _packed(tensors, run) if mine else next(arriving)
+            if self._before is not None and room.numel():
+                self._post.send(room, self._before, _TAG_WEIGHTS + number, at_most=_IN_FLIGHT)
+            if not mine:
+                for index, part in zip(run, _parts(room, tensors, run), strict=True):
+                    tensors[index].copy_(part)
+
+    def _arrivals(
+        self, tensors: Sequence[torch.Tensor], runs: Sequence[Sequence[int]], source: int | None, tag: int
+    ) -> Iterator[torch.Tensor]:
+        """What comes from `source`, run by run; empty ones are not sent. Some are waited for ahead."""
+        arriving: deque[tuple[torch.Tensor, Pending | None]] = deque()
+        for number in range(len(runs) + _IN_FLIGHT):
+            if number < len(runs):
+                room = _room(tensors, runs[number])
+                pending = None
+                if source is not None and room.numel():
+                    pending = self._post.receive(room, source, tag + number)
+                arriving.append((room, pending))
+            if number >= _IN_FLIGHT - 1 and arriving:
+                room, pending = arriving.popleft()
+                if pending is not None:
+                    pending.wait()
+                yield room
+
+    def pass_up(
+        self, parameters: Sequence[torch.Tensor], addends: list[list[torch.Tensor]]
+    ) -> list[torch.Tensor | None]:
+        """Adds this rank's addends to what comes from before it, and passes it on. (owner) The sums.
+
+        `addends` of each parameter, in their order; they are used up. A parameter that nobody has used has no sum.
+        """
+        there = self._present(parameters, addends)
+        runs = buckets(parameters, self._bucket_bytes)
+        incoming = [[index for index in run if there[index]] for run in runs]
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        arriving = self._arrivals(parameters, incoming, self._before, _TAG_GRADIENTS)
+        for number, run in enumerate(runs):
+            self._check()
+            room = next(arriving)
+            parts = dict(zip(incoming[number], _parts(room, parameters, incoming[number]), strict=True))
+            for index in run:
+                sums[index] = added(parts.get(index), addends[index])
+                addends[index] = []
+            if self._behind is not None:
+                self._send_on(number, run, incoming[number], room, sums)
+        return sums
+
+    def _present(self, parameters: Sequence[torch.Tensor], addends: list[list[torch.Tensor]]) -> list[bool]:
+        """Which have a gradient from before; and tells the next one which have one now."""
+        for parameter, mine in zip(parameters, addends, strict=True):
+            if any(addend.layout is not torch.strided or addend.dtype != parameter.dtype for addend in mine):
+                raise ReplayRefused(
+                    "a gradient is sparse or of another type than its parameter: replay alone"
+                )
+        mask = torch.zeros(len(parameters), dtype=torch.uint8)
+        if self._before is not None:
+            self._post.receive(mask, self._before, _TAG_GRADIENTS - 1).wait()
+        there = [bool(value) for value in mask.tolist()]
+        if self._behind is not None:
+            now = [before or bool(mine) for before, mine in zip(there, addends, strict=True)]
+            self._post.send(torch.tensor(now, dtype=torch.uint8), self._behind, _TAG_GRADIENTS - 1)
+        return there
+
+    def _send_on(
+        self,
+        number: int,
+        run: list[int],
+        incoming: list[int],
+        room: torch.Tensor,
+        sums: list[torch.Tensor | None],
+    ) -> None:
+        assert self._behind is not None
+        present = [index for index in run if sums[index] is not None]
+        if present != incoming:  # else the sums lie in the room that they came in
+            room = torch.cat([_flat(total) for total in sums if total is not None])
+        if room.numel():
+            self._post.send(room, self._behind, _TAG_GRADIENTS + number, at_most=_IN_FLIGHT)
+        for index in run:
+            sums[index] = None
+
+
+def _room(tensors: Sequence[torch.Tensor], run: Sequence[int]) -> torch.Tensor:
+    numel = sum(tensors[index].numel() for index in run)
+    return torch.empty(numel, dtype=tensors[run[0]].dtype if run else torch.uint8)
+
+
+def _packed(tensors: Sequence[torch.Tensor], run: Sequence[int]) -> torch.Tensor:
+    """By way of bytes: not every type of element can be joined."""
+    return torch.cat([as_bytes(tensors[index]) for index in run]).view(tensors[run[0]].dtype)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def _parts(room: torch.Tensor, tensors: Sequence[torch.Tensor], run: Sequence[int]) -> list[torch.Tensor]:
+    """Views of the room in the shapes of the tensors."""
+    pieces = torch.split(room, [tensors[index].numel() for index in run]) if run else ()
+    return [piece.view(tensors[index].shape) for piece, index in zip(pieces, run, strict=True)]

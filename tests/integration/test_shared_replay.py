@@ -1,0 +1,169 @@
+"""Ranks that help to replay a lost stage: real processes, real kills, every bit compared. docs/replay.md."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.trainer_world import Run, run_trainer
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_trainer(
+        tmp_path_factory.mktemp("helping-twin"), "helping.py", "exact", STEPS, ranks=4, faults=[]
+    )
+
+
+def shared(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for recovery in report["recoveries"] for one in recovery["shared_replays"]]
+
+
+def test_the_first_and_the_last_stage(twins: Twins, tmp_path: Path) -> None:
+    """Seven microbatches for three ranks; each victim's replay is shared."""
+    specs = ["rank=0,step=4", "rank=3,step=9,phase=backward"]
+    arguments = ["--helpers", "2", "--microbatches", "7", "--spares", "2"]
+    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert [(one["rank"], one["helpers"]) for one in shared(report)] == [(0, [1, 2]), (3, [2, 1])]
+    for one, recovery in zip(shared(report), report["recoveries"], strict=True):
+        assert one["shares"] == [3, 2, 2]
+        assert one["alone_because"] == ""
+        assert one["steps"] > 0
+        assert list(one["microbatches"].values()) == [3 * one["steps"], 2 * one["steps"]]
+        # A survivor that lags by a step replays it beside: there the two feed each other, alone.
+        assert recovery["steps_replayed"] >= one["steps"]
+        assert recovery["verified_sends"] > 0
+
+
+def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
+    """Its rank is replayed as well; the first owner goes on from where it was."""
+    specs = ["rank=2,step=9", "rank=1,phase=replay,microbatch=1"]
+    arguments = ["--helpers", "2", "--microbatches", "7", "--spares", "2"]
+    outcome = drill(*arguments, *kills(*specs), twins=twins, at=tmp_path)
+    report = passed(outcome)
+    assert report["exact"] is True
+    assert len(report["recoveries"]) == 1
+    assert len(report["recoveries"][0]["generations"]) == 2
+    names = [
+        (event["event"], event["rank"]) for event in report["timeline"] if event["event"] == "help_begin"
+    ]
+    assert ("help_begin", 2) in names
+
+
+def helping(directory: Path, mode: str, rank: int = 2) -> Run:
+    # By then all ranks are in that step.
+    fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward"}
+    return run_trainer(directory, "helping.py", mode, STEPS, ranks=4, faults=[fault])
+
+
+def said(run: Run, name: str) -> list[dict[str, Any]]:
+    return [event for event in run["events"] if event["event"] == name]
+
+
+def same(run: Run, twin: Run) -> None:
+    """Bit for bit, at the end and at the recovery."""
+    for name, digests in twin["digests"].items():
+        assert run["digests"][name] == digests, name
+    recovered = [name for name in run["digests"] if "-g" in name]
+    assert {name.split("-")[0] for name in recovered} == {f"rank{rank}" for rank in range(4)}
+    for name in recovered:
+        assert run["digests"][name] == twin["digests"][name.split("-g")[0] + ".json"]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 3])
+def test_what_trainers_do(rank: int, twin: Run, tmp_path: Path) -> None:
+    run = helping(tmp_path, "exact", rank)
+    (begun,) = said(run, "help_begin")
+    assert begun["shares"] == [2, 2, 1]  # a fourth rank would not make the largest share smaller
+    assert begun["declined"] == {}
+    (replay,) = said(run, "replay_end")
+    assert replay["shared_steps"] == replay["steps"] == 3
+    # A microbatch: one tensor sent, two from outside (at the end: one, and targets). A step: a norm.
+    assert replay["verified"] + replay["filled"] == 3 * (5 * 3 + 1)
+    helped = said(run, "helped")
+    assert sorted(event["microbatches"] for event in helped) == [6, 6]
+    assert not said(run, "refused")
+    same(run, twin)
+
+
+def test_a_helper_that_computes_something_else_is_found_out(twin: Run, tmp_path: Path) -> None:
+    """The stage is replayed again, without help."""
+    run = helping(tmp_path, "wrong")
+    (refused, *_) = said(run, "refused")
+    assert "the tensor that a helper computed" in refused["reason"]
+    first, last = said(run, "plan")
+    assert first["help"]
+    assert "help" not in last
+    assert [entry["strategy"] for entry in last["ranks"]].count("REPLAY") == 1
+    (replay,) = said(run, "replay_end")
+    assert replay["shared_steps"] == 0
+    same(run, twin)
+
+
+@pytest.mark.matrix
+def test_whoever_cannot_help_does_not(twin: Run, tmp_path: Path) -> None:
+    run = helping(tmp_path, "unable")
+    (begun,) = said(run, "help_begin")
+    assert begun["helpers"] == []
+    assert "shares memory" in begun["declined"]["0"]
+    assert "no room" in begun["declined"]["1"]
+    assert "another module than the owner's" in begun["declined"]["3"]
+    (replay,) = said(run, "replay_end")
+    assert replay["shared_steps"] == 0
+    assert replay["steps"] == 3
+    same(run, twin)
+
+
+@pytest.mark.matrix
+def test_buffers_that_a_forward_changes(tmp_path: Path) -> None:
+    twin = run_trainer(tmp_path / "twin", "helping.py", "stateful", STEPS, ranks=4, faults=[])
+    run = helping(tmp_path / "run", "stateful")
+    (end,) = said(run, "help_end")
+    assert "changes buffers" in end["reason"]
+    assert end["steps"] == 0
+    same(run, twin)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("schedule", "rank"), [("1f1b", 0), ("gpipe", 1), ("1f1b", 3)])
+@pytest.mark.parametrize("microbatches", [4, 7])
+@pytest.mark.parametrize("helpers", [0, 1, 2, 3])
+def test_every_number_of_workers(
+    helpers: int, microbatches: int, schedule: str, rank: int, twins: Twins, tmp_path: Path
+) -> None:
+    arguments = ["--helpers", str(helpers), "--microbatches", str(microbatches), "--schedule", schedule]
+    report = passed(drill(*arguments, *kills(f"rank={rank},step=9,microbatch=2"), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    workers = [one["workers"] for one in shared(report)]
+    largest = -(-microbatches // min(1 + helpers, microbatches))
+    assert workers == ([-(-microbatches // largest)] if helpers else [])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("lost", "workers"), [([5], [4]), ([0, 4], [3, 3]), ([2, 3], [])])
+def test_eight_ranks(lost: list[int], workers: list[int], twins: Twins, tmp_path: Path) -> None:
+    """One lost; two that are no neighbours (six ranks are left to help, of which one may lag); two that are."""
+    arguments = ["--stages", "8", "--helpers", "3", "--microbatches", "8", "--spares", "2"]
+    specs = [f"rank={rank},step=9,phase=idle" for rank in lost]
+    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
+    assert len(report["recoveries"]) == 1
+    found = [one["workers"] for one in shared(report)]
+    assert len(found) == len(workers)
+    assert all(mine >= least for mine, least in zip(found, workers, strict=True))
+
+
+@pytest.mark.matrix
+def test_the_owner_is_killed_again(twins: Twins, tmp_path: Path) -> None:
+    """Its helpers are as they were, and help whoever takes its place."""
+    arguments = ["--helpers", "2", "--microbatches", "7", "--spares", "2"]
+    specs = ["rank=2,step=9", "rank=2,phase=replay,microbatch=5"]
+    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert len(report["recoveries"][0]["generations"]) == 2
+    assert [one["workers"] for one in shared(report)] == [3]

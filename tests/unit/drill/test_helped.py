@@ -1,0 +1,58 @@
+"""Shared replays in the report: who shared, and whether what was planned took place."""
+
+from typing import Any
+
+import pytest
+
+from swift.drill import helped
+from swift.drill.timeline import Recovery
+
+
+def recovery(steps: int | None = 4, why: str = "", declined: dict[str, str] | None = None) -> Recovery:
+    helpers = [] if declined else [1, 3]
+    begun: dict[str, Any] = {
+        "rank": 2,
+        "helpers": helpers,
+        "shares": [3, 3, 2][: 1 + len(helpers)],
+    }
+    return Recovery(
+        began_t=0.0,
+        generations=[2],
+        planned={2: {"help": [{"owner": 2, "helpers": [1, 3], "until": 9}]}},
+        helps=[] if steps is None else [{**begun, "declined": declined or {}}],
+        left=[{"rank": 2, "reason": why}],
+        helped=[{"rank": 1, "owner": 2, "microbatches": 12}, {"rank": 3, "owner": 2, "microbatches": 12}],
+        replays=[{"rank": 2, "shared_steps": steps}],
+    )
+
+
+def test_who_did_what() -> None:
+    (one,) = helped.replays([recovery()])
+    assert one["workers"] == 3
+    assert one["microbatches"] == {"1": 12, "3": 12}
+    assert helped.words(one) == "rank 2 and 1, 3 (3 + 3 + 2 microbatches of a step): 4 steps"
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "detail"),
+    [
+        (recovery(), True, ""),
+        (recovery(0, "a forward changes buffers"), False, "rank 2: a forward changes buffers"),
+        (recovery(0, declined={"1": "no room"}), False, "no room"),
+        (recovery(None), None, "not in the trace"),
+    ],
+)
+def test_planned_help_was_given(given: Recovery, answer: bool | None, detail: str) -> None:
+    (check,) = helped.check(2, [given])
+    assert check.answer is answer
+    assert detail in check.detail
+
+
+def test_without_helpers_nothing_is_asked() -> None:
+    assert helped.check(0, [recovery()]) == []
+
+
+def test_help_that_was_not_planned_is_not_missed() -> None:
+    alone = Recovery(began_t=0.0, generations=[2], planned={2: {}})
+    (check,) = helped.check(2, [alone])
+    assert check.answer is True
