@@ -13,6 +13,7 @@ BENCHMARKS = {
     "soak": "the log at full rate under kills: every acknowledged record compared, memory over time",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
     "plan": "the planner's processor time for a thousand stages",
+    "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
     "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }
 

@@ -1,0 +1,186 @@
+"""`swift-ft bench replay`: how long a replayed step takes, alone and with helpers, over the step as it was.
+
+    for 0, 1, 2 … helpers: a pipeline of P ranks trains, rank 1 is killed, its steps are replayed from the first on
+
+Stages take a fixed time t for a microbatch (they wait, and compute next to nothing), since two cores would hide what
+sharing gains. Everything else is real: processes, log servers, what is read and compared, gradients along the line.
+
+    step     (M + P - 1) t      the pipeline fills once
+    replay   ceil(M / d) t      d ranks share the microbatches; nothing to wait for but the log, and gradients
+
+A ratio is the median replayed step over the median step of the same run; the first replayed step is left out, in which
+shapes are inferred and modules built. The bound is the ratio of the two lines above: no transfer, no bookkeeping.
+"""
+
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift import events
+from swift.arguments import Parser
+from swift.bench import output
+from swift.drill.cluster import Cluster
+from swift.errors import ServiceError, UsageError
+
+VICTIM = 1
+GOAL_ALONE, GOAL_SHARED = 1.15, 1.25
+"""Of ratio / bound."""
+_RANKS = Path(__file__).with_name("replay_ranks.py")
+_PATIENCE_S = 180.0
+_POLL_S = 0.02
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="swift-ft bench replay",
+        description="Measures a replayed step over the step as it was, alone and with helpers, beside the bound.",
+    )
+    output.add_json(parser)
+    add = parser.add_argument
+    add("--stages", type=int, default=4, metavar="P", help="pipeline ranks (default %(default)s)")
+    add("--microbatches", type=int, default=12, metavar="M", help="default %(default)s")
+    add("--steps", type=int, default=8, metavar="N", help="to replay (default %(default)s)")
+    add(
+        "--milliseconds", type=float, default=24.0, metavar="T", help="for a microbatch (default %(default)s)"
+    )
+    add("--width", type=int, default=512, metavar="W", help="W * W parameters a stage (default %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    if arguments.stages < 3 or arguments.microbatches < arguments.stages or arguments.steps < 3:
+        raise UsageError("give --stages and --steps of 3 or more, and as many --microbatches as stages")
+    if arguments.milliseconds <= 0 or arguments.width < 1:
+        raise UsageError("--milliseconds and --width take more than 0")
+    output.check_json(arguments.json)
+    on = output.machine()
+    shape = {
+        "stages": arguments.stages,
+        "microbatches": arguments.microbatches,
+        "steps": arguments.steps,
+        "microbatch_s": arguments.milliseconds / 1000,
+        "gradient_bytes": 4 * (arguments.width**2 + arguments.width),
+        "width": arguments.width,
+    }
+    cases = [case(shape, measured(shape, helpers)) for helpers in range(arguments.stages)]
+    result = {
+        "bench": "replay",
+        "machine": on,
+        "compute": "stages of a fixed latency",
+        **shape,
+        "cases": cases,
+    }
+    print(table(result))
+    output.write_json(arguments.json, result)
+    return 0
+
+
+# --- what comes out ---
+
+
+def bound(microbatches: int, stages: int, workers: int) -> float:
+    return -(-microbatches // workers) / (microbatches + stages - 1)
+
+
+def case(shape: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """One number of helpers: medians, their ratio, and how it stands to the bound."""
+    step, replayed = statistics.median(found["steps_s"]), statistics.median(found["replayed_s"])
+    least = bound(shape["microbatches"], shape["stages"], found["workers"])
+    goal = GOAL_ALONE if found["workers"] == 1 else GOAL_SHARED
+    over = replayed / step / least
+    return {
+        "workers": found["workers"],
+        "step_s": round(step, 6),
+        "replayed_step_s": round(replayed, 6),
+        "ratio": round(replayed / step, 4),
+        "bound": round(least, 4),
+        "over_bound": round(over, 4),
+        "goal": goal,
+        "met": over <= goal,
+        "waited_for_log_share": round(found["log_wait_s"] / found["replay_s"], 4),
+        **{name: [round(value, 6) for value in found[name]] for name in ("steps_s", "replayed_s")},
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    size = result["gradient_bytes"] / 1e6
+    lines = [
+        f"{result['stages']} stages, {result['microbatches']} microbatches of {result['microbatch_s'] * 1000:g} ms "
+        f"(waited, not computed), {size:.2f} MB of gradients a stage, {result['steps']} steps; "
+        f"{result['machine']}",
+        "",
+        f"{'ranks':>5}{'step':>10}{'replayed':>10}{'ratio':>8}{'bound':>8}{'over':>8}{'goal':>7}{'for the log':>13}",
+    ]
+    for one in result["cases"]:
+        lines.append(
+            f"{one['workers']:>5}{one['step_s'] * 1000:>7.1f} ms{one['replayed_step_s'] * 1000:>7.1f} ms"
+            f"{one['ratio']:>8.3f}{one['bound']:>8.3f}{one['over_bound']:>8.2f}{one['goal']:>7.2f}"
+            f"{one['waited_for_log_share']:>12.0%} {'met' if one['met'] else 'NOT MET'}"
+        )
+    return "\n".join(lines)
+
+
+# --- one run ---
+
+
+def measured(shape: Mapping[str, Any], helpers: int) -> dict[str, Any]:
+    """Seconds of the victim's steps, before it was killed and replayed, and by how many ranks."""
+    steps = int(shape["steps"])
+    fault = {"id": "f0", "rank": VICTIM, "step": steps, "microbatch": 0, "phase": "forward"}
+    forward_s = shape["microbatch_s"] / 3
+    words = [shape["stages"], shape["microbatches"], steps + 1, shape["width"], forward_s, helpers]
+    with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
+        cluster = Cluster(
+            Path(place),
+            ranks=int(shape["stages"]),
+            spares=1,
+            trainer=[str(_RANKS)],
+            trainer_arguments=[str(word) for word in words],
+            faults=json.dumps([fault]),
+        )
+        with cluster:
+            deadline = (
+                time.monotonic() + _PATIENCE_S + 10 * steps * shape["microbatches"] * shape["microbatch_s"]
+            )
+            while (code := cluster.poll()) is None:
+                if time.monotonic() > deadline:
+                    raise ServiceError(f"the run did not end\n{cluster.output_tail()}")
+                time.sleep(_POLL_S)
+            if code != 0:
+                raise ServiceError(f"the run ended with exit code {code}\n{cluster.output_tail()}")
+        return from_trace(events.read(Path(place) / "events"), helpers)
+
+
+def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int) -> dict[str, Any]:
+    """ServiceError: the replay was not what was asked for."""
+    mine = [event for event in trace if event.get("rank") == VICTIM]
+    ended: dict[bool, list[float]] = {False: [], True: []}
+    killed = next(event["t"] for event in mine if event["event"] == "fault")
+    for event in mine:
+        if event["event"] == "step_end" and (event["replay"] or event["t"] < killed):
+            ended[bool(event["replay"])].append(float(event["t"]))
+    end = next((event for event in mine if event["event"] == "replay_end"), None)
+    if end is None or len(ended[True]) < 3:
+        raise ServiceError("the lost rank was not replayed")
+    begun = next((event for event in mine if event["event"] == "help_begin"), None)
+    given = len(begun["helpers"]) if begun is not None else 0
+    if helpers and end["shared_steps"] != end["steps"]:
+        raise ServiceError(f"{end['shared_steps']} of {end['steps']} steps were shared")
+    return {
+        "workers": 1 + given,
+        # From one end to the next: a step that waits for its neighbours begins before they are there.
+        "steps_s": _gaps(ended[False]),
+        "replayed_s": _gaps(ended[True]),
+        "replay_s": ended[True][-1] - ended[True][0],
+        "log_wait_s": end["log_wait_s"],
+    }
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(times)]

@@ -1,0 +1,77 @@
+"""The trainer of `swift-ft bench replay`: stages that take a fixed time for a microbatch, whatever the cores do.
+
+Run by the launcher: ``replay_ranks.py STAGES MICROBATCHES STEPS WIDTH FORWARD_S HELPERS``
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
+
+import swift
+
+BACKWARD = 2
+"""Times a forward: a backward has two products of the same size to compute."""
+
+
+class _Sleep(torch.autograd.Function):
+    """As a device would take it: the rank's thread waits, and no core is busy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(BACKWARD * ctx.seconds)
+        return gradients[0], None
+
+
+class Stage(nn.Module):
+    """[1, WIDTH] -> [1, WIDTH]; WIDTH squared parameters, hardly anything to compute with them."""
+
+    def __init__(self, width: int, forward_s: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.forward_s = forward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(self.linear(x), self.forward_s)  # type: ignore[no-untyped-call]
+        return torch.tanh(out)
+
+
+def main(argv: list[str]) -> None:
+    stages, microbatches, steps, width, helpers = (int(argv[i]) for i in (0, 1, 2, 3, 5))
+    forward_s = float(argv[4])
+    with swift.Session.from_env(seed=1, checkpoint_every=1_000_000, helpers=helpers) as session:
+        module = Stage(width, forward_s)
+        stage = session.pipeline_stage(module, session.rank, stages)
+        schedule = Schedule1F1B(stage, microbatches, loss_fn=nn.functional.mse_loss)
+        optimizer = session.optimizer(torch.optim.SGD(module.parameters(), lr=0.01))
+        session.register(schedule=schedule)
+        session.help_replay(lambda _index: Stage(width, forward_s))
+
+        def train_step(step: int) -> None:
+            batch = torch.randn(microbatches, width, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            if session.rank == 0:
+                schedule.step(batch)
+            elif session.rank == stages - 1:
+                schedule.step(target=batch, return_outputs=False)
+            else:
+                schedule.step()
+            optimizer.step()
+
+        session.run(train_step, num_steps=steps)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)
