@@ -340,13 +340,13 @@ class Checkers:
                         f"record {sequence} of {stream} was acknowledged after reset {reset} was answered, "
                         "and is dropped by it",
                     )
-        # What was damaged stays so: a power cut may bring removed files back.
-        self.lossy.difference_update(streams)
 
     def reset_answered(self, server: str, reset: Reset) -> None:
         if reset <= self._answered.get(server, _NONE):
             return
         self._answered[server] = reset
+        # Before that a kill may undo it. What was damaged stays so: a power cut may bring removed files back.
+        self.lossy -= {stream for stream in self.lossy if stream.startswith(f"{server}/")}
         for stream, acked in self._acked.items():
             for sequence, record in acked.items() if stream.startswith(f"{server}/") else ():
                 if record.dropped_before < reset:
