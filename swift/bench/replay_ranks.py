@@ -5,32 +5,16 @@ Run by the launcher: ``replay_ranks.py STAGES MICROBATCHES STEPS WIDTH FORWARD_S
 
 import os
 import sys
-import time
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import swift
+from swift.drill.model import paced
 
 BACKWARD = 2
 """Times a forward: a backward has two products of the same size to compute."""
-
-
-class _Sleep(torch.autograd.Function):
-    """As a device would take it: the rank's thread waits, and no core is busy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(BACKWARD * ctx.seconds)
-        return gradients[0], None
 
 
 class Stage(nn.Module):
@@ -42,8 +26,7 @@ class Stage(nn.Module):
         self.forward_s = forward_s
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(self.linear(x), self.forward_s)  # type: ignore[no-untyped-call]
-        return torch.tanh(out)
+        return torch.tanh(paced(self.linear(x), self.forward_s, BACKWARD * self.forward_s))
 
 
 def main(argv: list[str]) -> None:

@@ -20,15 +20,21 @@ class _Paced(torch.autograd.Function):
     """Takes its time, once in the forward and once in the backward; changes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, config: ModelConfig) -> Tensor:
-        ctx.seconds = config.backward_s
-        time.sleep(config.forward_s)
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.seconds = backward_s
+        time.sleep(forward_s)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.seconds)
-        return gradients[0], None
+        return gradients[0], None, None
+
+
+def paced(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    """`x`, after a wait of `forward_s`; its gradient comes after one of `backward_s`. As a device would take them: the
+    rank's thread waits, and no core is busy."""
+    return _Paced.apply(x, forward_s, backward_s)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Block(nn.Module):
@@ -81,7 +87,7 @@ class StageModule(nn.Module):
             else:
                 x = block(x)
         if self.config.forward_s and torch.is_grad_enabled():
-            x = _Paced.apply(x, self.config)  # type: ignore[no-untyped-call]
+            x = paced(x, self.config.forward_s, self.config.backward_s)
         return self.head(self.norm(x)) if self.last else x
 
 

@@ -184,12 +184,13 @@ class Channel:
         began = time.perf_counter()
         try:
             record = cursor.get(key, RECORD_TIMEOUT_S, self._cancelled)
-            self.profile.read(record.body.nbytes, time.perf_counter() - began)
         except RecordMissing as error:
             raise ReplayRefused(f"{stream} has no record {key} and nobody wrote it: {error}") from None
         finally:
             self._check()  # a wait that was cancelled ends as Interrupted, whatever the cursor raised
-        self.log_wait_s += time.perf_counter() - began
+        waited_s = time.perf_counter() - began
+        self.log_wait_s += waited_s
+        self.profile.read(record.body.nbytes, waited_s)
         self.records_read += 1
         return record
 

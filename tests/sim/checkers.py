@@ -177,6 +177,8 @@ class Checkers:
         self._dropped: dict[tuple[str, int], set[int]] = {}
         """(writer, stream) -> the steps that it has dropped records of and not declared yet."""
         self._acked: dict[str, dict[int, _Acked]] = {}
+        self._forgotten: dict[str, list[_Acked]] = {}
+        """Of damaged streams: what was acknowledged with a sequence that another record has now."""
         self._begins: dict[str, int] = {}
         """stream -> the first sequence behind its last reset"""
         self.acks = 0
@@ -244,8 +246,9 @@ class Checkers:
                 known.after = max(known.after, answered)
                 known.by.add(server)
             elif stream in self.damaged:
-                # Where nobody can tell how far the damage goes, what was behind it is forgotten and declared lost, and
-                # its sequences are given again.
+                # Where nobody can tell how far the damage goes, what was behind it is forgotten and its sequences are
+                # given again. Readers must be refused until it is trimmed.
+                self._forgotten.setdefault(stream, []).append(known)
                 acked[sequence] = _Acked(
                     seen.key, seen.body, seen.generation, answered, known.dropped_before, {server}
                 )
@@ -263,6 +266,7 @@ class Checkers:
         gone = self._gone.setdefault(server, set())
         for stream in [stream for stream in self._acked if stream.startswith(f"{server}/")]:
             gone.update((stream, record.key[0]) for record in self._acked.pop(stream).values())
+            self._forgotten.pop(stream, None)
             self._begins.pop(stream, None)
         for streams in (self.damaged, self.lossy):
             streams.difference_update([stream for stream in streams if stream.startswith(f"{server}/")])
@@ -333,6 +337,7 @@ class Checkers:
         self._dropped_by[server] = max(reset, self._dropped_by.get(server, _NONE))
         for stream, goes_on_at in streams.items():
             self._begins[stream] = goes_on_at
+            self._forgotten.pop(stream, None)
             for sequence, acked in self._acked.pop(stream, {}).items():
                 if acked.after >= reset:
                     raise Violation(
@@ -387,6 +392,9 @@ class Checkers:
     def _compare(self, server: str, stream: str, found: dict[int, Seen], refused: bool) -> None:
         acked = self._acked.get(stream, {})
         may_miss = refused or stream in self.lossy
+        for record in self._forgotten.get(stream, ()):
+            if record.key[0] >= self.trimmed and not may_miss:
+                raise Violation("acked", f"{record.key} of {stream} was acknowledged and is forgotten")
         for sequence, record in acked.items():
             if server not in record.by:
                 continue
