@@ -127,3 +127,18 @@ def test_the_log_server_is_down_when_a_group_replays(twins: Twins, tmp_path: Pat
     words = ["--groups", "0-1,2-3", *kills("service=logserver,step=8", "rank=0,step=8,microbatch=2")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
     assert report["exact"] is True
+
+
+def test_a_recovery_takes_the_time_that_the_planner_predicts(twins: Twins, tmp_path: Path) -> None:
+    """With stages that take a fixed time, as two cores do not hold four ranks. On a machine with nothing else to do."""
+    shape = ["--model", "paced", "--steps", "13", "--checkpoint-every", "6"]
+    words = [*shape, "--groups", "0,1-3", *kills("rank=2,step=11,microbatch=1")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    (recovery,) = report["prediction"]["recoveries"]
+    assert recovery["within"] is True
+    assert recovery["why"] == ""
+    (run,) = recovery["replayed"]
+    assert (run["stages"], run["steps"]) == ([1, 3], 5)
+    # (M + w - 1) t, of stages that sleep for 30 ms and compute a little.
+    assert 6 * 0.03 < run["step_seconds"] < 6 * 0.045
+    assert any(check["name"] == "recovery takes what was predicted" for check in report["checks"])
