@@ -2,7 +2,18 @@
 
 from dataclasses import replace
 
-from swift.recovery import Checkpoints, Help, Layout, Plan, PlanConfig, Refusals, Report, Strategy, plan
+from swift.recovery import (
+    Checkpoints,
+    Help,
+    Layout,
+    Plan,
+    PlanConfig,
+    RecoveryGroups,
+    Refusals,
+    Report,
+    Strategy,
+    plan,
+)
 from tests.unit.recovery.test_plan import decided, full_log, one_stage_each
 
 AT_5 = Checkpoints(versions=(5,))
@@ -52,6 +63,14 @@ class TestOneReplay:
 
     def test_a_plan_without_a_replay_has_no_help(self) -> None:
         assert helped(said(15, 15, 15)).help == ()
+
+    def test_a_group_of_several_stages_replays_as_a_pipeline_of_its_own(self) -> None:
+        config = PlanConfig(helpers=3, groups=RecoveryGroups.parse("0,1-2,3"))
+        outcome = helped(said(15, None, 15, 15), config)
+        assert [r.strategy for r in outcome.ranks].count(Strategy.REPLAY) == 2
+        assert outcome.help == ()
+        (help,) = helped(said(None, 15, 15, 15), config).help
+        assert (help.owner, help.until) == (0, 15)
 
     def test_nobody_helps_any_more_once_that_was_refused(self) -> None:
         outcome = helped(said(15, None, 15), refused=Refusals(help=True, reason="rank 0 refused"))
