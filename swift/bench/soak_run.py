@@ -100,6 +100,13 @@ class _Stream:
     stopped: bool = False
 
 
+def limit(trimmed: int, window_steps: int) -> int:
+    """The step below which writers may write. They go on by whole flushes, but a trim that stops in front of a reading
+    stops at any step: without rounding a reader would be sent to steps that nobody will write, and with its reading
+    hold up the trim that they need."""
+    return (trimmed + window_steps) // FLUSH_STEPS * FLUSH_STEPS
+
+
 class Soak:
     """``with Soak(...) as soak: soak.run()``. Raises Broken at the first record that is not as it must be."""
 
@@ -253,7 +260,7 @@ class Soak:
 
     @property
     def _limit(self) -> int:
-        return self._trimmed + self._config.window_steps
+        return limit(self._trimmed, self._config.window_steps)
 
     def _new_generation(self) -> None:
         """Fences whoever is dead, lets the living go on, and starts the successors."""

@@ -9,8 +9,8 @@ import pytest
 
 from swift.bench import soak, soak_plot
 from swift.bench.soak_memory import Rule, Sample, judge, verdict
-from swift.bench.soak_ranks import RECORD_BYTES, Bodies, same, sequence_of
-from swift.bench.soak_run import Account, Kill
+from swift.bench.soak_ranks import FLUSH_STEPS, RECORD_BYTES, Bodies, same, sequence_of
+from swift.bench.soak_run import Account, Kill, limit
 from swift.errors import UsageError
 from swift.log.record import RecordKey
 
@@ -137,6 +137,15 @@ def test_every_record_has_bytes_of_its_own() -> None:
     assert bytes(Bodies(1, "s0.F").of(keys[0])) != bytes(bodies.of(keys[0]))
     assert bytes(Bodies(0, "s1.F").of(keys[0])) != bytes(bodies.of(keys[0]))
     assert sorted(sequence_of(key.step, key.microbatch) for key in keys) == list(range(len(keys)))
+
+
+def test_no_reader_is_sent_to_steps_that_writers_may_not_write() -> None:
+    window = 12 * FLUSH_STEPS
+    for trimmed in range(3 * FLUSH_STEPS):  # a trim stops at any step, in front of a reading
+        written = 0
+        while written + FLUSH_STEPS <= limit(trimmed, window):  # as a writer does
+            written += FLUSH_STEPS
+        assert written == limit(trimmed, window) > trimmed + window - FLUSH_STEPS
 
 
 def test_one_bit_is_a_difference() -> None:
