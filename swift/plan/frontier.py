@@ -15,7 +15,7 @@ A point must be better than the one before by more than IMPROVEMENT of it; less 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,8 +156,7 @@ def on_grid(cost: Floats, units: Ints, units_max: int) -> list[Cuts]:
             least = sums.argmin(axis=1)
             best[u, j:end] = sums[np.arange(end - j), least]
             begins[u, j:end] = least + low
-    sizes = units.tolist()
-    return [_walk(begins, sizes, u, n) for u in _falls(best[:, n])]
+    return _walks(begins, units, np.array(_falls(best[:, n])), n)
 
 
 def _falls(values: Floats) -> list[int]:
@@ -166,13 +165,16 @@ def _falls(values: Floats) -> list[int]:
     return [int(index) for index in np.flatnonzero(values < lowest)]
 
 
-def _walk(begins: NDArray[np.int32], units: Sequence[int], u: int, j: int) -> Cuts:
-    cuts = []
-    while u > 0:
-        j = begins.item(u, j)
-        cuts.append(j)
-        u -= units[j]
-    return tuple(reversed(cuts))
+def _walks(begins: NDArray[np.int32], units: Ints, ends: Ints, n: int) -> list[Cuts]:
+    """The cuts of the best choices with `ends` units, all walked back at once, from machine n to the first one."""
+    taken = np.zeros((len(ends), n), dtype=np.int32)  # a choice in each row, from the end
+    left, at, lengths = ends.copy(), np.full(len(ends), n), np.zeros(len(ends), dtype=np.int64)
+    while len(under_way := np.flatnonzero(left)):
+        at[under_way] = begins[left[under_way], at[under_way]]
+        taken[under_way, lengths[under_way]] = at[under_way]
+        lengths[under_way] += 1
+        left[under_way] -= units[at[under_way]]
+    return [tuple(row[:length][::-1].tolist()) for row, length in zip(taken, lengths, strict=True)]
 
 
 def by_labels(cost: Floats, sizes: Ints, candidates_max: int) -> list[Cuts]:

@@ -4,6 +4,7 @@ A group is a run of neighbouring machines. Legend: `n` machines; cell [i, j] of 
 j - 1; `M` microbatches; `K` steps from checkpoint to checkpoint; `d` copies of a group that replay together.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,8 +160,8 @@ class CostModel:
         return list(itertools.pairwise([0, *cuts, self.n]))
 
     def _of(self, table: Floats, cuts: Sequence[int]) -> Floats:
-        edges = np.array([0, *cuts, self.n])
-        found: Floats = table[edges[:-1], edges[1:]]
+        begins, ends = _groups(tuple(cuts), self.n)
+        found: Floats = table[begins, ends]
         return found
 
     def expected_recovery_s(self, cuts: Sequence[int]) -> float:
@@ -226,3 +227,10 @@ class CostModel:
             down_s=down_s,
             replay_ratio=replay_s / self.step_s,
         )
+
+
+@functools.lru_cache(maxsize=16)  # of one choice all tables are asked, one after the other
+def _groups(cuts: Cuts, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first machine of each group, and the one behind its last."""
+    edges = np.array([0, *cuts, n], dtype=np.int64)
+    return edges[:-1], edges[1:]
