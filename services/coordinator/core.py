@@ -33,25 +33,12 @@ from services.coordinator.leases import Leases
 from services.coordinator.messages import Effect, Refusal, Refused
 from services.coordinator.places import Places
 from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
-from services.coordinator.row import Holder, JobRow, LogServer, State
+from services.coordinator.row import LEGAL, Holder, IllegalTransition, JobRow, LogServer, State
 from services.coordinator.timing import Timing
 from services.coordinator.words import exit_words, plan_fields, report_fields, versions_words
-from swift.recovery import Refusals, Report
+from swift.recovery import RankMeasured, Refusals, Report
 
-LEGAL: Mapping[State, frozenset[State]] = {
-    State.FORMING: frozenset({State.RUNNING, State.FAILED}),
-    State.RUNNING: frozenset({State.FENCING, State.FINISHED, State.FAILED}),
-    State.FENCING: frozenset({State.FENCING, State.PLANNING, State.FAILED}),
-    State.PLANNING: frozenset({State.FENCING, State.RECOVERING, State.FAILED}),
-    State.RECOVERING: frozenset({State.FENCING, State.RUNNING, State.FAILED}),
-    State.FINISHED: frozenset(),
-    State.FAILED: frozenset(),
-}
 REFUSALS_MAX = 8
-
-
-class IllegalTransition(AssertionError):
-    """A bug of this module."""
 
 
 class Job:
@@ -65,6 +52,8 @@ class Job:
         self.leases = Leases(row.holders, now)
         self._timing = timing
         self._looked = now
+        self.measured: dict[int, RankMeasured] = {}
+        """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
         self.suspicions = Suspicions(self.steps)
 
     @staticmethod
@@ -102,6 +91,10 @@ class Job:
                 return self._checkpoint(command)
             case m.AskCheckpoint():
                 return self._ask_checkpoint(command)
+            case m.Measure():
+                check_holder(self.row, command.sender)
+                self.measured[command.sender.rank] = command.measured
+                return []
             case m.MemberExited():
                 return self._exited(command)
             case m.Suspect():
@@ -473,7 +466,7 @@ class Job:
             return []
         row.blocked = {}
         streams, sources = self.places.combined(inventory.servers)
-        row.plan, reason = decide(row, streams)
+        row.plan, reason = decide(row, streams, self.measured)
         row.sources = sources if row.plan is not None and row.plan.reads_log else {}
         if row.plan is None:
             return self.become_failed(reason)

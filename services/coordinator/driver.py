@@ -20,7 +20,7 @@ from services.coordinator.row import JobRow, LogServer
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
-from services.coordinator.views import status_of, view_of
+from services.coordinator.views import measurements_of, status_of, view_of
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ServiceError, UsageError
@@ -185,6 +185,12 @@ class Driver:
         if job is None:
             raise NoSuchJob(name)
         return status_of(job, self._clock())
+
+    def measurements(self, name: str) -> pb.MeasurementsReply:
+        job = self._jobs.get(name)
+        if job is None:
+            raise NoSuchJob(name)
+        return measurements_of(job)
 
     def generation_of(self, name: str) -> int:
         """0: nobody knows the job."""

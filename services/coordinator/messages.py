@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.coordinator.row import State
-from swift.recovery import StreamSummary
+from swift.recovery import RankMeasured, StreamSummary
 
 # --- commands ---
 
@@ -78,6 +78,14 @@ class AskCheckpoint:
     generation: int
     after_version: int
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """What the rank's steps take."""
+
+    sender: Sender
+    measured: RankMeasured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +196,7 @@ Command = (
     | Refuse
     | CheckpointDurable
     | AskCheckpoint
+    | Measure
     | MemberExited
     | Suspect
     | Finish

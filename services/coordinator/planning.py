@@ -9,6 +9,7 @@ from swift.recovery import (
     Layout,
     Plan,
     PlanConfig,
+    RankMeasured,
     RankPlan,
     RecoveryGroups,
     Strategy,
@@ -42,7 +43,9 @@ def layout_problem(row: JobRow) -> str:
     return layout.problem() or config_of(row.config).groups.problem(layout.num_stages, layout.stages)
 
 
-def decide(row: JobRow, streams: Mapping[str, StreamSummary]) -> tuple[Plan | None, str]:
+def decide(
+    row: JobRow, streams: Mapping[str, StreamSummary], measured: Mapping[int, RankMeasured]
+) -> tuple[Plan | None, str]:
     """The plan for what was reported, and its reason."""
     reports = [
         replace(report, version=None, undo_to=None, forward_to=None) if rank in row.distrusted else report
@@ -55,6 +58,7 @@ def decide(row: JobRow, streams: Mapping[str, StreamSummary]) -> tuple[Plan | No
         Checkpoints(versions=tuple(row.checkpoints)),
         config_of(row.config),
         row.refused,
+        measured,
     )
 
 

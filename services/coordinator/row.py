@@ -5,6 +5,7 @@ What a View shows is a function of this row, so nothing can be shown that is not
 
 import enum
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +26,21 @@ class State(enum.StrEnum):
     @property
     def is_over(self) -> bool:
         return self in (State.FINISHED, State.FAILED)
+
+
+LEGAL: Mapping[State, frozenset[State]] = {
+    State.FORMING: frozenset({State.RUNNING, State.FAILED}),
+    State.RUNNING: frozenset({State.FENCING, State.FINISHED, State.FAILED}),
+    State.FENCING: frozenset({State.FENCING, State.PLANNING, State.FAILED}),
+    State.PLANNING: frozenset({State.FENCING, State.RECOVERING, State.FAILED}),
+    State.RECOVERING: frozenset({State.FENCING, State.RUNNING, State.FAILED}),
+    State.FINISHED: frozenset(),
+    State.FAILED: frozenset(),
+}
+
+
+class IllegalTransition(AssertionError):
+    """A bug of the core."""
 
 
 @dataclass(kw_only=True, slots=True)

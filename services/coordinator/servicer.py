@@ -13,6 +13,7 @@ from services.coordinator.logs import check_address
 from services.coordinator.messages import Refusal, Refused
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.control.measured import from_message
 from swift.errors import UsageError
 from swift.log.wire import REASON_KEY, Reason
 from swift.names import check_job
@@ -130,6 +131,17 @@ class Servicer(pb_grpc.CoordinatorServicer):
             ),
         )
 
+    async def Measure(self, request: pb.MeasureRequest, context: Context) -> pb.Ack:
+        try:
+            measured = from_message(request.measured)
+        except ValueError as error:
+            self._refused(Refused.INVALID.name.lower())
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a measurement: {error}"[:LONGEST_REASON])
+        return await self._ack(context, request.job, m.Measure(sender=_sender(request), measured=measured))
+
+    async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
+        return await self._answer(context, request.job, lambda: self._driver.measurements(request.job))
+
     async def MemberExited(self, request: pb.ExitRequest, context: Context) -> pb.Ack:
         return await self._ack(
             context,
@@ -201,6 +213,7 @@ _FromMember = (
     | pb.RefuseRequest
     | pb.CheckpointRequest
     | pb.AskCheckpointRequest
+    | pb.MeasureRequest
     | pb.SuspectRequest
     | pb.FinishRequest
     | pb.FailRequest

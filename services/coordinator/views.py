@@ -4,6 +4,7 @@ from services.coordinator.core import Job
 from services.coordinator.row import Holder, JobRow, State
 from services.coordinator.words import waiting_for
 from swift._pb import coordinator_pb2 as pb
+from swift.control.measured import to_message
 from swift.recovery import Plan
 
 
@@ -55,6 +56,14 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
         for address, age_s in job.places.ages_s(now).items()
     ]
     return pb.StatusReply(view=view_of(job.row), ranks=ranks, suspicions=suspicions, log_servers=servers)
+
+
+def measurements_of(job: Job) -> pb.MeasurementsReply:
+    ranks = [
+        pb.RankMeasurement(rank=rank, host=job.row.placement[rank].host, measured=to_message(measured))
+        for rank, measured in sorted(job.measured.items())
+    ]
+    return pb.MeasurementsReply(world_size=job.row.world_size, config=job.row.config, ranks=ranks)
 
 
 def _member(holder: Holder) -> pb.Member:

@@ -929,6 +929,277 @@ class FailRequest(_message.Message):
 Global___FailRequest: _TypeAlias = FailRequest  # noqa: Y015
 
 @_typing.final
+class Sent(_message.Message):
+    """What a stage gives to another one in a step, logged or not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESTINATION_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    destination: _builtins.int
+    """stage"""
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        destination: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "destination", b"destination"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sent: _TypeAlias = Sent  # noqa: Y015
+
+@_typing.final
+class StageMeasured(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    FORWARD_S_FIELD_NUMBER: _builtins.int
+    BACKWARD_S_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    forward_s: _builtins.float
+    """of one microbatch, as backward_s"""
+    backward_s: _builtins.float
+    gradient_bytes: _builtins.int
+    @_builtins.property
+    def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sent]: ...
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        forward_s: _builtins.float = ...,
+        backward_s: _builtins.float = ...,
+        sent: _abc.Iterable[Global___Sent] | None = ...,
+        gradient_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "forward_s", b"forward_s", "gradient_bytes", b"gradient_bytes", "sent", b"sent", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageMeasured: _TypeAlias = StageMeasured  # noqa: Y015
+
+@_typing.final
+class RankMeasured(_message.Message):
+    """Medians of recent steps, those that are replayed left out. What is not there was not measured yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    MICROBATCHES_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    UPDATE_S_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    OTHER_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_S_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STALL_S_FIELD_NUMBER: _builtins.int
+    LOG_WRITE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LOG_READ_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """the last one that is in it"""
+    steps: _builtins.int
+    """so many are in it"""
+    microbatches: _builtins.int
+    step_s: _builtins.float
+    """waits for others included"""
+    update_s: _builtins.float
+    other_bytes: _builtins.int
+    """of a step: external inputs, targets, results of collectives"""
+    state_bytes: _builtins.int
+    checkpoint_bytes: _builtins.int
+    """files"""
+    checkpoint_s: _builtins.float
+    """until it is durable"""
+    checkpoint_stall_s: _builtins.float
+    log_write_bytes_per_s: _builtins.float
+    log_read_bytes_per_s: _builtins.float
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageMeasured]: ...
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        microbatches: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+        update_s: _builtins.float = ...,
+        stages: _abc.Iterable[Global___StageMeasured] | None = ...,
+        other_bytes: _builtins.int = ...,
+        state_bytes: _builtins.int | None = ...,
+        checkpoint_bytes: _builtins.int | None = ...,
+        checkpoint_s: _builtins.float | None = ...,
+        checkpoint_stall_s: _builtins.float | None = ...,
+        log_write_bytes_per_s: _builtins.float | None = ...,
+        log_read_bytes_per_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes", "_checkpoint_s", b"_checkpoint_s", "_checkpoint_stall_s", b"_checkpoint_stall_s", "_log_read_bytes_per_s", b"_log_read_bytes_per_s", "_log_write_bytes_per_s", b"_log_write_bytes_per_s", "_state_bytes", b"_state_bytes", "checkpoint_bytes", b"checkpoint_bytes", "checkpoint_s", b"checkpoint_s", "checkpoint_stall_s", b"checkpoint_stall_s", "log_read_bytes_per_s", b"log_read_bytes_per_s", "log_write_bytes_per_s", b"log_write_bytes_per_s", "state_bytes", b"state_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes", "_checkpoint_s", b"_checkpoint_s", "_checkpoint_stall_s", b"_checkpoint_stall_s", "_log_read_bytes_per_s", b"_log_read_bytes_per_s", "_log_write_bytes_per_s", b"_log_write_bytes_per_s", "_state_bytes", b"_state_bytes", "checkpoint_bytes", b"checkpoint_bytes", "checkpoint_s", b"checkpoint_s", "checkpoint_stall_s", b"checkpoint_stall_s", "log_read_bytes_per_s", b"log_read_bytes_per_s", "log_write_bytes_per_s", b"log_write_bytes_per_s", "microbatches", b"microbatches", "other_bytes", b"other_bytes", "stages", b"stages", "state_bytes", b"state_bytes", "step", b"step", "step_s", b"step_s", "steps", b"steps", "update_s", b"update_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__checkpoint_bytes: _TypeAlias = _typing.Literal["checkpoint_bytes"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_bytes: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__checkpoint_s: _TypeAlias = _typing.Literal["checkpoint_s"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_s: _TypeAlias = _typing.Literal["_checkpoint_s", b"_checkpoint_s"]  # noqa: Y015
+    _WhichOneofReturnType__checkpoint_stall_s: _TypeAlias = _typing.Literal["checkpoint_stall_s"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_stall_s: _TypeAlias = _typing.Literal["_checkpoint_stall_s", b"_checkpoint_stall_s"]  # noqa: Y015
+    _WhichOneofReturnType__log_read_bytes_per_s: _TypeAlias = _typing.Literal["log_read_bytes_per_s"]  # noqa: Y015
+    _WhichOneofArgType__log_read_bytes_per_s: _TypeAlias = _typing.Literal["_log_read_bytes_per_s", b"_log_read_bytes_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__log_write_bytes_per_s: _TypeAlias = _typing.Literal["log_write_bytes_per_s"]  # noqa: Y015
+    _WhichOneofArgType__log_write_bytes_per_s: _TypeAlias = _typing.Literal["_log_write_bytes_per_s", b"_log_write_bytes_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__state_bytes: _TypeAlias = _typing.Literal["state_bytes"]  # noqa: Y015
+    _WhichOneofArgType__state_bytes: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_bytes) -> _WhichOneofReturnType__checkpoint_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_s) -> _WhichOneofReturnType__checkpoint_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_stall_s) -> _WhichOneofReturnType__checkpoint_stall_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_read_bytes_per_s) -> _WhichOneofReturnType__log_read_bytes_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_write_bytes_per_s) -> _WhichOneofReturnType__log_write_bytes_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state_bytes) -> _WhichOneofReturnType__state_bytes | None: ...
+
+Global___RankMeasured: _TypeAlias = RankMeasured  # noqa: Y015
+
+@_typing.final
+class MeasureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    rank: _builtins.int
+    incarnation: _builtins.str
+    @_builtins.property
+    def measured(self) -> Global___RankMeasured: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        measured: Global___RankMeasured | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measured", b"measured"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "measured", b"measured", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureRequest: _TypeAlias = MeasureRequest  # noqa: Y015
+
+@_typing.final
+class MeasurementsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasurementsRequest: _TypeAlias = MeasurementsRequest  # noqa: Y015
+
+@_typing.final
+class RankMeasurement(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    host: _builtins.str
+    """where it runs"""
+    @_builtins.property
+    def measured(self) -> Global___RankMeasured: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        host: _builtins.str = ...,
+        measured: Global___RankMeasured | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measured", b"measured"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "measured", b"measured", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankMeasurement: _TypeAlias = RankMeasurement  # noqa: Y015
+
+@_typing.final
+class MeasurementsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ConfigEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    world_size: _builtins.int
+    @_builtins.property
+    def config(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what all ranks have agreed on"""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankMeasurement]:
+        """of those that have said something; by rank"""
+
+    def __init__(
+        self,
+        *,
+        world_size: _builtins.int = ...,
+        config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ranks: _abc.Iterable[Global___RankMeasurement] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "ranks", b"ranks", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasurementsReply: _TypeAlias = MeasurementsReply  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

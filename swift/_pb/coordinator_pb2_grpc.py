@@ -89,6 +89,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.FinishRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Measure',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
         self.ChangeLogServers = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/ChangeLogServers',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.SerializeToString,
@@ -98,6 +103,11 @@ class CoordinatorStub:
                 '/swift.coordinator.v1.Coordinator/Fail',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
+        self.Measurements = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Measurements',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.MeasurementsRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.MeasurementsReply.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Status',
@@ -194,6 +204,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Measure(self, request, context):
+        """(rank, every few seconds) What its steps take. Kept in memory alone, the newest of each rank: it is said again.
+        INVALID_ARGUMENT: a value out of its range.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ChangeLogServers(self, request, context):
         """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
         INVALID_ARGUMENT: there is no such log server.
@@ -204,6 +222,13 @@ class CoordinatorServicer:
 
     def Fail(self, request, context):
         """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Measurements(self, request, context):
+        """(anyone) What the ranks have measured.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,6 +299,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.FinishRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
             ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.MeasureRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
             'ChangeLogServers': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeLogServers,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.FromString,
@@ -283,6 +313,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Fail,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'Measurements': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measurements,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.MeasurementsRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.MeasurementsReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -598,6 +633,33 @@ class Coordinator:
             _registered_method=True)
 
     @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Measure',
+            swift_dot___pb_dot_coordinator__pb2.MeasureRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ChangeLogServers(request,
             target,
             options=(),
@@ -641,6 +703,33 @@ class Coordinator:
             '/swift.coordinator.v1.Coordinator/Fail',
             swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measurements(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Measurements',
+            swift_dot___pb_dot_coordinator__pb2.MeasurementsRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.MeasurementsReply.FromString,
             options,
             channel_credentials,
             insecure,

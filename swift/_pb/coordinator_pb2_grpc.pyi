@@ -76,12 +76,18 @@ class CoordinatorStub:
     """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
     a member whose View moves on to FENCING takes part, and says it again once RUNNING.
     """
+    Measure: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeasureRequest, _coordinator_pb2.Ack]
+    """(rank, every few seconds) What its steps take. Kept in memory alone, the newest of each rank: it is said again.
+    INVALID_ARGUMENT: a value out of its range.
+    """
     ChangeLogServers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeLogServersRequest, _coordinator_pb2.Ack]
     """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
     INVALID_ARGUMENT: there is no such log server.
     """
     Fail: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+    Measurements: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeasurementsRequest, _coordinator_pb2.MeasurementsReply]
+    """(anyone) What the ranks have measured."""
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """(anyone) The View with what an operator wants to see."""
 
@@ -123,12 +129,18 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """(rank) All steps done. FINISHED once every rank says so. Holds for the generation it was said in:
     a member whose View moves on to FENCING takes part, and says it again once RUNNING.
     """
+    Measure: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MeasureRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(rank, every few seconds) What its steps take. Kept in memory alone, the newest of each rank: it is said again.
+    INVALID_ARGUMENT: a value out of its range.
+    """
     ChangeLogServers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeLogServersRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
     INVALID_ARGUMENT: there is no such log server.
     """
     Fail: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+    Measurements: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MeasurementsRequest, _coordinator_pb2.MeasurementsReply]  # type: ignore[assignment]
+    """(anyone) What the ranks have measured."""
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """(anyone) The View with what an operator wants to see."""
 
@@ -235,6 +247,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Measure(
+        self,
+        request: _coordinator_pb2.MeasureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(rank, every few seconds) What its steps take. Kept in memory alone, the newest of each rank: it is said again.
+        INVALID_ARGUMENT: a value out of its range.
+        """
+
+    @_abc_1.abstractmethod
     def ChangeLogServers(
         self,
         request: _coordinator_pb2.ChangeLogServersRequest,
@@ -251,6 +273,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+
+    @_abc_1.abstractmethod
+    def Measurements(
+        self,
+        request: _coordinator_pb2.MeasurementsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.MeasurementsReply, _abc.Awaitable[_coordinator_pb2.MeasurementsReply]]:
+        """(anyone) What the ranks have measured."""
 
     @_abc_1.abstractmethod
     def Status(

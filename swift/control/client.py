@@ -27,8 +27,10 @@ import grpc
 
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.control.measured import to_message
 from swift.control.watcher import ViewWatcher, outcome
 from swift.errors import AccessDenied, Fenced, JoinRefused, ServiceError, SwiftError, UsageError
+from swift.recovery import RankMeasured
 from swift.security.channel import open_channel
 
 Request = TypeVar("Request")
@@ -234,6 +236,13 @@ class CoordinatorClient:
             ),
         )
 
+    def measure(self, measured: RankMeasured) -> None:
+        """What this rank's steps take. The newest is kept until the coordinator ends: say it every few seconds."""
+        self._call(
+            self._stub.Measure,
+            pb.MeasureRequest(job=self.job, **self._me(), measured=to_message(measured)),
+        )
+
     def change_log_servers(self, lost: str = "", add: str = "", add_host: str = "") -> None:
         """(operator) A log server is lost for good, another one has come, or both. UsageError: that cannot be."""
         self._call(
@@ -265,6 +274,10 @@ class CoordinatorClient:
         """(rank, launcher) The job cannot go on. Every member sees FAILED with the reason."""
         me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")
         self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason))
+
+    def measurements(self) -> pb.MeasurementsReply:
+        """What the ranks have measured."""
+        return self._call(self._stub.Measurements, pb.MeasurementsRequest(job=self.job))
 
     def status(self) -> pb.StatusReply:
         """The View, with every rank's lease, version and what is suspected."""

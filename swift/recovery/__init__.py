@@ -4,6 +4,7 @@
 """
 
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.measured import RankMeasured, Sent, StageMeasured
 from swift.recovery.plan import plan
 from swift.recovery.types import (
     STRATEGIES,
@@ -26,10 +27,13 @@ __all__ = [
     "Layout",
     "Plan",
     "PlanConfig",
+    "RankMeasured",
     "RankPlan",
     "RecoveryGroups",
     "Refusals",
     "Report",
+    "Sent",
+    "StageMeasured",
     "Strategy",
     "StreamSummary",
     "plan",

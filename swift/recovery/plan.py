@@ -26,10 +26,12 @@ An inexact undo is used only if the configuration allows it, and only if the sam
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from swift.recovery.coverage import collective_source, uncovered
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.helping import helps
+from swift.recovery.measured import RankMeasured
 from swift.recovery.reach import WAYS, Reach, Way
 from swift.recovery.types import (
     Checkpoints,
@@ -51,11 +53,12 @@ def plan(
     checkpoints: Checkpoints,
     config: PlanConfig,
     refused: Refusals = Refusals(),  # noqa: B008  (frozen)
+    measured: Mapping[int, RankMeasured] = MappingProxyType({}),
 ) -> tuple[Plan | None, str]:
     """The plan and its reason; (None, reason) if there is no way back.
 
-    `reports`: one for every rank. `refused`: what is not to be planned again. ValueError: reports and layout do
-    not fit.
+    `reports`: one for every rank. `refused`: what is not to be planned again. `measured`: what each rank, or the
+    process that held it before, has said of its steps; may lack any of them. ValueError: reports and layout do not fit.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     if not reports or [r.rank for r in reports] != sorted(set(layout.stages)):

@@ -45,6 +45,8 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "Refuse": _MEMBER,
         COORDINATOR + "CheckpointDurable": _MEMBER,
         COORDINATOR + "AskCheckpoint": _MEMBER,
+        COORDINATOR + "Measure": _MEMBER,
+        COORDINATOR + "Measurements": _SEE,
         COORDINATOR + "MemberExited": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Suspect": _MEMBER,
         COORDINATOR + "Finish": _MEMBER,

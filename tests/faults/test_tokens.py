@@ -56,6 +56,8 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     COORDINATOR + "AskCheckpoint": lambda job: pb.AskCheckpointRequest(
         job=job, incarnation="i", generation=1
     ),
+    COORDINATOR + "Measure": lambda job: pb.MeasureRequest(job=job, incarnation="i"),
+    COORDINATOR + "Measurements": lambda job: pb.MeasurementsRequest(job=job),
     COORDINATOR + "MemberExited": lambda job: pb.ExitRequest(job=job, incarnation="i", exit_code=1),
     COORDINATOR + "Suspect": lambda job: pb.SuspectRequest(job=job, incarnation="i", generation=1),
     COORDINATOR + "Finish": lambda job: pb.FinishRequest(job=job, incarnation="i"),

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from services.coordinator import messages as m
-from services.coordinator.core import LEGAL, Job
+from services.coordinator.core import Job
 from services.coordinator.messages import Refusal, Refused
-from services.coordinator.row import JobRow, LogServer, State
+from services.coordinator.row import LEGAL, JobRow, LogServer, State
 from services.coordinator.store import MemoryStore
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of

@@ -1,0 +1,86 @@
+"""What ranks have measured, in the coordinator: the newest of each rank, from its holder alone, and never durable."""
+
+import asyncio
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from services.coordinator import messages as m
+from services.coordinator.driver import Driver, NoSuchJob
+from services.coordinator.messages import Refusal
+from services.coordinator.servicer import Context, Servicer
+from services.coordinator.store import MemoryStore
+from swift._pb import coordinator_pb2 as pb
+from swift.control.measured import from_message, to_message
+from tests.unit.control.test_measured import ONE
+from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_to_running, scenario, sender
+
+
+@scenario
+async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = driver_of(logs, store, ("l0",))
+    with pytest.raises(NoSuchJob):
+        driver.measurements("j")
+    await run_to_running(driver)
+    assert list(driver.measurements("j").ranks) == []
+    revision = driver.status("j").view.revision
+    driver.apply("j", m.Measure(sender=sender(), measured=from_message(pb.RankMeasured(steps=1))))
+    driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+    reply = driver.measurements("j")
+    assert [(said.rank, from_message(said.measured)) for said in reply.ranks] == [(0, ONE)]
+    assert reply.world_size == 1
+    assert driver.status("j").view.revision == revision  # nobody watches for it
+    driver.stop()
+    again = driver_of(logs, store, ("l0",))
+    again.start()
+    assert list(again.measurements("j").ranks) == []
+    again.stop()
+
+
+@scenario
+async def test_of_a_dead_rank_until_its_successor_has_measured(logs: FakeLogs, store: MemoryStore) -> None:
+    """A plan for its stage is made when it is dead; and nobody else may speak for it."""
+    driver = driver_of(logs, store, ("l0",))
+    await run_to_running(driver)
+    driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    driver.join("j", join(incarnation="b"))
+    with pytest.raises(Refusal, match="does not hold rank 0"):
+        driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+    assert len(driver.measurements("j").ranks) == 1
+    driver.stop()
+
+
+class Aborted(Exception):
+    """What `abort` raises."""
+
+
+class FakeContext:
+    async def abort(self, code: grpc.StatusCode, details: str, *_: object) -> None:
+        raise Aborted(code, details)
+
+
+class Taker:
+    def __init__(self) -> None:
+        self.commands: list[m.Command] = []
+
+    def apply(self, _job: str, command: m.Command) -> None:
+        self.commands.append(command)
+
+
+def test_what_cannot_be_does_not_come_in() -> None:
+    taker, refused = Taker(), list[str]()
+    servicer = Servicer(cast("Driver", taker), refused.append)
+    context = cast("Context", FakeContext())
+    me: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
+    request = pb.MeasureRequest(**me, measured=pb.RankMeasured(steps=1, step_s=float("nan")))
+    with pytest.raises(Aborted) as aborted:
+        asyncio.run(servicer.Measure(request, context))
+    assert aborted.value.args == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "a measurement: step_s is nan: must be from 0 to 1e+09",
+    )
+    assert (taker.commands, refused) == ([], ["invalid"])
+    asyncio.run(servicer.Measure(pb.MeasureRequest(**me, measured=to_message(ONE)), context))
+    assert taker.commands == [m.Measure(sender=m.Sender(rank=2, incarnation="i"), measured=ONE)]
