@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from importlib import metadata
+from typing import Any
 
 # Programs: the process becomes them, so that pids and signals are theirs.
 PROGRAMS = {
@@ -33,6 +34,10 @@ def usage() -> str:
     )
 
 
+def _running_job(coordinator: str, job: str) -> Any:
+    return importlib.import_module("swift.control.profile").MeasuredJob(coordinator, job)
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
@@ -49,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     if command == "inspect":
         return int(importlib.import_module("swift.inspect.command").main(rest))
     if command == "plan":
-        return int(importlib.import_module("swift.plan.command").main(rest))
+        return int(importlib.import_module("swift.plan.command").main(rest, _running_job))
     if command == "doctor":
         return int(importlib.import_module("swift.doctor.command").main(rest))
     if command == "logs":

@@ -47,6 +47,7 @@ FAMILIES = (
     Family("swift_coordinator_blocked_log_servers", GAUGE, "Log servers that a recovery waits for.", _JOB),
     Family("swift_coordinator_lost_log_servers", GAUGE, "Log servers given up and not replaced.", _JOB),
     Family("swift_coordinator_version", GAUGE, "Optimizer steps done, by the rank that is furthest.", _JOB),
+    Family("swift_coordinator_measured_ranks", GAUGE, "Ranks that have told what their steps take.", _JOB),
     Family("swift_coordinator_checkpoint_version", GAUGE, "The newest complete checkpoint.", _JOB),
     Family(
         "swift_coordinator_checkpoint_age_seconds",
@@ -170,4 +171,5 @@ _JOB_FIELDS = {
     "swift_coordinator_blocked_log_servers": "blocked_log_servers",
     "swift_coordinator_lost_log_servers": "lost_log_servers",
     "swift_coordinator_version": "newest_version",
+    "swift_coordinator_measured_ranks": "measured_ranks",
 }

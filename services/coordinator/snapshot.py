@@ -21,6 +21,8 @@ class JobSnapshot:
     """... and not replaced; none once the job is over."""
     newest_version: int
     """Of all ranks, by their heartbeats."""
+    measured_ranks: int
+    """Of which it is known what their steps take."""
     checkpoint: int | None
     """The newest complete checkpoint's version."""
 
@@ -41,5 +43,6 @@ class JobSnapshot:
             blocked_log_servers=len(row.blocked),
             lost_log_servers=0 if row.state.is_over else len(unreplaced(row)),
             newest_version=max((job.steps.version(rank) for rank in row.holders), default=0),
+            measured_ranks=len(job.measured),
             checkpoint=row.checkpoints[-1] if row.checkpoints else None,
         )

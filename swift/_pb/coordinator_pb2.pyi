@@ -1004,7 +1004,9 @@ class RankMeasured(_message.Message):
     CHECKPOINT_S_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STALL_S_FIELD_NUMBER: _builtins.int
     LOG_WRITE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
-    LOG_READ_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LOG_FULL_FIELD_NUMBER: _builtins.int
+    LOG_READ_BYTES_FIELD_NUMBER: _builtins.int
+    LOG_READ_WAIT_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """the last one that is in it"""
     steps: _builtins.int
@@ -1022,7 +1024,12 @@ class RankMeasured(_message.Message):
     """until it is durable"""
     checkpoint_stall_s: _builtins.float
     log_write_bytes_per_s: _builtins.float
-    log_read_bytes_per_s: _builtins.float
+    """while there was something to take"""
+    log_full: _builtins.bool
+    """it could take no more than that"""
+    log_read_bytes: _builtins.int
+    """Of the last replay."""
+    log_read_wait_s: _builtins.float
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageMeasured]: ...
     def __init__(
@@ -1040,11 +1047,13 @@ class RankMeasured(_message.Message):
         checkpoint_s: _builtins.float | None = ...,
         checkpoint_stall_s: _builtins.float | None = ...,
         log_write_bytes_per_s: _builtins.float | None = ...,
-        log_read_bytes_per_s: _builtins.float | None = ...,
+        log_full: _builtins.bool = ...,
+        log_read_bytes: _builtins.int | None = ...,
+        log_read_wait_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes", "_checkpoint_s", b"_checkpoint_s", "_checkpoint_stall_s", b"_checkpoint_stall_s", "_log_read_bytes_per_s", b"_log_read_bytes_per_s", "_log_write_bytes_per_s", b"_log_write_bytes_per_s", "_state_bytes", b"_state_bytes", "checkpoint_bytes", b"checkpoint_bytes", "checkpoint_s", b"checkpoint_s", "checkpoint_stall_s", b"checkpoint_stall_s", "log_read_bytes_per_s", b"log_read_bytes_per_s", "log_write_bytes_per_s", b"log_write_bytes_per_s", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes", "_checkpoint_s", b"_checkpoint_s", "_checkpoint_stall_s", b"_checkpoint_stall_s", "_log_read_bytes", b"_log_read_bytes", "_log_read_wait_s", b"_log_read_wait_s", "_log_write_bytes_per_s", b"_log_write_bytes_per_s", "_state_bytes", b"_state_bytes", "checkpoint_bytes", b"checkpoint_bytes", "checkpoint_s", b"checkpoint_s", "checkpoint_stall_s", b"checkpoint_stall_s", "log_read_bytes", b"log_read_bytes", "log_read_wait_s", b"log_read_wait_s", "log_write_bytes_per_s", b"log_write_bytes_per_s", "state_bytes", b"state_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes", "_checkpoint_s", b"_checkpoint_s", "_checkpoint_stall_s", b"_checkpoint_stall_s", "_log_read_bytes_per_s", b"_log_read_bytes_per_s", "_log_write_bytes_per_s", b"_log_write_bytes_per_s", "_state_bytes", b"_state_bytes", "checkpoint_bytes", b"checkpoint_bytes", "checkpoint_s", b"checkpoint_s", "checkpoint_stall_s", b"checkpoint_stall_s", "log_read_bytes_per_s", b"log_read_bytes_per_s", "log_write_bytes_per_s", b"log_write_bytes_per_s", "microbatches", b"microbatches", "other_bytes", b"other_bytes", "stages", b"stages", "state_bytes", b"state_bytes", "step", b"step", "step_s", b"step_s", "steps", b"steps", "update_s", b"update_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes", "_checkpoint_s", b"_checkpoint_s", "_checkpoint_stall_s", b"_checkpoint_stall_s", "_log_read_bytes", b"_log_read_bytes", "_log_read_wait_s", b"_log_read_wait_s", "_log_write_bytes_per_s", b"_log_write_bytes_per_s", "_state_bytes", b"_state_bytes", "checkpoint_bytes", b"checkpoint_bytes", "checkpoint_s", b"checkpoint_s", "checkpoint_stall_s", b"checkpoint_stall_s", "log_full", b"log_full", "log_read_bytes", b"log_read_bytes", "log_read_wait_s", b"log_read_wait_s", "log_write_bytes_per_s", b"log_write_bytes_per_s", "microbatches", b"microbatches", "other_bytes", b"other_bytes", "stages", b"stages", "state_bytes", b"state_bytes", "step", b"step", "step_s", b"step_s", "steps", b"steps", "update_s", b"update_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_bytes: _TypeAlias = _typing.Literal["checkpoint_bytes"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_bytes: _TypeAlias = _typing.Literal["_checkpoint_bytes", b"_checkpoint_bytes"]  # noqa: Y015
@@ -1052,8 +1061,10 @@ class RankMeasured(_message.Message):
     _WhichOneofArgType__checkpoint_s: _TypeAlias = _typing.Literal["_checkpoint_s", b"_checkpoint_s"]  # noqa: Y015
     _WhichOneofReturnType__checkpoint_stall_s: _TypeAlias = _typing.Literal["checkpoint_stall_s"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_stall_s: _TypeAlias = _typing.Literal["_checkpoint_stall_s", b"_checkpoint_stall_s"]  # noqa: Y015
-    _WhichOneofReturnType__log_read_bytes_per_s: _TypeAlias = _typing.Literal["log_read_bytes_per_s"]  # noqa: Y015
-    _WhichOneofArgType__log_read_bytes_per_s: _TypeAlias = _typing.Literal["_log_read_bytes_per_s", b"_log_read_bytes_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__log_read_bytes: _TypeAlias = _typing.Literal["log_read_bytes"]  # noqa: Y015
+    _WhichOneofArgType__log_read_bytes: _TypeAlias = _typing.Literal["_log_read_bytes", b"_log_read_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__log_read_wait_s: _TypeAlias = _typing.Literal["log_read_wait_s"]  # noqa: Y015
+    _WhichOneofArgType__log_read_wait_s: _TypeAlias = _typing.Literal["_log_read_wait_s", b"_log_read_wait_s"]  # noqa: Y015
     _WhichOneofReturnType__log_write_bytes_per_s: _TypeAlias = _typing.Literal["log_write_bytes_per_s"]  # noqa: Y015
     _WhichOneofArgType__log_write_bytes_per_s: _TypeAlias = _typing.Literal["_log_write_bytes_per_s", b"_log_write_bytes_per_s"]  # noqa: Y015
     _WhichOneofReturnType__state_bytes: _TypeAlias = _typing.Literal["state_bytes"]  # noqa: Y015
@@ -1065,7 +1076,9 @@ class RankMeasured(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_stall_s) -> _WhichOneofReturnType__checkpoint_stall_s | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_read_bytes_per_s) -> _WhichOneofReturnType__log_read_bytes_per_s | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_read_bytes) -> _WhichOneofReturnType__log_read_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_read_wait_s) -> _WhichOneofReturnType__log_read_wait_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__log_write_bytes_per_s) -> _WhichOneofReturnType__log_write_bytes_per_s | None: ...
     @_typing.overload

@@ -12,9 +12,11 @@ writable by the job alone.
 import json
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,18 @@ from swift.errors import ServiceError, UsageError
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What a checkpoint took."""
+
+    tensor_bytes: int
+    file_bytes: int
+    seconds: float
+    """Until it was durable."""
+    stall_s: float
+    """For which `save` held its caller up."""
+
+
 class CheckpointStore:
     """One rank's checkpoints.
 
@@ -43,6 +57,8 @@ class CheckpointStore:
         self._directory = Path(directory)
         self._rank = rank
         self._pending: Future[None] | None = None
+        self.saved: Saved | None = None
+        """The newest one that is durable."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="swift-checkpoint")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -59,6 +75,7 @@ class CheckpointStore:
 
         The snapshot is a copy of ours: DCP's staging keeps CPU tensors by reference, and training goes on.
         """
+        began = time.monotonic()
         self.wait()
         tensors, skeleton = split(state)
         snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -66,7 +83,18 @@ class CheckpointStore:
         # An older shard of this version (written before a recovery) must not look whole meanwhile.
         (shard / "state.json").unlink(missing_ok=True)
         shard.mkdir(parents=True, exist_ok=True)
-        self._pending = self._writer.submit(self._write, version, shard, snapshot, skeleton, on_durable)
+        stall_s = time.monotonic() - began
+
+        def durable() -> None:
+            self.saved = Saved(
+                tensor_bytes=sum(tensor.nbytes for tensor in snapshot.values()),
+                file_bytes=sum(path.stat().st_size for path in shard.rglob("*") if path.is_file()),
+                seconds=time.monotonic() - began,
+                stall_s=stall_s,
+            )
+            on_durable(version)
+
+        self._pending = self._writer.submit(self._write, version, shard, snapshot, skeleton, durable)
 
     def _write(
         self,
@@ -74,14 +102,14 @@ class CheckpointStore:
         shard: Path,
         snapshot: dict[str, torch.Tensor],
         skeleton: Any,
-        on_durable: Callable[[int], None],
+        on_durable: Callable[[], None],
     ) -> None:
         dcp_save(snapshot, checkpoint_id=str(shard / "tensors"), no_dist=True)
         checksum = _checksum(snapshot)
         _write_durably(
             shard / "state.json", json.dumps({"version": version, "checksum": checksum, "state": skeleton})
         )
-        on_durable(version)
+        on_durable()
 
     def wait(self) -> None:
         """Waits for the write that is under way. Raises ServiceError if it failed."""

@@ -27,7 +27,9 @@ def to_message(measured: RankMeasured) -> pb.RankMeasured:
         checkpoint_s=measured.checkpoint_s,
         checkpoint_stall_s=measured.checkpoint_stall_s,
         log_write_bytes_per_s=measured.log_write_bytes_per_s,
-        log_read_bytes_per_s=measured.log_read_bytes_per_s,
+        log_full=measured.log_full,
+        log_read_bytes=measured.log_read_bytes,
+        log_read_wait_s=measured.log_read_wait_s,
     )
 
 
@@ -50,6 +52,7 @@ def from_message(message: pb.RankMeasured) -> RankMeasured:
             for stage in message.stages
         ),
         other_bytes=message.other_bytes,
+        log_full=message.log_full,
         **{
             field.name: value
             for field, value in message.ListFields()

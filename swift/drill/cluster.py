@@ -314,6 +314,14 @@ class Cluster:
             **({"lost": True, "number": server, "address": self._addresses[name]} if for_good else {}),
         )
 
+    def fetch_profile(self, path: Path) -> str:
+        """What `swift-ft plan` gets of the job, as if each rank had a machine, into `path`. Why not; empty: it did."""
+        env = self._env | (self._security.environment(LAUNCHER) if self._security is not None else {})
+        command = [sys.executable, "-m", "swift.cli", "plan", "--coordinator", self._addresses[COORDINATOR]]
+        command += ["--job", JOB, "--machine-per-rank", "--save-profile", str(path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+
     def output_tail(self) -> str:
         """The last lines of every process, for a person who has to find out."""
         return "\n".join(filter(None, (process.tail() for process in self._processes.values())))

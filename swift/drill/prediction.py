@@ -7,7 +7,7 @@ model, with a profile that was measured in the same run before its first failure
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,7 @@ from swift.drill.timeline import Event, Recovery
 from swift.errors import UsageError
 from swift.log import streams
 from swift.plan.profile import RATE_MAX, Profile
+from swift.recovery.groups import RecoveryGroups
 
 TOLERANCE = 0.25
 """Of a recovery's predicted time."""
@@ -39,6 +40,10 @@ class Measured:
     """stream -> step -> raw bytes of the records that were in the log at the end; None: nobody looked."""
     checkpoint_bytes: Mapping[int, int] | None = None
     """rank -> bytes of its last checkpoint."""
+    fetched: Profile | None = None
+    """What `swift-ft plan` got of the job itself."""
+    not_fetched: str = ""
+    """Why there is none."""
 
 
 def section(
@@ -49,7 +54,8 @@ def section(
         return None, []
     sizes, bytes_check = _bytes(config, events, measured)
     times, profile = _times(config, events, found, measured)
-    checks = [bytes_check]
+    of_job, of_job_checks = _of_job(config, measured)
+    checks = [bytes_check, *of_job_checks]
     judged = [time for time in times if time["within"] is not None]
     if judged:
         apart = ", ".join(f"{time['ratio']:.2f} of what was predicted" for time in judged)
@@ -59,8 +65,15 @@ def section(
         "bytes": sizes,
         "recoveries": times,
         "profile": None if profile is None else profile.document(),
+        "of_job": of_job,
     }
     return shown, checks
+
+
+def is_planned(config: DrillConfig) -> bool:
+    """`swift-ft plan` knows such jobs."""
+    shape = config.topology
+    return bool(config.groups.starts) and shape.replicas == 1 and shape.stages_per_rank == 1
 
 
 # --- bytes ---
@@ -150,6 +163,23 @@ def _in_log(
         if measured.in_log.get(stream, {}).get(step, 0) != wanted.get(stream, 0)
     ]
     return {"steps": steps, "equal": not wrong if steps else None}, wrong
+
+
+def _of_job(config: DrillConfig, measured: Measured) -> tuple[dict[str, Any], list[Check]]:
+    """What the ranks count for their coordinator: of all boundaries, those inside a group as well."""
+    if measured.fetched is None:
+        return {"profile": None, "why": measured.not_fetched}, []
+    every = predicted_streams(replace(config, groups=RecoveryGroups()))
+    last = config.topology.stages - 1
+    wanted = {
+        "forward_bytes": [every[f"s{boundary}.F"] for boundary in range(last)],
+        "backward_bytes": [every[f"s{boundary + 1}.B"] for boundary in range(last)],
+        "other_bytes": sum(size for stream, size in every.items() if stream[-1] not in "FB"),
+    }
+    profile = measured.fetched.document()
+    wrong = [f"{name} {profile[name]}, not {size}" for name, size in wanted.items() if profile[name] != size]
+    check = Check("the job's own profile has the predicted bytes", not wrong, "; ".join(wrong))
+    return {"profile": profile, "why": ""}, [check]
 
 
 # --- time ---

@@ -23,6 +23,7 @@ from swift.drill.faults import CoordinatorFault, CorruptFault, LogLossFault, Log
 from swift.drill.report import Evidence
 from swift.drill.security import Security
 from swift.errors import UsageError
+from swift.plan.command import read as read_profile
 
 STALL_S = 90.0
 """A run in whose trace nothing happens for so long is cut off. Longer than any timeout inside of it."""
@@ -109,6 +110,7 @@ class FaultedRun:
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
+        self._not_fetched = "nobody asked for it"
         self.output = ""
         """The last lines of every process, if the run failed."""
         self.directory = directory
@@ -145,6 +147,8 @@ class FaultedRun:
                 self.output = self._cluster.output_tail()
             if self._copy is None:
                 self._copy = control.snapshot(self._cluster.log_directories, self.directory / "control")
+            if code == 0 and prediction.is_planned(self._config):
+                self._not_fetched = self._cluster.fetch_profile(self.directory / "profile.json")
         trace = events.read(self.directory / "events")
         without = twin()
         return Evidence(
@@ -170,6 +174,8 @@ class FaultedRun:
             cores=len(os.sched_getaffinity(0)),
             in_log=control.logged_bytes(self._cluster.log_directories),
             checkpoint_bytes=control.checkpoint_bytes(self.directory / "checkpoints" / JOB),
+            fetched=None if self._not_fetched else read_profile(self.directory / "profile.json"),
+            not_fetched=self._not_fetched,
         )
 
     def _turn(self) -> None:

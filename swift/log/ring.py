@@ -5,6 +5,7 @@ it. Native byte order; both ends are processes of one machine and one installati
 
     control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail, 192 the consumer sleeps, 256 the producer waits,
                           320 floor step, 328 resent, 336 the position from which the floor holds,
+                          344 bytes per second that the log takes (0: not known yet),
                           384 and 448 counts of records, bytes, stored bytes, verified, each behind the tail for
                           which they hold: they change together with it; 512 the servers that copies 0 and 1 lie on
        at 4096, 128 each  streams, by number: name [64], acknowledged sequence of each copy [2] (-1: nothing yet)
@@ -71,7 +72,8 @@ class Word:
     """Offsets of the control area's words."""
 
     MAGIC, CAPACITY, HEAD, TAIL, CONSUMER_SLEEPS, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
-    FLOOR, RESENT, FLOOR_AT, COUNTS, SERVERS = 320, 328, 336, (384, 448), (512, 520)
+    FLOOR, RESENT, FLOOR_AT, PACE = 320, 328, 336, 344
+    COUNTS, SERVERS = (384, 448), (512, 520)
 
 
 class Counts(NamedTuple):

@@ -234,6 +234,7 @@ class RingWriter(LogWriter):
         super()._on_change(freed)
         with self._sweeping:
             self._memory.store(Word.RESENT, self._resent_before + self.stats.resent)
+            self._memory.store(Word.PACE, int(self.stats.pace_bytes_per_s))
             room = self._sweep()
         with self._cond:
             self._cond.notify_all()

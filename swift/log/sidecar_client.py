@@ -19,8 +19,9 @@ from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, check_name
 from swift.log.ring import HEADER_BYTES, Memory, Producer, Word, header_of, producer
 from swift.log.sidecar_messages import Expectations, Message, error_from_json, expectations
 from swift.log.sidecar_process import spawn
+from swift.log.stats import WriterStats
 from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Declaring, Unlogged
-from swift.log.writer import LogWriter, WriterStats, check_options
+from swift.log.writer import LogWriter, check_options
 
 ENV_OFF = "SWIFT_NO_SIDECAR"
 """Set to 1: records are sent by threads of the trainer's own process."""
@@ -134,6 +135,7 @@ class SidecarWriter(Declaring):
             blocked_seconds=self._blocked_seconds,
             dropped_records=self._unlogged.records,
             dropped_bytes=self._unlogged.bytes,
+            pace_bytes_per_s=float(self._memory.load(Word.PACE)),
         )
 
     @property

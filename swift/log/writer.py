@@ -24,6 +24,7 @@ from swift.log.link_core import Outgoing
 from swift.log.packing import Packer, check_codec
 from swift.log.placement import PATIENCE_S
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
+from swift.log.stats import WriterStats
 from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, MARK_SLOT, WHEN_FULL, Declaring, Unlogged
 from swift.log.wire import Fsync
 
@@ -52,27 +53,6 @@ def check_options(
             raise UsageError(f"fsync {policy!r} is not known; give one of {', '.join(Fsync)}")
     if when_full not in WHEN_FULL:
         raise UsageError(f"when_full {when_full!r} is not known; give one of {', '.join(WHEN_FULL)}")
-
-
-@dataclass(slots=True)
-class WriterStats:
-    """What a writer has done so far."""
-
-    records: int = 0
-    """Handed over to be sent."""
-    bytes: int = 0
-    """Raw bytes of these."""
-    stored_bytes: int = 0
-    """What the codecs made of them."""
-    verified: int = 0
-    """Not sent, because the log has them; found equal."""
-    resent: int = 0
-    """Sent again after a lost connection or a fence."""
-    blocked_seconds: float = 0.0
-    """How long `append` waited, in all, because the queue was full."""
-    dropped_records: int = 0
-    """Not logged, because the queue was full (when_full="drop")."""
-    dropped_bytes: int = 0
 
 
 def _framed(server: str, **fields: Any) -> Outgoing:
@@ -421,7 +401,10 @@ class LogWriter(Declaring):
     # -- the background ---------------------------------------------------------------------------------
 
     def _on_change(self, freed: int) -> None:
+        rate = self._rate()
         with self._cond:
+            if rate is not None:
+                self.stats.pace_bytes_per_s = rate.bytes_per_s * rate.raw_per_stored
             self._held_bytes -= freed
             self.stats.resent = self._resent + sum(link.resent for link in self._links.values())
             self._cond.notify_all()

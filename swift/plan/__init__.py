@@ -1,6 +1,7 @@
 """What to log: which boundaries, what that costs, how quickly the job is back. Pure; no torch.
 
 profile   what is known of a job, as JSON; every fault in it is one line
+running   the same of a job that runs: what is given, and who knows the rest
 model     storage, overhead and recovery time of contiguous recovery groups (docs/planning.md)
 frontier  the exact trade between bytes and recovery time: dynamic programs
 greedy    SWIFT's merge, the paper's baseline

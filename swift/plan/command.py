@@ -1,43 +1,60 @@
-"""`swift-ft plan`: which boundaries to log, out of a profile of the job."""
+"""`swift-ft plan`: which boundaries to log, out of a profile of the job: a file, or what a running job has measured."""
 
 import argparse
+import contextlib
+import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 
 from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.plan.profile import DOCUMENT_BYTES_MAX, Cap, Profile, parse
+from swift.plan.running import Given, RunningJob
 
 EXIT_NOT_MET = 1
+SOURCE = "measured by the job's ranks"
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """A job whose ranks have measured the profile."""
+
+    coordinator: str
+    job: str
+    given: Given
+    save: Path | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
     """What the command line says, checked."""
 
-    profile: Path
+    profile: Path | None
+    running: Running | None
+    """One of the two."""
     cap: Cap | None
     """None: the profile's own, if it has one."""
     json: Path | None
     svg: Path | None
 
     def __post_init__(self) -> None:
-        for flag, path in (("--json", self.json), ("--svg", self.svg)):
+        save = self.running.save if self.running is not None else None
+        for flag, path in (("--json", self.json), ("--svg", self.svg), ("--save-profile", save)):
             if path is not None and not path.absolute().parent.is_dir():
                 raise UsageError(f"{flag}: there is no directory {path.absolute().parent}")
 
 
-def _bytes(text: str) -> int:
+def _bytes(text: str, flag: str) -> int:
     """800GB, or a plain number."""
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([A-Za-z]*)", text)
     if found is None or found[2] not in _UNITS:
         raise UsageError(
-            f"--storage-cap {text}: write bytes, such as 800GB; units: {', '.join(filter(None, _UNITS))}"
+            f"{flag} {text}: write bytes, such as 800GB; units: {', '.join(filter(None, _UNITS))}"
         )
     return int(Decimal(found[1]) * _UNITS[found[2]])
 
@@ -49,7 +66,7 @@ def _seconds(text: str, flag: str) -> float:
         raise UsageError(f"{flag} {text}: write seconds, such as 30") from None
 
 
-def config_of(argv: Sequence[str]) -> PlanConfig:
+def _parser() -> Parser:
     parser = Parser(
         prog="swift-ft plan",
         description="Chooses which boundaries to log: bytes, overhead and recovery time of every choice worth having.",
@@ -57,7 +74,27 @@ def config_of(argv: Sequence[str]) -> PlanConfig:
         epilog="exit codes: 0 done, 1 the cap cannot be met, 2 usage, 3 the environment is not able to",
     )
     parser.add_argument(
-        "profile", type=Path, metavar="PROFILE", help="JSON; docs/planning.md lists its fields"
+        "profile", type=Path, nargs="?", metavar="PROFILE", help="JSON; docs/planning.md lists its fields"
+    )
+    job = parser.add_argument_group("a running job, instead of PROFILE")
+    job.add_argument("--coordinator", metavar="HOST:PORT", help="its ranks have measured the profile")
+    job.add_argument("--job", metavar="NAME")
+    job.add_argument("--save-profile", type=Path, metavar="PATH", help="what was measured, as JSON")
+    job.add_argument(
+        "--machine-per-rank",
+        action="store_true",
+        help="as if each rank had a machine; else one for each host",
+    )
+    job.add_argument("--log-read-rate", metavar="BYTES", help="per second; default: of a replay, else 1GB")
+    job.add_argument("--log-write-rate", metavar="BYTES", help="per second; default: as measured, else 1GB")
+    job.add_argument(
+        "--network-rate",
+        metavar="BYTES",
+        help="per second, between two ranks; default: nobody helps a replay",
+    )
+    job.add_argument("--machine-mtbf", metavar="SECONDS", help="between two failures; default: 30 days")
+    job.add_argument(
+        "--fixed", metavar="SECONDS", help="of every recovery: detect, plan, rebuild; default: 0"
     )
     caps = parser.add_mutually_exclusive_group()
     caps.add_argument(
@@ -71,15 +108,63 @@ def config_of(argv: Sequence[str]) -> PlanConfig:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="everything, for programs")
     parser.add_argument("--svg", type=Path, metavar="PATH", help="a drawing of the frontier")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def config_of(argv: Sequence[str]) -> PlanConfig:
+    options = _parser().parse_args(argv)
     cap = None
     if options.storage_cap is not None:
-        cap = Cap(kind="storage_bytes", value=_bytes(options.storage_cap))
+        cap = Cap(kind="storage_bytes", value=_bytes(options.storage_cap, "--storage-cap"))
     elif options.recovery_cap is not None:
         cap = Cap(kind="recovery_s", value=_seconds(options.recovery_cap, "--recovery-cap"))
     elif options.worst_recovery_cap is not None:
         cap = Cap(kind="worst_recovery_s", value=_seconds(options.worst_recovery_cap, "--worst-recovery-cap"))
-    return PlanConfig(profile=options.profile, cap=cap, json=options.json, svg=options.svg)
+    return PlanConfig(
+        profile=options.profile, running=_running(options), cap=cap, json=options.json, svg=options.svg
+    )
+
+
+def _running(options: argparse.Namespace) -> Running | None:
+    if options.coordinator is None:
+        for name in (
+            "job",
+            "save_profile",
+            "machine_per_rank",
+            "log_read_rate",
+            "log_write_rate",
+            "network_rate",
+            "machine_mtbf",
+            "fixed",
+        ):
+            if getattr(options, name):
+                flag = name.replace("_", "-")
+                raise UsageError(
+                    f"--{flag} is for a running job: give --coordinator HOST:PORT and --job NAME"
+                )
+        if options.profile is None:
+            raise UsageError("give a PROFILE, or --coordinator HOST:PORT and --job NAME")
+        return None
+    if options.profile is not None:
+        raise UsageError(f"give PROFILE ({options.profile}) or --coordinator, not both")
+    if options.job is None:
+        raise UsageError("--coordinator needs --job NAME")
+
+    def rate(text: str | None, flag: str) -> float | None:
+        return None if text is None else float(_bytes(text, flag))
+
+    def seconds(text: str | None, flag: str) -> float | None:
+        return None if text is None else _seconds(text, flag)
+
+    given = Given(
+        log_read_bytes_per_s=rate(options.log_read_rate, "--log-read-rate"),
+        log_write_bytes_per_s=rate(options.log_write_rate, "--log-write-rate"),
+        network_bytes_per_s=rate(options.network_rate, "--network-rate"),
+        machine_mtbf_s=seconds(options.machine_mtbf, "--machine-mtbf"),
+        fixed_s=seconds(options.fixed, "--fixed"),
+        machine_per_rank=options.machine_per_rank,
+    )
+    return Running(coordinator=options.coordinator, job=options.job, given=given, save=options.save_profile)
 
 
 def read(path: Path) -> Profile:
@@ -95,8 +180,30 @@ def read(path: Path) -> Profile:
         raise UsageError(f"{path}: {error}") from None
 
 
-def run(config: PlanConfig) -> int:
-    profile = read(config.profile)
+def measured(running: Running, connect: Callable[[str, str], RunningJob]) -> Profile:
+    """Of a running job; saved where it is wanted. ServiceError: nothing was measured yet, or nobody answers."""
+    with contextlib.closing(connect(running.coordinator, running.job)) as job:
+        profile, assumed = job.profile(running.given)
+    profile = replace(profile, source="; ".join([SOURCE, *(f"assumed: {what}" for what in assumed)]))
+    if running.save is not None:
+        _write(running.save, json.dumps(profile.document(), indent=2) + "\n")
+    print(profile.source.replace("; ", "\n"), end="\n\n")
+    return profile
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
+
+
+def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
+    if config.running is not None:
+        profile = measured(config.running, connect)
+    else:
+        assert config.profile is not None
+        profile = read(config.profile)
     try:
         from swift.plan import plot, report
     except ModuleNotFoundError as error:
@@ -106,10 +213,7 @@ def run(config: PlanConfig) -> int:
     document = report.build(profile, config.cap or profile.cap)
     for path, content in ((config.json, report.dumps), (config.svg, plot.draw)):
         if path is not None:
-            try:
-                path.write_text(content(document))
-            except OSError as error:
-                raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
+            _write(path, content(document))
     print(report.text(document))
     if not document["met"]:
         print(f"swift: {document['problem']}", file=sys.stderr)
@@ -117,9 +221,14 @@ def run(config: PlanConfig) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _nobody(coordinator: str, job: str) -> RunningJob:
+    raise UsageError("--coordinator is of the command swift-ft plan")
+
+
+def main(argv: Sequence[str] | None = None, connect: Callable[[str, str], RunningJob] = _nobody) -> int:
+    """`connect(coordinator, job)` gives the line to a running job."""
     try:
-        return run(config_of(sys.argv[1:] if argv is None else argv))
+        return run(config_of(sys.argv[1:] if argv is None else argv), connect)
     except SwiftError as error:
         print(f"swift: {error}", file=sys.stderr)
         return error.exit_code

@@ -85,24 +85,34 @@ class RankMeasured:
     """For which it held the trainer up."""
     log_write_bytes_per_s: float | None = None
     """Raw bytes that the log took while there was something to take."""
-    log_read_bytes_per_s: float | None = None
-    """That the last replay on this rank got out of the log for the time that it waited for it."""
+    log_full: bool = False
+    """Training has waited for the log lately, or records were dropped: it takes no more than that."""
+    log_read_bytes: int | None = None
+    """That the last replay on this rank got out of the log."""
+    log_read_wait_s: float | None = None
+    """For which it waited for these."""
 
     def __post_init__(self) -> None:
-        for name in ("step", "microbatches", "other_bytes", "state_bytes", "checkpoint_bytes"):
+        for name in (
+            "step",
+            "microbatches",
+            "other_bytes",
+            "state_bytes",
+            "checkpoint_bytes",
+            "log_read_bytes",
+        ):
             value = getattr(self, name)
             if value is not None:
                 _whole(name, value, COUNT_MAX)
         if self.steps < 1:
             raise ValueError("steps is 0: nothing was measured")
         _whole("steps", self.steps, COUNT_MAX)
-        for name in ("step_s", "update_s", "checkpoint_s", "checkpoint_stall_s"):
+        for name in ("step_s", "update_s", "checkpoint_s", "checkpoint_stall_s", "log_read_wait_s"):
             value = getattr(self, name)
             if value is not None:
                 _number(name, value, SECONDS_MAX)
-        for rate in (self.log_write_bytes_per_s, self.log_read_bytes_per_s):
-            if rate is not None:
-                _number("a rate", rate, RATE_MAX)
+        if self.log_write_bytes_per_s is not None:
+            _number("log_write_bytes_per_s", self.log_write_bytes_per_s, RATE_MAX)
         if len(self.stages) > STAGES_MAX:
             raise ValueError(f"{len(self.stages)} stages: a rank runs at most {STAGES_MAX}")
         indices = [stage.stage for stage in self.stages]

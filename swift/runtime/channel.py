@@ -237,6 +237,8 @@ class Channel:
         """``now``: it may change after the call."""
         assert self._capture is not None
         self._check_whole()
+        if now:
+            self.profile.beside(tensor.nbytes)
         if self.groups.logs:
             self.profile.logged(stream, tensor.nbytes)
             self._capture.record(stream, key, tensor, now=now, keep=self.replaying)

@@ -14,7 +14,6 @@ import json
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -34,11 +33,14 @@ from swift.errors import (
     UsageError,
 )
 from swift.log.sidecar_client import SidecarWriter, open_writer
+from swift.log.stats import WriterStats
+from swift.recovery import RankMeasured
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.early import EarlyCheckpoint, UnloggedSteps, flush_at_end
+from swift.runtime.errors import is_communication, let_go
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
@@ -61,17 +63,6 @@ ENV_DIGESTS_EVERY = "SWIFT_DIGESTS_EVERY"
 # How long a statement to the coordinator stands before it is said again (after a restart it is forgotten).
 _RESAY_S = 0.5
 _NOTICE_POLL_S = 0.005
-# What torch's communication errors say. Anything else that a step raises is the trainer's own error.
-_COMMUNICATION_WORDS = (
-    "gloo",
-    "nccl",
-    "connection",
-    "peer",
-    "process group",
-    "timed out",
-    "timeout",
-    "socket",
-)
 
 
 class Engine:
@@ -113,6 +104,8 @@ class Engine:
         self._entering = threading.Lock()
         self._early = EarlyCheckpoint(member)
         self._unlogged = UnloggedSteps(member)
+        self._gradient_bytes: dict[int, int] = {}  # of each stage
+        self._held_up = (0.0, 0)  # by the log, when it was looked at last
         self._kept: set[int] = set()  # complete checkpoints, as last seen
 
     def help_replay(self, make_module: MakeModule) -> None:
@@ -237,6 +230,15 @@ class Engine:
             done |= {**asdict(writer.stats), "queued_bytes": writer.queued_bytes}
         return done
 
+    def measured(self) -> RankMeasured | None:
+        """(lease thread)"""
+        stats = self._writer.stats if self._writer is not None else WriterStats()
+        held_up = (stats.blocked_seconds, stats.dropped_records)
+        full, self._held_up = held_up > self._held_up, held_up
+        return self._channel.profile.measured(
+            self._gradient_bytes, self._store.saved, stats.pace_bytes_per_s or None, log_full=full
+        )
+
     def interrupt(self, generation: int) -> None:
         """(notice thread) Frees the trainer's thread from whatever it waits in."""
         with self._entering:  # a notice that was acted on meanwhile must not stop the new generation
@@ -323,6 +325,7 @@ class Engine:
         else:
             self._follow_plan(view.plan, train_step)
         version = self._member.version = self._state.version
+        self._gradient_bytes = self._state.gradient_bytes()
         stages = sorted(stage.stage_index for stage in self._state.stages)
         num_stages = self._state.stages[0].num_stages
         events.emit("ready", rank=self._rank, generation=view.generation, version=version)
@@ -395,6 +398,7 @@ class Engine:
         self._store.wait()
         flush_at_end(self._writer, self._rank, FLUSH_TIMEOUT_S)
         self._write_digests(f"rank{self._rank}-v{num_steps}.json")
+        self._member.say_measured()
         while True:
             self._member.check()
             self._member.client.finish(num_steps)
@@ -434,7 +438,7 @@ class Engine:
 
     def _handle(self, error: Exception) -> None:
         """Returns if the error is a failure's consequence (a newer generation is there); else raises it."""
-        _let_go(error)
+        let_go(error)
         generation = self._view.generation if self._view is not None else 0
         if self._member.noticed:
             self._await_notice(error)
@@ -442,7 +446,7 @@ class Engine:
             self._member.client.refuse(generation, str(error))
             self._await_notice(error)
         elif (
-            _is_communication(error)
+            is_communication(error)
             or isinstance(error, LogUnavailable)
             or self._communicator.broken is not None  # the trainer may have stumbled over what came of it
         ):
@@ -492,22 +496,3 @@ def own_servers(view: pb.View, rank: int) -> dict[str, int]:
     number under the same address: Views may be skipped, so nobody need have seen it go."""
     numbers = {place.address: n for n, place in enumerate(view.log_places) if not place.lost}
     return {s: numbers[s] for logs in view.log_copies if logs.rank == rank for s in logs.servers}
-
-
-def _is_communication(error: BaseException) -> bool:
-    """It, or what it was raised from: torch wraps what happens inside a backward."""
-    seen: BaseException | None = error
-    while seen is not None:
-        words = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(word in words for word in _COMMUNICATION_WORDS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def _let_go(error: BaseException) -> None:
-    """Clears the frames that the error's tracebacks hold: they keep the old group and its buffers alive."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__

@@ -7,13 +7,17 @@ that this rank must stop, the watcher frees the trainer's thread from wherever i
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
-from swift.errors import Fenced, JobFailed, ServiceError
+from swift.errors import Fenced, JobFailed, ServiceError, SwiftError
+from swift.recovery import RankMeasured
 from swift.runtime.communicator import Interrupted
+
+_MEASURED_EVERY_S = 2.0
 
 
 class Member:
@@ -37,6 +41,9 @@ class Member:
             None  # an early checkpoint, until the coordinator has heard of it
         )
         self._wanting = threading.Lock()
+        self.measured: Callable[[], RankMeasured | None] = lambda: None
+        """(lease thread) What this rank has measured of its steps."""
+        self._measured_at = 0.0
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
@@ -78,6 +85,8 @@ class Member:
             try:
                 self.client.heartbeat(self.version)
                 self._say_wanted()
+                if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
+                    self.say_measured()
             except Fenced as error:
                 self._fenced = str(error)
                 self._noticed += 1
@@ -97,6 +106,18 @@ class Member:
         with self._wanting:
             if self._wanted is wanted and now is not None and now.generation == latest.generation:
                 self._wanted = None
+
+    def say_measured(self) -> None:
+        """Raises Fenced; whatever else keeps the coordinator from hearing it is no reason for anything."""
+        self._measured_at = time.monotonic()
+        try:
+            measured = self.measured()
+            if measured is not None:
+                self.client.measure(measured)
+        except Fenced:
+            raise
+        except (SwiftError, ValueError) as error:
+            events.emit("measured_untold", rank=self.identity.rank, reason=str(error))
 
     # --- main thread ---
 

@@ -1,57 +1,121 @@
-"""What each step of a rank has cost: the seconds of its stages, and what it has given to the log.
+"""What each step of a rank takes: the seconds of its stages, what it sends, what it gives to the log.
 
-Off unless ``SWIFT_PROFILE=1``: then every step ends with an event ``profiled``, from which the drill makes what the
-planner (`swift.plan`) takes. Seconds are on the wall clock, without any wait for a neighbour or the log.
+Always on: a stage's microbatch costs two readings of the clock more, which is nothing. What the recent steps took is
+said to the coordinator every few seconds (`swift.recovery.measured`), for `swift-ft plan` and for the planner
+of recoveries. With ``SWIFT_PROFILE=1`` every step ends with an event ``profiled`` as well, of which the drill's
+report is made. Seconds are on the wall clock, without any wait for a neighbour or the log.
 """
 
 import os
+import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median, median_low
+from types import TracebackType
+from typing import Any
 
 from swift import events
+from swift.checkpoint.store import Saved
+from swift.recovery.measured import RankMeasured, Sent, StageMeasured
 
 ENV_PROFILE = "SWIFT_PROFILE"
+STEPS_KEPT = 16
+WARM_STEPS = 2
+"""The first steps of a process allocate memory and infer shapes: they are left out."""
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+
+
+class _Stopwatch:
+    """Around what a stage computes for one microbatch, in one direction."""
+
+    __slots__ = ("_began", "_profile", "seconds", "times")
+
+    def __init__(self, profile: "StepProfile") -> None:
+        self._profile = profile
+        self.seconds = 0.0
+        self.times = 0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._began
+        self.times += 1
+        self._profile.settled_at = now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """One that is done."""
+
+    step: int
+    step_s: float
+    update_s: float
+    computed: dict[tuple[int, str], tuple[float, int]]
+    """(stage, direction) -> seconds, microbatches"""
+    sent: Counter[tuple[int, int]]
+    """(stage, destination) -> bytes"""
+    other_bytes: int
 
 
 class StepProfile:
-    """(engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``logged``, ``read``; (engine) ``end``."""
+    """(engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``sent``, ``beside``, ``logged``, ``read``;
+    (engine) ``end``; (lease thread) ``measured``.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._on = os.environ.get(ENV_PROFILE) == "1"
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._says = os.environ.get(ENV_PROFILE) == "1"
+        self._watches: dict[tuple[int, str], _Stopwatch] = {}
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._other = 0
         self._logged: Counter[str] = Counter()
         self._read = [0.0, 0.0]
-        self._settled_at = 0.0
+        self._began = 0.0
+        self.settled_at = 0.0
+        self._lock = threading.Lock()
+        self._done = 0
+        self._recent: deque[_Step] = deque(maxlen=STEPS_KEPT)
+        self._replaying = False
+        self._replayed = (0.0, 0.0)  # of the last replay: bytes out of the log, seconds of waiting for them
 
     def begin(self) -> None:
-        self._seconds.clear()
+        for watch in self._watches.values():
+            watch.seconds, watch.times = 0.0, 0
+        self._sent.clear()
+        self._other = 0
         self._logged.clear()
         self._read = [0.0, 0.0]
-        self.settled()
+        self._began = self.settled_at = time.perf_counter()
 
-    def computing(self, stage: int, direction: str) -> AbstractContextManager[None]:
+    def computing(self, stage: int, direction: str) -> _Stopwatch:
         """Around what a stage computes for one microbatch."""
-        return self._timed(f"s{stage}.{direction}") if self._on else nullcontext()
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._seconds[name] += time.perf_counter() - began
-        self.settled()
+        watch = self._watches.get((stage, direction))
+        if watch is None:
+            watch = self._watches[stage, direction] = _Stopwatch(self)
+        return watch
 
     def settled(self) -> None:
         """Nobody else is waited for from here on: what follows up to the end of the step is the update."""
-        if self._on:
-            self._settled_at = time.perf_counter()
+        self.settled_at = time.perf_counter()
+
+    def sent(self, stage: int, destination: int, size: int) -> None:
+        """A stage gives so many bytes to another one, whether they are logged or not."""
+        self._sent[stage, destination] += size
+
+    def beside(self, size: int) -> None:
+        """So many bytes are logged that no stage sends, or would be if there were groups to log for."""
+        self._other += size
 
     def logged(self, stream: str, size: int) -> None:
         """A record of so many raw bytes was given to the log."""
-        if self._on:
-            self._logged[stream] += size
+        self._logged[stream] += size
 
     def read(self, size: int, waited_s: float) -> None:
         """(replay) So many bytes came out of the log, after so long a wait."""
@@ -59,14 +123,102 @@ class StepProfile:
         self._read[1] += waited_s
 
     def end(self, step: int, *, replay: bool) -> None:
-        if self._on:
+        now = time.perf_counter()
+        update_s = now - self.settled_at
+        with self._lock:
+            if replay:
+                size, waited_s = self._replayed if self._replaying else (0.0, 0.0)
+                self._replayed = (size + self._read[0], waited_s + self._read[1])
+            else:
+                self._done += 1
+                if self._done > WARM_STEPS:
+                    self._recent.append(self._as_done(step, now - self._began, update_s))
+            self._replaying = replay
+        if self._says:
             events.emit(
                 "profiled",
                 rank=self._rank,
                 step=step,
                 replay=replay,
-                seconds=dict(self._seconds),
-                update_s=time.perf_counter() - self._settled_at,
+                seconds={
+                    f"s{stage}.{kind}": watch.seconds
+                    for (stage, kind), watch in self._watches.items()
+                    if watch.times
+                },
+                update_s=update_s,
                 logged=dict(self._logged),
                 read=self._read,
             )
+
+    def _as_done(self, step: int, step_s: float, update_s: float) -> _Step:
+        return _Step(
+            step=step,
+            step_s=step_s,
+            update_s=update_s,
+            computed={at: (watch.seconds, watch.times) for at, watch in self._watches.items() if watch.times},
+            sent=self._sent.copy(),
+            other_bytes=self._other,
+        )
+
+    def measured(
+        self,
+        gradient_bytes: Mapping[int, int],
+        saved: Saved | None,
+        log_write_bytes_per_s: float | None,
+        *,
+        log_full: bool = False,
+    ) -> RankMeasured | None:
+        """(any thread) What recent steps took; None: there was none yet.
+
+        `gradient_bytes` of each stage, the newest checkpoint and the log's pace are known elsewhere.
+        """
+        with self._lock:
+            recent, (read_bytes, read_wait_s) = list(self._recent), self._replayed
+        if not recent:
+            return None
+        indices = sorted({stage for done in recent for stage, _ in done.computed})
+        stages = tuple(_stage(recent, index, gradient_bytes.get(index, 0)) for index in indices)
+        of_checkpoint: dict[str, Any] = {}
+        if saved is not None:
+            of_checkpoint = {
+                "state_bytes": saved.tensor_bytes,
+                "checkpoint_bytes": saved.file_bytes,
+                "checkpoint_s": saved.seconds,
+                "checkpoint_stall_s": saved.stall_s,
+            }
+        return RankMeasured(
+            step=recent[-1].step,
+            steps=len(recent),
+            microbatches=max((_forwards(recent, index) for index in indices), default=0),
+            step_s=median(done.step_s for done in recent),
+            update_s=median(done.update_s for done in recent),
+            stages=stages,
+            other_bytes=median_low(done.other_bytes for done in recent),
+            log_write_bytes_per_s=log_write_bytes_per_s,
+            log_full=log_full,
+            log_read_bytes=int(read_bytes) if read_bytes else None,
+            log_read_wait_s=read_wait_s if read_bytes else None,
+            **of_checkpoint,
+        )
+
+
+def _stage(recent: list[_Step], stage: int, gradient_bytes: int) -> StageMeasured:
+    destinations = sorted({to for done in recent for source, to in done.sent if source == stage})
+    sent = tuple(
+        Sent(destination=to, bytes=median_low(done.sent[stage, to] for done in recent)) for to in destinations
+    )
+    forward_s, backward_s = (
+        median(
+            sum(seconds for (index, kind), (seconds, _) in done.computed.items() if (index, kind) in of)
+            / max(done.computed.get((stage, FORWARD), (0.0, 0))[1], 1)
+            for done in recent
+        )
+        for of in ([(stage, FORWARD)], [(stage, BACKWARD), (stage, WEIGHTS)])
+    )
+    return StageMeasured(
+        stage=stage, forward_s=forward_s, backward_s=backward_s, sent=sent, gradient_bytes=gradient_bytes
+    )
+
+
+def _forwards(recent: list[_Step], stage: int) -> int:
+    return median_low(done.computed.get((stage, FORWARD), (0.0, 0))[1] for done in recent)

@@ -96,6 +96,7 @@ class Session:
         self._updates.settle = self._channel.settle
         self._updates.replaying = lambda: self._channel.replaying
         self._end_metrics = self._show_metrics(member.client.job)
+        member.measured = self._engine.measured
         member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine.interrupt)
         self._engine.form()
 

@@ -20,6 +20,7 @@ from swift.errors import ReplayRefused, UsageError
 from swift.runtime import _torch
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.groups import LastingGroup
+from swift.runtime.profiling import WEIGHTS
 from swift.runtime.tensors import same_bits
 from swift.runtime.updates import Updates
 
@@ -159,6 +160,7 @@ class _Logged(_Base):
     ) -> list[dist.P2POp]:
         live = []
         for destination, slot, op in zip(destinations, _slots(destinations), ops, strict=True):
+            self._channel.profile.sent(self.stage_index, destination, op.tensor.nbytes)
             if self._logged_between(self.stage_index, destination):
                 self._channel.sent(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
             else:
@@ -214,6 +216,11 @@ class _Logged(_Base):
         self.last_backward = False
         self._channel.computed(BACKWARD, bwd_chunk_id)
         return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """(schedules that compute gradients of weights apart)"""
+        with self._channel.profile.computing(self.stage_index, WEIGHTS):
+            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _skips(self, mb: int) -> bool:
         return self.share is not None and self.share.skips(mb)

@@ -204,6 +204,13 @@ class TrainerState:
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
+    def gradient_bytes(self) -> dict[int, int]:
+        """Of each stage's parameters that are trained."""
+        return {
+            stage.stage_index: sum(p.nbytes for p in stage.submod.parameters() if p.requires_grad)
+            for stage in self.stages
+        }
+
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part of the state; equal on two runs only if every bit is."""
         state = self.state_dict()

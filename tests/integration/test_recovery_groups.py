@@ -27,6 +27,12 @@ def as_predicted(report: dict[str, Any], groups: str, boundaries: int) -> None:
     assert sizes["per_step"] == {"predicted": wanted, "measured": wanted}
     assert sizes["in_log"] == {"steps": [15, 16], "equal": True}
     assert sizes["equal"] is True
+    # What `swift-ft plan --coordinator` gets of the job: every boundary, those inside a group as well.
+    of_job = report["prediction"]["of_job"]
+    assert of_job["why"] == ""
+    for direction in ("forward_bytes", "backward_bytes"):
+        assert of_job["profile"][direction] == [BOUNDARY_BYTES] * 3
+    assert of_job["profile"]["other_bytes"] == 2 * BATCH_BYTES + report["topology"]["ranks"] * NORM_BYTES
     sent = {stream for stream in sizes["streams"] if stream[-1] in "FB"}
     assert len(sent) == 2 * boundaries
 

@@ -106,6 +106,23 @@ def eventually(condition: "object", timeout_s: float = TIMEOUT_S) -> None:
         time.sleep(0.005)
 
 
+def test_the_logs_pace_is_known_to_the_trainer(server: LogServer) -> None:
+    writer = SidecarWriter([server.address], JOB, 1, queue_bytes=8 << 20, name="rank1")
+    try:
+        assert writer.stats.pace_bytes_per_s == 0.0
+        body, began, number = bytes(1 << 20), time.monotonic(), 0
+        while writer.stats.pace_bytes_per_s == 0.0:
+            assert time.monotonic() - began < TIMEOUT_S
+            put(writer, number, body)
+            number += 1
+        # Windows without anything to do are left out: it cannot be less than what has gone out by now.
+        took = writer.stats.bytes / (time.monotonic() - began)
+        assert took / 2 < writer.stats.pace_bytes_per_s < 1e12
+    finally:
+        writer.close()
+    assert writer.stats.pace_bytes_per_s > 0.0
+
+
 @pytest.mark.parametrize("point", POINTS)
 def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
     shared: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

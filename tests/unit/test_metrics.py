@@ -154,6 +154,7 @@ def snapshot(checkpoint: int | None) -> JobSnapshot:
         blocked_log_servers=0,
         lost_log_servers=0,
         newest_version=0,
+        measured_ranks=0,
         checkpoint=checkpoint,
     )
 

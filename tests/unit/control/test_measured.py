@@ -42,7 +42,9 @@ MEASURED = st.builds(
     checkpoint_s=st.none() | SECONDS,
     checkpoint_stall_s=st.none() | SECONDS,
     log_write_bytes_per_s=st.none() | st.floats(0, 1e18),
-    log_read_bytes_per_s=st.none() | st.floats(0, 1e18),
+    log_full=st.booleans(),
+    log_read_bytes=st.none() | COUNTS,
+    log_read_wait_s=st.none() | SECONDS,
 )
 STAGE = StageMeasured(stage=1, forward_s=0.1, backward_s=0.2, sent=(Sent(destination=2, bytes=7),))
 ONE = RankMeasured(step=9, steps=4, microbatches=4, step_s=2.0, update_s=0.1, stages=(STAGE,))
@@ -56,7 +58,7 @@ def test_what_is_said_is_what_is_heard(measured: RankMeasured) -> None:
 
 def test_what_was_not_measured_is_no_zero() -> None:
     heard = from_message(to_message(replace(ONE, checkpoint_bytes=0)))
-    assert (heard.checkpoint_bytes, heard.checkpoint_s, heard.log_read_bytes_per_s) == (0, None, None)
+    assert (heard.checkpoint_bytes, heard.checkpoint_s, heard.log_read_wait_s) == (0, None, None)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_what_was_not_measured_is_no_zero() -> None:
         ({"step_s": math.nan}, "step_s is nan"),
         ({"update_s": -1.0}, "update_s is -1.0"),
         ({"checkpoint_s": math.inf}, "checkpoint_s is inf"),
-        ({"log_write_bytes_per_s": 1e19}, "a rate is"),
+        ({"log_write_bytes_per_s": 1e19}, "log_write_bytes_per_s is"),
         ({"stages": [{"stage": 2}, {"stage": 1}]}, "stages must ascend"),
         ({"stages": [{"stage": n} for n in range(65)]}, "at most 64"),
         ({"stages": [{"sent": [{"destination": n} for n in range(17)]}]}, "at most 16"),

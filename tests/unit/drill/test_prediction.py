@@ -1,6 +1,7 @@
 """What the planner predicts for a drill's groups, beside what its trace says: each piece of it broken once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,6 +182,33 @@ def test_a_byte_too_many_or_too_few_is_seen(change: Callable[[Trace], None], ans
     change(trace)
     _, checks = found(trace)
     assert checks[BYTES] is answer
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ({}, True),
+        ({"forward_bytes": (BOUNDARY, BOUNDARY, BOUNDARY - 4)}, False),
+        ({"backward_bytes": (0, BOUNDARY, BOUNDARY)}, False),  # inside a group, where nothing is logged
+        ({"other_bytes": 2 * BATCH}, False),
+    ],
+)
+@pytest.mark.parametrize("groups", ["0-1,2-3", "0-3"])
+def test_the_profile_that_the_job_gives_has_the_same_bytes(
+    change: dict[str, Any], answer: bool, groups: str
+) -> None:
+    every = prediction.measured_profile(paced(), whole_trace().events, measured())
+    shown, checks = found(
+        given=paced(RecoveryGroups.parse(groups)), fetched=replace(every, **change), not_fetched=""
+    )
+    assert checks["the job's own profile has the predicted bytes"] is answer
+    assert shown["of_job"]["profile"] == replace(every, **change).document()
+
+
+def test_a_profile_that_was_not_fetched_is_no_verdict() -> None:
+    shown, checks = found(not_fetched="no step yet")
+    assert shown["of_job"] == {"profile": None, "why": "no step yet"}
+    assert "the job's own profile has the predicted bytes" not in checks
 
 
 @pytest.mark.parametrize(

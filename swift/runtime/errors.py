@@ -1,0 +1,34 @@
+"""Errors that reach the trainer's thread: which of them a lost peer may be behind."""
+
+import traceback
+
+# What torch's communication errors say. Anything else that a step raises is the trainer's own error.
+_WORDS = (
+    "gloo",
+    "nccl",
+    "connection",
+    "peer",
+    "process group",
+    "timed out",
+    "timeout",
+    "socket",
+)
+
+
+def is_communication(error: BaseException) -> bool:
+    """It, or what it was raised from: torch wraps what happens inside a backward."""
+    seen: BaseException | None = error
+    while seen is not None:
+        words = str(seen).lower()
+        if isinstance(seen, RuntimeError) and any(word in words for word in _WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def let_go(error: BaseException) -> None:
+    """Clears the frames that the error's tracebacks hold: they keep the old group and its buffers alive."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
