@@ -7,7 +7,7 @@ model, with a profile that was measured in the same run before its first failure
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -79,15 +79,17 @@ def is_planned(config: DrillConfig) -> bool:
 # --- bytes ---
 
 
-def predicted_streams(config: DrillConfig) -> dict[str, int]:
-    """stream -> raw bytes that each step gives to the log; what is not named logs nothing."""
+def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None) -> dict[str, int]:
+    """stream -> raw bytes that each step gives to the log; what is not named logs nothing. `groups`: others than the
+    drill's."""
     shape, model, found = config.topology, MODELS[config.model], {}
-    if not config.groups.logs:
+    groups = config.groups if groups is None else groups
+    if not groups.logs:
         return {}
     for column in range(shape.replicas):
         for stage in range(shape.stages):
             for neighbour, kind in ((stage + 1, "F"), (stage - 1, "B")):
-                if 0 <= neighbour < shape.stages and shape.is_logged(stage, neighbour, config.groups):
+                if 0 <= neighbour < shape.stages and shape.is_logged(stage, neighbour, groups):
                     name = streams.boundary(stage, kind, column, shape.replicas)
                     found[name] = shape.microbatches * model.boundary_bytes
         for stage, kind in ((0, "X"), (shape.stages - 1, "T")):
@@ -169,7 +171,7 @@ def _of_job(config: DrillConfig, measured: Measured) -> tuple[dict[str, Any], li
     """What the ranks count for their coordinator: of all boundaries, those inside a group as well."""
     if measured.fetched is None:
         return {"profile": None, "why": measured.not_fetched}, []
-    every = predicted_streams(replace(config, groups=RecoveryGroups()))
+    every = predicted_streams(config, RecoveryGroups())
     last = config.topology.stages - 1
     wanted = {
         "forward_bytes": [every[f"s{boundary}.F"] for boundary in range(last)],

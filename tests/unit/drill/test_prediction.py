@@ -8,6 +8,7 @@ import pytest
 
 from swift.drill import prediction, report, timeline
 from swift.drill.config import DrillConfig
+from swift.drill.faults import parse
 from swift.drill.prediction import Measured, predicted_streams, section
 from swift.drill.topology import Topology
 from swift.plan.model import CostModel
@@ -203,6 +204,15 @@ def test_the_profile_that_the_job_gives_has_the_same_bytes(
     )
     assert checks["the job's own profile has the predicted bytes"] is answer
     assert shown["of_job"]["profile"] == replace(every, **change).document()
+
+
+def test_faults_that_fit_these_groups_alone_do_not_matter() -> None:
+    """A drill's configuration is checked as a whole: with other groups it may be none."""
+    every = prediction.measured_profile(paced(), whole_trace().events, measured())
+    specs = (f"rank=3,step={KILL_STEP}", f"corrupt=log,step={KILL_STEP},stream=s1.F")
+    damaged = replace(paced(), faults=tuple(parse(spec) for spec in specs))
+    _, checks = found(given=damaged, fetched=every)
+    assert checks["the job's own profile has the predicted bytes"] is True
 
 
 def test_a_profile_that_was_not_fetched_is_no_verdict() -> None:
