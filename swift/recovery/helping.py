@@ -24,7 +24,6 @@ def helps(
         rank_plan.rank: until
         for rank_plan in ranks
         if rank_plan.strategy in REPLAYS
-        and len(layout.stages[rank_plan.rank]) == 1
         and (until := _until(rank_plan, target, layout, by_rank)) - rank_plan.from_version >= STEPS_MIN
     }
     free = [r.rank for r in reports if r.can_help and by_rank[r.rank].strategy is Strategy.KEEP]
@@ -43,6 +42,7 @@ def helps(
 
 
 def _until(owner: RankPlan, target: int, layout: Layout, by_rank: Mapping[int, RankPlan]) -> int:
-    (stage,) = layout.stages[owner.rank]
-    beside = [other for other in (stage - 1, stage + 1) if 0 <= other < layout.num_stages]
-    return min([target, *(by_rank[rank].from_version for other in beside for rank in layout.owners(other))])
+    own = layout.stages[owner.rank]
+    beside = {other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < layout.num_stages}
+    neighbours = {rank for stage in beside.difference(own) for rank in layout.owners(stage)}
+    return min([target, *(by_rank[rank].from_version for rank in neighbours)])

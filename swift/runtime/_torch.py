@@ -5,7 +5,7 @@ AttributeError in the middle of a run. Proven with torch 2.13 on CPU with gloo.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -40,11 +40,11 @@ _NEEDED = {
     ),
     "torch.distributed.pipelining.schedules": (
         _schedules,
-        ("_PipelineSchedule", "PipelineScheduleSingle"),
+        ("_PipelineSchedule", "_PipelineScheduleRuntime"),
     ),
-    "torch.distributed.pipelining.schedules.PipelineScheduleSingle": (
-        _schedules.PipelineScheduleSingle,
-        ("_initialize_stage", "_step_microbatches"),
+    "torch.distributed.pipelining.schedules._PipelineSchedule": (
+        _schedules._PipelineSchedule,
+        ("_compute_loss", "_initialize_pp_stages", "_step_microbatches"),
     ),
     "torch.distributed.pipelining.stage.PipelineStage": (
         PipelineStage,
@@ -67,6 +67,9 @@ _NEEDED = {
             "scale_grads",
             "perform_reduce_grad",
             "backward_weight_one_chunk",
+            "set_local_fwd_input",
+            "set_local_bwd_input",
+            "get_local_bwd_output",
             "forward_one_chunk",
             "backward_one_chunk",
         ),
@@ -98,7 +101,6 @@ Work = _backends.Work
 StageBase = _stage._PipelineStageBase
 TracedStage = _stage._PipelineStage
 Schedule = _schedules._PipelineSchedule
-SingleSchedule = _schedules.PipelineScheduleSingle
 TensorMeta = _utils._TensorMeta
 ForwardMeta = _utils._StageForwardMeta
 BackwardMeta = _utils._StageBackwardMeta
@@ -128,9 +130,33 @@ def splits_backward(schedule: Any) -> bool:
     )
 
 
-def in_order(schedule: Any) -> bool:
-    """A schedule of one stage that computes each forward and each whole backward in the order of microbatches."""
-    return type(schedule) in (_schedules.ScheduleGPipe, _schedules.Schedule1F1B)
+def schedule_actions(schedule: Any) -> list[tuple[int, str, int]] | None:
+    """(stage, F, B, I or W, microbatch): what this rank computes in a step, in this order. None: nobody knows."""
+    count = schedule_microbatches(schedule)
+    if type(schedule) in (_schedules.ScheduleGPipe, _schedules.Schedule1F1B):
+        stage = schedule._stage.stage_index
+        ahead = count if type(schedule) is _schedules.ScheduleGPipe else schedule._num_stages - stage
+        found = [(stage, "F", mb) for mb in range(min(ahead, count))]
+        for mb in range(count):
+            found.append((stage, "B", mb))
+            if mb + ahead < count:
+                found.append((stage, "F", mb + ahead))
+        return found
+    runtime = _schedules._PipelineScheduleRuntime
+    # A function of the trainer's may compute whatever it likes.
+    if getattr(type(schedule), "_step_microbatches", None) is not runtime._step_microbatches:
+        return None
+    if schedule._comp_type_to_function_map:
+        return None
+    return list(_flat(schedule.pipeline_order_with_comms[schedule.rank]))
+
+
+def _flat(actions: Iterable[Any]) -> Iterator[tuple[int, str, int]]:
+    for action in actions:
+        if action.sub_actions is not None:
+            yield from _flat(action.sub_actions)
+        elif action.is_compute_op:
+            yield action.stage_index, action.computation_type.value, action.microbatch_index
 
 
 def loss_function(schedule: Any) -> Any:

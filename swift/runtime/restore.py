@@ -36,7 +36,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import Helper, MakeModule
-from swift.runtime.help.owner import Helped, Owner, can_share, send_away
+from swift.runtime.help.owner import Helped, Owner, send_away, why_alone
 from swift.runtime.member import Member
 from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
 from swift.runtime.state import TrainerState
@@ -150,7 +150,7 @@ class Restorer:
     @property
     def can_help(self) -> bool:
         """In another rank's replay. (A replacement that reports has not made its stage yet: it says no.)"""
-        return self.make_module is not None and can_share(self._state)
+        return self.make_module is not None and not why_alone(self._state)
 
     def follow(self, plan: pb.Plan, writer: Writer, log_servers: list[str], step: Callable[[], None]) -> None:
         """Returns with the state at the plan's target; `step` does one step of the trainer. `log_servers`: those that
@@ -162,8 +162,8 @@ class Restorer:
         target = plan.target_version
         shared = next((help for help in plan.help if self._rank in (help.owner, *help.helpers)), None)
         sharing: Owner | None = None
-        if shared is not None and shared.owner == self._rank and not can_share(self._state):
-            send_away(self._world, shared.helpers)
+        if shared is not None and shared.owner == self._rank and (why := why_alone(self._state)):
+            send_away(self._rank, shared, self._world, plan.generation, why)
         elif shared is not None and shared.owner == self._rank:
             sharing = Owner(self._rank, shared, self._world, self._channel, self._state, self._member.check)
             sharing.ask()

@@ -8,7 +8,7 @@ Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Share(Protocol):
     """(a replay that others help with) What of a step this rank computes."""
 
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        """The first forward of a call of the schedule is about to be computed, with these external inputs."""
+        """A forward of a stage is asked for, with these external inputs; a step begins with the first of them."""
 
     def skips(self, mb: int) -> bool:
         """Somebody else computes it."""
@@ -46,8 +46,13 @@ class Share(Protocol):
     def loss(self, mb: int) -> torch.Tensor:
         """Of a microbatch that is skipped; it has its value from `combine` on."""
 
-    def combine(self) -> None:
-        """All microbatches of this rank are computed: the gradients become those of all."""
+    def weighing(self) -> AbstractContextManager[None]:
+        """Around the second part of a split backward, which adds to gradients without telling autograd's hooks."""
+
+    def combine(self, stage: Any, scale: int) -> Sequence[tuple[Any, int]]:
+        """All microbatches of the stage that are this rank's are computed, and its gradients to be divided by `scale`.
+        Behind the rank's last stage all gradients become those of all microbatches. The stages, each with its scale,
+        of which that is so now."""
 
 
 class _Logged(_Base):
@@ -187,7 +192,7 @@ class _Logged(_Base):
         save_forward_output: bool = True,
     ) -> Any:
         mb = self._microbatch(fwd_chunk_id)
-        if self.share is not None and fwd_chunk_id == 0:
+        if self.share is not None:
             self.share.begin(self, args, kwargs or {}, save_forward_output)
         self.skipped = fwd_chunk_id if self._skips(fwd_chunk_id) else None
         if fwd_chunk_id in self._awaiting_forward and self.skipped is None:
@@ -217,18 +222,39 @@ class _Logged(_Base):
         self._channel.computed(BACKWARD, bwd_chunk_id)
         return result
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """(schedules that compute gradients of weights apart)"""
-        with self._channel.profile.computing(self.stage_index, WEIGHTS):
-            return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self._skips(bwd_chunk_id):
+            return
+        weighing = nullcontext() if self.share is None else self.share.weighing()
+        with self._channel.profile.computing(self.stage_index, WEIGHTS), weighing:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _skips(self, mb: int) -> bool:
         return self.share is not None and self.share.skips(mb)
 
+    # Two adjacent stages of a rank (the turn of a V) hand each other tensors; a skipped microbatch has none.
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        if not self._skips(mb_index):
+            super().set_local_fwd_input(prev_stage_outputs, mb_index)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        if self._skips(mb_index):
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if not self._skips(mb_index):
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Schedules call this when they have computed everything."""
-        if self.share is not None:
-            self.share.combine()
+        """Schedules call this when they have computed everything of the stage."""
+        share, complete = self.share, [(self, grad_scale_factor)]
+        for stage, scale in complete if share is None else share.combine(self, grad_scale_factor):
+            stage._reduce(scale)
+
+    def _reduce(self, grad_scale_factor: int) -> None:
         super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:

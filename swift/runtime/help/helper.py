@@ -1,6 +1,6 @@
-"""A survivor that computes microbatches of a stage that is not its own.
+"""A survivor that computes microbatches of stages that are not its own.
 
-Its own module, optimizer and loader stay where they are, in memory, and are not touched: the stage is built beside
+Its own modules, optimizer and loader stay where they are, in memory, and are not touched: the stages are built beside
 them, without an optimizer. If memory does not suffice for both, this rank does not help. A digest of the whole state,
 taken before and after, says that it is what it was.
 """
@@ -8,7 +8,7 @@ taken before and after, says that it is what it was.
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from swift.runtime import _torch
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.communicator import Interrupted
 from swift.runtime.destination import available_memory
+from swift.runtime.help.actions import Action
 from swift.runtime.help.checked import Checked
-from swift.runtime.help.gradients import Addends
+from swift.runtime.help.gradients import Addends, Strides, first_strides
 from swift.runtime.help.line import Line, Post, Wire
-from swift.runtime.help.manifest import difference, named, stand
-from swift.runtime.help.microbatches import OneByOne
+from swift.runtime.help.manifest import difference, named, stand, tied, together
 from swift.runtime.help.owner import check_buffers
 from swift.runtime.help.shares import memory_needed
+from swift.runtime.help.walk import Walk
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, dtype_name
@@ -66,16 +67,16 @@ class Helper:
         asked, _ = self._post.read(owner)
         if asked is None:
             return
-        module, why = self._build(asked)
+        modules, why = self._build(asked)
         self._post.note(owner, {"why": why})
         begin, _ = self._post.read(owner)
         self._post.settle()
         if why:
             events.emit("help_declined", rank=self._rank, generation=plan.generation, owner=owner, reason=why)
-        if module is not None and begin is not None:
+        if modules and begin is not None:
             reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, job)
             work = _Work(
-                self._rank, asked, begin, module, self._post, self._channel, self._state, self._check
+                self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check
             )
             try:
                 work.run(owner, reader)
@@ -90,71 +91,79 @@ class Helper:
                 "given must make a module that shares nothing with the stage's own"
             )
 
-    def _build(self, asked: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
-        """The stage's module, or why this rank does not help."""
+    def _build(self, asked: dict[str, Any]) -> tuple[list[torch.nn.Module], str]:
+        """The stages' modules, or why this rank does not help."""
         own = {tensor.data_ptr() for tensor in split(self._state.state_dict())[0].values() if tensor.numel()}
         try:
             with _randomness_kept():
-                module = self._make_module(asked["stage"])
+                modules = [self._make_module(index) for index in asked["stages"]]
         except Exception as error:  # noqa: BLE001  (the trainer's code, which training goes on without)
-            return None, f"the stage's module was not made: {type(error).__name__}: {error}"
+            return [], f"a stage's module was not made: {type(error).__name__}: {error}"
+        if tied(modules):
+            return [], "the modules that were made share a parameter"
+        module = torch.nn.ModuleDict(
+            {f"stage{index}": made for index, made in zip(asked["stages"], modules, strict=True)}
+        )
         if why := difference(asked["tensors"], module):
-            return None, f"another module than the owner's: {why}"
+            return [], f"another module than the owner's: {why}"
         if own & {tensor.data_ptr() for _, tensor in named(module) if tensor.numel()}:
-            return None, "the module that was made shares memory with this rank's own stage"
+            return [], "the module that was made shares memory with this rank's own stage"
         weights = sum(tensor.nbytes for _, tensor in named(module))
         # Who keeps single gradients is the second of three at least: the first lets autograd add.
         needed = memory_needed(weights, -(-asked["microbatches"] // 3))
         free = available_memory()
         if free is not None and needed > free:
-            return None, f"it needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
-        return module, ""
+            return [], f"it needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
+        return modules, ""
 
 
 class _Work:
-    """One stage, replayed for its owner."""
+    """The stages of a rank, replayed for it."""
 
     def __init__(
         self,
         rank: int,
         asked: dict[str, Any],
         begin: dict[str, Any],
-        module: torch.nn.Module,
+        modules: list[torch.nn.Module],
         post: Post,
         channel: Channel,
         state: TrainerState,
         check: Callable[[], None],
     ):
-        (own,) = state.stages
         (schedule,) = state.schedules
-        self._module = module
         self._post = post
         self._line = Line(post, begin["line"], rank, check)
         self._first = begin["line"][0] == rank
         self._from = begin["from"]
         self._own = range(begin["first"], begin["behind"])
+        self._actions = [Action(*action) for action in begin["actions"]]
         self._share = Share(
             first=self._own.start, behind=self._own.stop, of=asked["microbatches"], below_step=_EVERY_STEP
         )
         self._logged: dict[str, dict[RecordKey, bytes]] = {}
         self._checked = Checked(self._logged)
         self._channel = channel.beside(self._checked)
-        index = asked["stage"]
-        stage: Any = LoggedPipelineStage(module, index, asked["of"], own.device, group=own.group)
-        stage.group_rank = stage.stage_index_to_group_rank[index]  # its neighbours are the owner's
-        stage._attach(self._channel, state.updates)
-        self._stage = stage
-        self._schedule = OneByOne(stage, asked["microbatches"], loss_fn=_torch.loss_function(schedule))
-        _torch.wrap_loss(self._schedule, logged_loss([stage], self._channel))
+        self._stages = [
+            self._stage(module, index, asked["of"], state)
+            for module, index in zip(modules, asked["stages"], strict=True)
+        ]
+        self._module = together(self._stages)
+        self._walk = Walk(self._stages, asked["microbatches"], _torch.loss_function(schedule))
+        _torch.wrap_loss(self._walk, logged_loss(self._stages, self._channel))
         self._steps = self._verified = self._told = 0
 
+    def _stage(self, module: torch.nn.Module, index: int, of: int, state: TrainerState) -> Any:
+        """Placed like its owner's: so are its neighbours, and which of them are on one rank."""
+        own = state.stages[0]
+        stage: Any = LoggedPipelineStage(module, index, of, own.device, group=own.group)
+        stage.stage_index_to_group_rank = dict(own.stage_index_to_group_rank)
+        stage.group_rank = stage.stage_index_to_group_rank[index]
+        stage._attach(self._channel, state.updates)
+        return stage
+
     def run(self, owner: int, reader: LogReader) -> None:
-        index = self._stage.stage_index
-        for kind in (
-            *([] if self._stage.is_last else [FORWARD]),
-            *([] if self._stage.is_first else [BACKWARD]),
-        ):
-            stream = self._channel.stream(index, kind)
+        for stream in self._streams():
             self._logged[stream] = {}
             with suppress(RecordMissing):  # the owner had logged nothing yet
                 self._logged[stream] = reader.digests(stream, self._from)
@@ -165,19 +174,29 @@ class _Work:
             self._step(owner, note)
         self._post.settle()
 
+    def _streams(self) -> Iterator[str]:
+        """What the stages send to other ranks."""
+        here = {stage.stage_index for stage in self._stages}
+        for index in sorted(here):
+            for kind, beside in ((FORWARD, index + 1), (BACKWARD, index - 1)):
+                if 0 <= beside < self._stages[0].num_stages and beside not in here:
+                    yield self._channel.stream(index, kind)
+
     def _step(self, owner: int, note: dict[str, Any]) -> None:
         step = note["step"]
         self._channel.begin_step(step)
-        self._stage.begin_step()
+        for stage in self._stages:
+            stage.begin_step()
         tensors = [tensor for _, tensor in named(self._module)]
         with torch.no_grad():
             self._line.pass_down(tensors)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         losses, addends = self._compute(note)
+        strides = first_strides(addends)
         with torch.no_grad():
             self._line.pass_up(list(self._module.parameters()), addends)
         check_buffers(buffers)
-        self._tell(owner, step, losses)
+        self._tell(owner, losses, strides)
         self._steps += 1
 
     def _compute(self, note: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[list[torch.Tensor]]]:
@@ -188,11 +207,16 @@ class _Work:
         addends = None if self._first else Addends(parameters)
         try:
             with ambient:
-                losses = self._schedule.run(self._own, lambda mb: self._inputs(mb, note), self._target)
+                losses = self._walk.run(
+                    self._actions,
+                    lambda stage, mb: self._inputs(stage, mb, note),
+                    self._target,
+                    nullcontext if addends is None else addends.weighing,
+                )
         except (SwiftError, Interrupted):
             raise
         except Exception as error:  # the owner's did no such thing
-            raise ReplayRefused(f"microbatches of stage {self._stage.stage_index}: {error}") from error
+            raise ReplayRefused(f"microbatches of stages {self._indices}: {error}") from error
         finally:
             if addends is not None:
                 addends.close()
@@ -203,18 +227,19 @@ class _Work:
             parameter.grad = None
         return losses, sums
 
-    def _inputs(self, mb: int, note: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        count, names = note["args"], note["kwargs"]
-        found = [
-            self._channel.external(self._stage.stage_index, "X", mb, slot)
-            for slot in range(count + len(names))
-        ]
+    def _inputs(self, stage: int, mb: int, note: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        count, names = note["args"] if stage == 0 else 0, note["kwargs"]
+        found = [self._channel.external(stage, "X", mb, slot) for slot in range(count + len(names))]
         return tuple(found[:count]), dict(zip(names, found[count:], strict=True))
 
     def _target(self, mb: int) -> torch.Tensor:
-        return self._channel.external(self._stage.stage_index, "T", mb, 0)
+        return self._channel.external(self._stages[0].num_stages - 1, "T", mb, 0)
 
-    def _tell(self, owner: int, step: int, losses: dict[int, torch.Tensor]) -> None:
+    @property
+    def _indices(self) -> list[int]:
+        return [stage.stage_index for stage in self._stages]
+
+    def _tell(self, owner: int, losses: dict[int, torch.Tensor], strides: Strides) -> None:
         lacking, self._checked.lacking[:] = list(self._checked.lacking), []
         told = {
             "losses": [[mb, dtype_name(loss), list(loss.shape)] for mb, loss in losses.items()],
@@ -224,13 +249,14 @@ class _Work:
             "verified": self._checked.verified - self._verified,
             "records": self._channel.records_read - self._told,
             "microbatches": len(self._own),
+            "strides": strides,
         }
         self._verified, self._told = self._checked.verified, self._channel.records_read
         self._post.note(owner, told, [*losses.values(), *(tensor for _, _, tensor in lacking)])
 
-    def done(self) -> dict[str, float]:
+    def done(self) -> dict[str, Any]:
         return {
-            "stage": self._stage.stage_index,
+            "stages": self._indices,
             "steps": self._steps,
             "microbatches": self._channel.microbatches_replayed,
             "verified": self._checked.verified,

@@ -1,11 +1,23 @@
-"""What a stage's module must be like on a helper: weights and buffers by name, and how it stands in a step."""
+"""What stages' modules must be like on a helper: weights and buffers by name, and how they stand in a step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from swift.runtime.manifest import torch_dtype
 from swift.runtime.tensors import dtype_name
+
+
+def together(stages: Sequence[Any]) -> torch.nn.Module:
+    """The modules of a rank's stages as one, whose names begin with the stage's."""
+    return torch.nn.ModuleDict({f"stage{stage.stage_index}": stage.submod for stage in stages})
+
+
+def tied(modules: Sequence[torch.nn.Module]) -> bool:
+    """One of them has a parameter of another."""
+    each = [id(parameter) for module in modules for parameter in module.parameters()]
+    return len(set(each)) < len(each)
 
 
 def named(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,13 +1,14 @@
-"""The rank whose stage is replayed, while others compute a part of it.
+"""The rank whose stages are replayed, while others compute a part of them.
 
     ask → offers → the line is made
-    every step: the trainer's own, in which the stage asks this for its share (`swift.runtime.stage.Share`)
+    every step: the trainer's own, in which the stages ask this for its share (`swift.runtime.stage.Share`)
     leave → the helpers go back to their own stages; the rest is replayed alone
 
 Whatever others cannot do as this rank would is found out before anything is computed, and said: then nobody helps.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,10 @@ from swift.log.share import Share
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
 from swift.runtime.destination import available_memory
-from swift.runtime.help.gradients import Addends
+from swift.runtime.help.actions import Action, of_share, one_by_one, unordered
+from swift.runtime.help.gradients import Addends, Strides, first_strides, laid_out
 from swift.runtime.help.line import Line, Post, Wire, taken_apart
-from swift.runtime.help.manifest import manifest, named, standing
+from swift.runtime.help.manifest import manifest, named, standing, tied, together
 from swift.runtime.help.shares import memory_needed, shares, workers
 from swift.runtime.manifest import torch_dtype
 from swift.runtime.stage import LoggedPipelineStage
@@ -31,24 +33,60 @@ from swift.runtime.state import TrainerState
 from swift.runtime.tensors import same_bits
 
 
-def can_share(state: TrainerState) -> bool:
-    """This rank's replay can be shared, and it can share another's: one stage, in a schedule whose order is known."""
-    return (
-        len(state.stages) == 1
-        and len(state.schedules) == 1
-        and type(state.stages[0]) is LoggedPipelineStage
-        and state.stages[0].dw_builder is None
-        and state.stages[0].num_stages > 1  # else nothing that it sends could be compared
-        and _torch.in_order(state.schedules[0])
-    )
+def why_alone(state: TrainerState) -> str:
+    """Why this rank's replay cannot be shared, and why it can share no other's; empty: they can."""
+    if len(state.schedules) != 1:
+        return "there is more or less than one schedule"
+    stages = _torch.schedule_stages(state.schedules[0])
+    if {id(stage) for stage in stages} != {id(stage) for stage in state.stages}:
+        return "a stage is not in the schedule"
+    if any(type(stage) is not LoggedPipelineStage for stage in stages):
+        return "a stage was traced, or is no stage of a pipeline"
+    if any(stage.dw_builder is not None for stage in stages):
+        return "a stage has a dw_builder"
+    if stages[0].num_stages == len(stages):
+        return "the whole pipeline is on one rank"  # nothing that it sends could be compared
+    if tied([stage.submod for stage in stages]):
+        return "stages of one rank share a parameter"  # it is added to by both, not microbatch by microbatch
+    actions = actions_of(state)
+    if actions is None:
+        return f"what {type(state.schedules[0]).__name__} computes in which order is not known"
+    microbatches = _torch.schedule_microbatches(state.schedules[0])
+    return unordered(actions, [stage.stage_index for stage in stages], microbatches)
 
 
-def send_away(wire: Wire, helpers: Sequence[int]) -> None:
+def actions_of(state: TrainerState) -> list[Action] | None:
+    """What this rank computes in a step; None: not known."""
+    found = _torch.schedule_actions(state.schedules[0])
+    return None if found is None else [Action(*action) for action in found]
+
+
+def send_away(rank: int, help: pb.Help, wire: Wire, generation: int, why: str) -> None:
     """(an owner that cannot share its replay) To whoever waits to be asked."""
     post = Post(wire)
-    for helper in helpers:
+    for helper in help.helpers:
         post.note(helper, None)
+    _tell_begin(rank, generation, [], [], help.until, {rank: why})
     post.settle()
+
+
+def _tell_begin(
+    rank: int,
+    generation: int,
+    helpers: Sequence[int],
+    shares: Sequence[int],
+    until: int,
+    declined: dict[int, str],
+) -> None:
+    events.emit(
+        "help_begin",
+        rank=rank,
+        generation=generation,
+        helpers=list(helpers),
+        shares=list(shares),
+        until=until,
+        declined={str(rank): why for rank, why in declined.items()},
+    )
 
 
 @dataclass
@@ -83,14 +121,21 @@ class Owner:
         self._channel = channel
         self._check = check
         self._state = state
-        (self._stage,) = state.stages
-        (self._schedule,) = state.schedules
+        (schedule,) = state.schedules
+        self._stages = _torch.schedule_stages(schedule)
+        self._last = next((stage for stage in self._stages if stage.is_last), None)
+        self._module = together(self._stages)
+        self._microbatches = _torch.schedule_microbatches(schedule)
         self._generation = 0
         self._line: Line | None = None
         self._helpers: tuple[int, ...] = ()
         """In the order of the line."""
         self._own = range(0)
         self._sharing = False
+        self._begun = -1
+        """The step that was looked at already."""
+        self._reduced: list[tuple[Any, int]] = []
+        """Stages of which this rank has computed its share of the step."""
         self._addends: Addends | None = None
         self._losses: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -104,17 +149,17 @@ class Owner:
             self._post.note(
                 helper,
                 {
-                    "stage": self._stage.stage_index,
-                    "of": self._stage.num_stages,
-                    "microbatches": _torch.schedule_microbatches(self._schedule),
-                    "tensors": manifest(self._stage.submod),
+                    "stages": [stage.stage_index for stage in self._stages],
+                    "of": self._stages[0].num_stages,
+                    "microbatches": self._microbatches,
+                    "tensors": manifest(self._module),
                 },
             )
 
     def gather(self, from_version: int, generation: int) -> None:
         """Takes those who can, and no more than make it quicker."""
         self._generation = generation
-        microbatches = _torch.schedule_microbatches(self._schedule)
+        microbatches = self._microbatches
         offers = {helper: self._post.read(helper)[0] for helper in self._asked}
         declined = {helper: offer["why"] for helper, offer in offers.items() if offer["why"]}
         able = [helper for helper in self._asked if helper not in declined]
@@ -128,28 +173,24 @@ class Owner:
                 self._post.note(helper, None)
         each = shares(microbatches, count)
         line = (*self._helpers, self._rank)
+        actions = actions_of(self._state)
+        assert actions is not None, "nobody owns a shared replay of an unknown schedule"
         for helper, part in zip(self._helpers, each, strict=False):
             begin = {"from": from_version, "line": line, "first": part.start, "behind": part.stop}
-            self._post.note(helper, begin)
-        events.emit(
-            "help_begin",
-            rank=self._rank,
-            generation=generation,
-            helpers=list(self._helpers),
-            shares=[len(part) for part in each],
-            until=self._until,
-            declined={str(rank): why for rank, why in declined.items()},
-        )
+            self._post.note(helper, {**begin, "actions": one_by_one(of_share(actions, part))})
+        sizes = [len(part) for part in each]
+        _tell_begin(self._rank, generation, self._helpers, sizes, self._until, declined)
         if not self._helpers:
             return
         self._own = own = each[-1]
         self._line = Line(self._post, line, self._rank, self._check)
-        self._stage.share = self
+        for stage in self._stages:
+            stage.share = self
         share = Share(first=own.start, behind=own.stop, of=microbatches, below_step=self._until)
         self._channel.want(share, from_version)
 
     def _lacks_memory(self, share: int) -> str:
-        weights = sum(parameter.nbytes for parameter in self._stage.submod.parameters())
+        weights = sum(parameter.nbytes for parameter in self._module.parameters())
         needed, free = memory_needed(weights, share), available_memory()
         if free is None or needed <= free:
             return ""
@@ -164,7 +205,9 @@ class Owner:
         """Nothing of this rank waits for, or hooks into, anything any more."""
         if self._addends is not None:
             self._addends.close()
-        self._stage.share = self._addends = self._line = None
+        for stage in self._stages:
+            stage.share = None
+        self._addends = self._line = None
         self._sharing = False
 
     def _leave(self, why: str) -> None:
@@ -176,12 +219,15 @@ class Owner:
             "help_end", rank=self._rank, generation=self._generation, steps=self.helped.steps, reason=why
         )
 
-    # --- what the stage asks ---
+    # --- what the stages ask ---
 
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        if stage.call > 0:
-            return  # gradients of the step's first call are there already
-        why = self._unfit(args if stage.is_first else (), kwargs, saves_output)
+        # Where a schedule is run again in a step, gradients of its first call are there already.
+        if stage.call > 0 or self._begun == self._channel.step:
+            return
+        self._begun = self._channel.step
+        first = any(stage.is_first for stage in self._stages)
+        why = self._unfit(args if first else (), kwargs, saves_output)
         if why:
             self._leave(why)
             self._channel.want(None, self._channel.step)
@@ -189,44 +235,57 @@ class Owner:
         assert self._line is not None
         note = {
             "step": self._channel.step,
-            "args": len(args) if stage.is_first else 0,
+            "args": len(args) if first else 0,
             "kwargs": list(kwargs),
-            **standing(stage.submod),
+            **standing(self._module),
         }
         for helper in self._helpers:
             self._post.note(helper, note)
         with torch.no_grad():
-            self._line.pass_down([tensor for _, tensor in named(stage.submod)])
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in stage.submod.buffers()]
-        self._addends = Addends(list(stage.submod.parameters()))
+            self._line.pass_down([tensor for _, tensor in named(self._module)])
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        self._addends = Addends(list(self._module.parameters()))
         self._losses = {}
+        self._reduced = []
         self._sharing = True
 
     def skips(self, mb: int) -> bool:
         return self._sharing and mb not in self._own
 
     def loss(self, mb: int) -> torch.Tensor:
-        return self._losses.setdefault(mb, torch.empty_like(self._stage.loss_like))
+        assert self._last is not None
+        return self._losses.setdefault(mb, torch.empty_like(self._last.loss_like))
 
-    def combine(self) -> None:
+    def weighing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._addends is None else self._addends.weighing()
+
+    def combine(self, stage: Any, scale: int) -> list[tuple[Any, int]]:
         if not self._sharing or self._addends is None or self._line is None:
-            return
-        parameters = list(self._stage.submod.parameters())
-        self._addends.close()
-        with torch.no_grad():
-            sums = self._line.pass_up(parameters, self._addends.of)
-            for parameter, total in zip(parameters, sums, strict=True):
-                parameter.grad = None if total is None else _fitted(total, parameter)
-        for helper in self._helpers:
-            self._take(*self._post.read(helper))
-        self._post.settle()
-        check_buffers(self._buffers)
+            return [(stage, scale)]
+        self._reduced.append((stage, scale))
+        if len(self._reduced) < len(self._stages):
+            return []
+        self._combine(self._addends, self._line)
         self._addends = None
         self._sharing = False
         self.helped.steps += 1
+        return self._reduced
 
-    def _take(self, told: dict[str, Any], payload: torch.Tensor) -> None:
-        """What a helper has besides gradients: losses, and what the log lacked."""
+    def _combine(self, addends: Addends, line: Line) -> None:
+        parameters = list(self._module.parameters())
+        addends.close()
+        strides = first_strides(addends.of)
+        with torch.no_grad():
+            sums = line.pass_up(parameters, addends.of)
+        told = [self._take(*self._post.read(helper)) for helper in self._helpers]
+        self._post.settle()
+        check_buffers(self._buffers)
+        for parameter, total, *found in zip(parameters, sums, *told, strides, strict=True):
+            first = next((one for one in found if one is not None), None)
+            parameter.grad = None if total is None or first is None else laid_out(total, first)
+
+    def _take(self, told: dict[str, Any], payload: torch.Tensor) -> Strides:
+        """What a helper has besides gradients: losses, and what the log lacked; and how its gradients are laid out."""
         shapes = [(torch_dtype(dtype), shape) for *_, dtype, shape in [*told["losses"], *told["lacking"]]]
         tensors = taken_apart(payload, shapes)
         for (mb, *_), value in zip(told["losses"], tensors, strict=False):
@@ -241,28 +300,31 @@ class Owner:
         self.helped.verified += told["verified"]
         self.helped.records += told["records"]
         self.helped.microbatches += told["microbatches"]
+        found: Strides = told["strides"]
+        return found
 
     def _unfit(self, args: Sequence[Any], kwargs: dict[str, Any], saves_output: bool) -> str:
         """Why helpers would not do what this rank does; empty: they do."""
-        stage = self._stage
-        module = stage.submod
+        stages, module, last = self._stages, self._module, self._last
         external = [*args, *kwargs.values()]
         found = {
-            "the schedule runs without a backward first": not stage.has_backward,
+            "the schedule runs without a backward first": not stages[0].has_backward,
             "gradients are there before the first microbatch; use zero_grad(set_to_none=True)": any(
                 parameter.grad is not None for parameter in module.parameters()
             ),
-            "a forward changes buffers, each microbatch those that the one before has left": stage.changes_buffers,
+            "a forward changes buffers, each microbatch those that the one before has left": any(
+                stage.changes_buffers for stage in stages
+            ),
             "hooks on parameters' gradients": any(map(_torch.gradient_hooks, module.parameters())),
             "sparse gradients": any(getattr(part, "sparse", False) is True for part in module.modules()),
             "an external input is no plain tensor": any(
                 not isinstance(value, torch.Tensor) or value.requires_grad for value in external
             ),
         }
-        if stage.is_last:
+        if last is not None:
             found |= {
                 "the outputs are asked for; call schedule.step with return_outputs=False": saves_output,
-                "the loss is no tensor": not isinstance(stage.loss_like, torch.Tensor),
+                "the loss is no tensor": not isinstance(last.loss_like, torch.Tensor),
                 "the loss is scaled": any(
                     isinstance(value, torch.amp.GradScaler) for value in self._state.objects.values()
                 ),
@@ -274,8 +336,3 @@ def check_buffers(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Raises ReplayRefused if a shared step has changed them after all."""
     if not all(same_bits(buffer, value) for buffer, value in before):
         raise ReplayRefused("a forward changes buffers, each microbatch those that the one before has left")
-
-
-def _fitted(total: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In memory of its own, laid out as autograd would have: what sums over a gradient goes by its layout."""
-    return torch.empty_like(parameter, requires_grad=False).copy_(total)

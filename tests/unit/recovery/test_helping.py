@@ -105,11 +105,35 @@ class TestBesideOthers:
         assert outcome.ranks[2].strategy is Strategy.CATCH_UP
 
 
-class TestNotYet:
-    def test_several_stages_on_a_rank(self) -> None:
-        layout = Layout(num_stages=4, stages={0: (0, 2), 1: (1, 3)})
-        assert helped(said(15, None), layout=layout).help == ()
+class TestSeveralStages:
+    """A rank has as many neighbours as its stages have, on other ranks."""
 
+    LOOP = Layout(num_stages=8, stages={rank: (rank, rank + 4) for rank in range(4)})
+    V = Layout(num_stages=8, stages={rank: (rank, 7 - rank) for rank in range(4)})
+
+    def test_all_that_hold_the_target(self) -> None:
+        for layout in (self.LOOP, self.V):
+            outcome = helped(said(15, None, 15, 15), layout=layout)
+            assert outcome.help == (Help(owner=1, helpers=(0, 2, 3), until=15),)
+
+    def test_the_first_and_the_last_rank_of_a_loop_are_neighbours(self) -> None:
+        assert helped(said(None, 15, 15, 14), layout=self.LOOP).help == (
+            Help(owner=0, helpers=(1, 2), until=14),
+        )
+        assert helped(said(None, 15, 15, 14), layout=self.V).help == (
+            Help(owner=0, helpers=(1, 2), until=15),
+        )
+
+    def test_at_the_turn_of_a_v_a_rank_is_its_own_neighbour(self) -> None:
+        (help,) = helped(said(15, 15, 15, None), layout=self.V).help
+        assert (help.owner, help.until) == (3, 15)
+
+    def test_two_neighbours_in_the_loop_replay_alone(self) -> None:
+        assert helped(said(None, 15, 15, None), layout=self.LOOP).help == ()
+        assert len(helped(said(None, 15, 15, None), layout=self.V).help) == 2
+
+
+class TestNotYet:
     def test_replicas(self) -> None:
         layout = Layout(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,), 3: (1,)})
         log = {

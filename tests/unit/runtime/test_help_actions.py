@@ -1,0 +1,148 @@
+"""What a rank computes in a step: torch's own lists, and what falls to a share."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleLoopedBFS
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from swift.drill.trainer import LOOPED, SINGLE, V_SHAPED, make_schedule, stages_of
+from swift.runtime import _torch
+from swift.runtime.help.actions import Action, of_share, one_by_one, unordered
+from swift.runtime.help.shares import shares
+
+NAMES = [*SINGLE, *LOOPED, *V_SHAPED]
+
+
+@contextmanager
+def ranks(rank: int, of: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=of)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def stages(indices: list[int], of: int) -> list[Any]:
+    return [PipelineStage(nn.Linear(1, 1), index, of, torch.device("cpu")) for index in indices]
+
+
+def schedules(name: str, pipeline: int, most: int = 17) -> Iterator[tuple[Any, list[int], int]]:
+    """Of every rank, of every number of microbatches that the schedule takes."""
+    for rank in range(pipeline):
+        with ranks(rank, pipeline):
+            indices, of = stages_of(name, rank, pipeline)
+            for microbatches in range(1, most):
+                try:
+                    yield make_schedule(name, stages(indices, of), microbatches), indices, microbatches
+                except ValueError:  # too few for it, or no multiple
+                    continue
+
+
+def actions_of(schedule: Any) -> list[Action]:
+    found = _torch.schedule_actions(schedule)
+    assert found is not None
+    return [Action(*action) for action in found]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pipeline", [2, 3, 4, 8])
+def test_all_of_torchs_add_gradients_in_the_order_of_microbatches(name: str, pipeline: int) -> None:
+    seen = 0
+    for schedule, indices, microbatches in schedules(name, pipeline):
+        assert unordered(actions_of(schedule), indices, microbatches) == ""
+        seen += 1
+    assert seen >= pipeline
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_are_the_same_actions_in_another_order(name: str) -> None:
+    for schedule, indices, microbatches in schedules(name, 4, 14):
+        actions = actions_of(schedule)
+        for count in range(1, min(microbatches, 5)):
+            parts = [one_by_one(of_share(actions, part)) for part in shares(microbatches, count)]
+            together = [action for part in parts for action in part]
+            assert Counter(together) == Counter(actions)
+            assert unordered(together, indices, microbatches) == ""
+            for mb in range(microbatches):
+                assert of_share(together, {mb}) == of_share(actions, {mb})
+            for part in parts:
+                assert [action.microbatch for action in part] == sorted(action.microbatch for action in part)
+
+
+def test_how_torch_splits_backwards() -> None:
+    """A microbatch of one stage is computed whole, another split: which, is the schedule's business."""
+    kinds = {
+        name: {action.kind for schedule, *_ in schedules(name, 4, 10) for action in actions_of(schedule)}
+        for name in NAMES
+    }
+    assert kinds == {
+        "1f1b": {"F", "B"},
+        "gpipe": {"F", "B"},
+        "interleaved1f1b": {"F", "B"},
+        "interleavedzerobubble": {"F", "I", "W"},
+        "zbv": {"F", "I", "W"},
+        "dualpipev": {"F", "B", "I", "W"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "wanted"),
+    [
+        ("1f1b", 0, "0F0 0F1 0B0 0F2 0B1 0B2"),
+        ("1f1b", 1, "1F0 1B0 1F1 1B1 1F2 1B2"),
+        ("gpipe", 1, "1F0 1F1 1F2 1B0 1B1 1B2"),
+    ],
+)
+def test_schedules_of_one_stage(name: str, rank: int, wanted: str) -> None:
+    with ranks(rank, 2):
+        found = actions_of(make_schedule(name, stages([rank], 2), 3))
+    assert list(map(str, found)) == wanted.split()
+
+
+class TestNobodyShares:
+    def test_gradients_in_another_order(self) -> None:
+        with ranks(0, 2):
+            schedule = ScheduleLoopedBFS(stages([0, 2], 4), 3, loss_fn=nn.functional.mse_loss)
+            why = unordered(actions_of(schedule), [0, 2], 3)
+        assert why == "the gradients of stage 0 are not added in the order of microbatches"
+
+    def test_what_a_trainer_computes_itself(self) -> None:
+        with ranks(0, 2):
+            schedule = make_schedule("dualpipev", stages([0, 3], 4), 4)
+            schedule.register_custom_function(_torch._schedules.OVERLAP_F_B, lambda _action, _context: None)
+            assert _torch.schedule_actions(schedule) is None
+
+    def test_a_schedule_of_a_trainers_own(self) -> None:
+        class Own(SINGLE["1f1b"]):  # type: ignore[misc]
+            pass
+
+        with ranks(0, 2):
+            assert _torch.schedule_actions(Own(stages([0], 2)[0], 4)) is None
+
+    @pytest.mark.parametrize(
+        ("words", "why"),
+        [
+            ("0F0 0B0 0F1 0B1", ""),
+            ("0F0 0F1 0I0 0I1 0W0 0W1", ""),
+            ("0F0 0F1 0I1 0I0 0W0 0W1", ""),  # weights' gradients alone have an order
+            ("0F0 0F1 0I0 0B1 0W0", "not added in the order"),
+            ("0F0 0F1 0I0 0I1 0W1 0W0", "not added in the order"),
+            ("0F0 0W0 0I0 0F1 0B1", "not one forward and one backward of microbatch 0"),
+            ("0F0 0B0 0W0 0F1 0B1", "not one forward and one backward of microbatch 0"),
+            ("0F0 0B0 0F1", "not one forward and one backward of microbatch 1"),
+            ("0F0 0B0", "not one forward and one backward of microbatch 1"),
+            ("0F0 0B0 0F1 0B1 0F2 0B2", "more than 2 microbatches"),
+            ("0F0 0B0 1F1 0B1", "1F1 is of a stage that is not this rank's"),
+        ],
+    )
+    def test_lists(self, words: str, why: str) -> None:
+        actions = [Action(int(word[0]), word[1], int(word[2])) for word in words.split()]
+        found = unordered(actions, [0], 2)
+        assert (why in found) if why else not found
