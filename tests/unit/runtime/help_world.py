@@ -98,11 +98,15 @@ class Part(nn.Module):
         torch.manual_seed(11 + index)
         self.linear, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
         self.strided = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH))  # whose gradient is computed with other strides
         self.norm = norm(WIDTH)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(torch.tanh(self.norm(self.linear(x) @ self.strided))) + x
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.dropout(torch.tanh(self.norm(self.linear(x) @ self.strided)))
+        if scale is not None:
+            hidden = hidden * scale
+        return (hidden.unsqueeze(1) * self.turned.t()).sum(2) + x
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
