@@ -292,9 +292,9 @@ class Session:
         """Lets this rank help when another one's stage is replayed, instead of waiting for it.
 
         ``make_module(stage_index)`` gives a new module of that stage on the CPU, as that stage's rank makes it for
-        `pipeline_stage`; its weights are overwritten. It must share nothing with this rank's own stage, and keep no
-        state outside of parameters and buffers. Pipelines without replicas, with one stage on each rank and
-        Schedule1F1B or ScheduleGPipe are helped; so many ranks, at most, as `SessionConfig.helpers` says.
+        `pipeline_stage`; its weights are overwritten. It must share nothing with this rank's own stages nor with what
+        it gave before, and keep no state outside of parameters and buffers. Pipelines without replicas are helped,
+        under torch's schedules (not ScheduleLoopedBFS); by so many ranks, at most, as `SessionConfig.helpers` says.
         """
         self._engine.help_replay(make_module)
 

@@ -248,7 +248,7 @@ class _Work:
             ],
             "verified": self._checked.verified - self._verified,
             "records": self._channel.records_read - self._told,
-            "microbatches": len(self._own),
+            "microbatches": len(self._own) * len(self._stages),
             "strides": strides,
         }
         self._verified, self._told = self._checked.verified, self._channel.records_read

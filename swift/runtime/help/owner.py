@@ -96,6 +96,7 @@ class Helped:
     steps: int = 0
     """That were shared."""
     microbatches: int = 0
+    """Of every stage."""
     verified: int = 0
     """Sends that were compared with the log."""
     records: int = 0

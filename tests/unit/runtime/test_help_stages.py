@@ -81,7 +81,7 @@ def same(both: Shared, single: Rank, log: Log, microbatches: int, schedule: Any)
     assert state_digest(both.owner.state) == state_digest(single.state)
     helped, own = both.sharing.helped, len(both.sharing._own)
     assert helped.steps == len(STEPS)
-    assert helped.microbatches == len(STEPS) * (microbatches - own)
+    assert helped.microbatches == len(STEPS) * (microbatches - own) * len(single.stages)
     # All that crosses to or from another rank is read, and compared, once; nothing else is.
     rank = both.owner.rank
     assert helped.verified == len(STEPS) * (microbatches - own) * crossings(rank, schedule)
