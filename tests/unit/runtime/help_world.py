@@ -164,7 +164,9 @@ class Rank:
             options |= {"target": batch[1], "losses": losses}
         first = any(stage.is_first for stage in self.stages)
         self.schedule.step(*([batch[0]] if first else []), **{"return_outputs": False, **options})
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        nn.utils.clip_grad_norm_(
+            self.parameters, 0.01
+        )  # always: a norm has the bits of its gradients' layout
         self.optimizer.step()
         self.losses[step] = [float(loss.detach()) for loss in losses]
 
@@ -303,3 +305,6 @@ def same_parameters(one: Rank, other: Rank) -> None:
         pairs = zip(mine.submod.named_parameters(), theirs.submod.parameters(), strict=True)
         for (name, parameter), its in pairs:
             assert same_bits(parameter, its), f"{mine.stage_index}: {name}"
+            gradients = [one.grad for one in (parameter, its) if one.grad is not None]
+            assert len({gradient.stride() for gradient in gradients}) <= 1, f"{mine.stage_index}: {name}"
+            assert len(gradients) != 1, f"{mine.stage_index}: {name}"
