@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.trainer_world import run_trainer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -59,6 +60,26 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     begun = [event for event in report["timeline"] if event["event"] == "help_begin"]
     assert begun[0]["rank"] == 2
     assert 1 in begun[0]["helpers"]
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.matrix)])
+def test_what_trainers_do(rank: int, tmp_path: Path) -> None:
+    """Autocast, checkpointed blocks, frozen, strided and sometimes unused parameters, inputs for every stage."""
+    twin = run_trainer(tmp_path / "twin", "helping.py", "stages", 8, ranks=4, faults=[])
+    fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward"}
+    run = run_trainer(tmp_path / "run", "helping.py", "stages", 8, ranks=4, faults=[fault])
+    (begun,) = [event for event in run["events"] if event["event"] == "help_begin"]
+    assert begun["shares"] == [2, 2, 1]
+    assert begun["declined"] == {}
+    (replay,) = [event for event in run["events"] if event["event"] == "replay_end"]
+    assert replay["shared_steps"] == replay["steps"] == 3
+    assert replay["microbatches"] == 3 * 5 * 2
+    # A microbatch: a stage sends two tensors and has an input; at the ends it sends one, and has an input more or a
+    # target. A step: a norm.
+    assert replay["verified"] + replay["filled"] == 3 * (5 * 2 * 3 + 1)
+    assert not [event for event in run["events"] if event["event"] == "refused"]
+    for name, digests in twin["digests"].items():
+        assert run["digests"][name] == digests, name
 
 
 @pytest.mark.matrix

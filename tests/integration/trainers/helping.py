@@ -6,6 +6,7 @@ exact     a trainer with what shared replays must get right: autocast, a checkpo
 wrong     what rank 1 makes for others computes something else
 unable    rank 0 gives its own module away, rank 1 cannot make one, rank 3 makes another one
 stateful  buffers that a forward changes
+stages    as exact, with two stages on a rank, in a V with split backwards
 """
 
 import sys
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.utils.checkpoint import checkpoint
 
 import swift
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
-WIDTH, MICROBATCHES, STAGES = 16, 5, 4
+WIDTH, MICROBATCHES, RANKS = 16, 5, 4
+STAGES = 2 * RANKS if MODE == "stages" else RANKS
 BATCH = 4 * MICROBATCHES
 
 
@@ -76,22 +78,29 @@ def main() -> None:
     session = swift.Session.from_env(seed=5, checkpoint_every=4)
     rank = session.rank
     stateful = MODE == "stateful"
-    module = Part(rank, stateful=stateful)
+    indices = [rank, STAGES - 1 - rank] if MODE == "stages" else [rank]
+    modules = [Part(index, stateful=stateful) for index in indices]
 
     def make(index: int) -> nn.Module:
         if MODE == "wrong" and rank == 1:
             return Part(index, dropout=0.25)
         if MODE == "unable" and rank == 0:
-            return module
+            return modules[0]
         if MODE == "unable" and rank == 1:
             raise MemoryError("no room")
         if MODE == "unable":
             return nn.Linear(WIDTH, WIDTH)
         return Part(index, stateful=stateful)
 
-    stage = session.pipeline_stage(module, rank, STAGES)
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
-    trained = [p for p in module.parameters() if p.requires_grad]
+    stages = [
+        session.pipeline_stage(module, index, STAGES) for module, index in zip(modules, indices, strict=True)
+    ]
+    schedule: Any
+    if MODE == "stages":
+        schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss_fn)
+    else:
+        schedule = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_fn)
+    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
     optimizer = session.optimizer(torch.optim.AdamW(trained, lr=0.01))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
     data = Data()
@@ -103,7 +112,7 @@ def main() -> None:
         optimizer.zero_grad()
         losses: list[Tensor] = []
         inputs: dict[str, Any] = {"scale": scale}
-        if rank == STAGES - 1:
+        if STAGES - 1 in indices:
             inputs |= {"target": y, "losses": losses}
         with torch.autocast("cpu", dtype=torch.bfloat16):
             schedule.step(*([x] if rank == 0 else []), **inputs, return_outputs=False)
