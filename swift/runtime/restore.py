@@ -36,7 +36,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import Helper, MakeModule
-from swift.runtime.help.owner import Helped, Owner, send_away, why_alone
+from swift.runtime.help.owner import Helped, Owner, send_away, why_alone, why_no_help
 from swift.runtime.member import Member
 from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
 from swift.runtime.state import TrainerState
@@ -150,7 +150,7 @@ class Restorer:
     @property
     def can_help(self) -> bool:
         """In another rank's replay. (A replacement that reports has not made its stage yet: it says no.)"""
-        return self.make_module is not None and not why_alone(self._state)
+        return self.make_module is not None and not why_no_help(self._state)
 
     def follow(self, plan: pb.Plan, writer: Writer, log_servers: list[str], step: Callable[[], None]) -> None:
         """Returns with the state at the plan's target; `step` does one step of the trainer. `log_servers`: those that

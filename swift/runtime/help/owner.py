@@ -34,7 +34,16 @@ from swift.runtime.tensors import same_bits
 
 
 def why_alone(state: TrainerState) -> str:
-    """Why this rank's replay cannot be shared, and why it can share no other's; empty: they can."""
+    """Why this rank's replay cannot be shared; empty: it can."""
+    if why := why_no_help(state):
+        return why
+    if tied([stage.submod for stage in state.stages]):
+        return "stages of one rank share a parameter"  # it is added to by both, not microbatch by microbatch
+    return ""
+
+
+def why_no_help(state: TrainerState) -> str:
+    """Why this rank can share no other's replay, under the schedule that all have; empty: it can."""
     if len(state.schedules) != 1:
         return "there is more or less than one schedule"
     stages = _torch.schedule_stages(state.schedules[0])
@@ -46,8 +55,6 @@ def why_alone(state: TrainerState) -> str:
         return "a stage has a dw_builder"
     if stages[0].num_stages == len(stages):
         return "the whole pipeline is on one rank"  # nothing that it sends could be compared
-    if tied([stage.submod for stage in stages]):
-        return "stages of one rank share a parameter"  # it is added to by both, not microbatch by microbatch
     actions = actions_of(state)
     if actions is None:
         return f"what {type(state.schedules[0]).__name__} computes in which order is not known"

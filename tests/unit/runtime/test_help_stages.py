@@ -21,7 +21,7 @@ from swift.runtime.help import owner as owning
 from swift.runtime.help.actions import Action, one_by_one
 from swift.runtime.help.gradients import Addends
 from swift.runtime.help.helper import state_digest
-from swift.runtime.help.owner import actions_of, why_alone
+from swift.runtime.help.owner import actions_of, why_alone, why_no_help
 from swift.runtime.stage import LoggedPipelineStage
 from tests.unit.runtime.help_world import (
     RANKS,
@@ -181,6 +181,7 @@ class TestNobodyHelps:
         assert why_alone(rank.state) == ""
         rank.stages[1].submod.linear.weight = rank.stages[0].submod.linear.weight
         assert why_alone(rank.state) == "stages of one rank share a parameter"
+        assert why_no_help(rank.state) == ""  # others' stages do not
 
     def test_another_order_of_gradients(self, store: Any) -> None:
         rank = Rank(0, store, Part, ScheduleLoopedBFS, 4)
