@@ -151,6 +151,7 @@ def test_external_inputs_of_every_stage(
     same(both, single, log, microbatches, schedule)
     entered = {stream for stream, _ in log.read if stream.endswith(".X")}
     assert entered == {f"s{index}.X" for index in placed(schedule, 0)[0]}
+    assert len(log.read) == len(set(log.read))
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), SCHEDULES)
