@@ -205,5 +205,8 @@ def _plan(values: dict[str, Any]) -> Plan:
         RankPlan(**{**r, "strategy": Strategy(r["strategy"]), "sources": tuple(r["sources"])})
         for r in values["ranks"]
     )
-    help = tuple(Help(**{**h, "helpers": tuple(h["helpers"])}) for h in values.get("help", ()))
+    help = tuple(
+        Help(**{**h, "helpers": tuple(h["helpers"]), "together": tuple(h.get("together", ()))})
+        for h in values.get("help", ())
+    )
     return Plan(**{**values, "ranks": ranks, "help": help})

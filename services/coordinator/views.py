@@ -96,5 +96,7 @@ def _plan(plan: Plan, row: JobRow) -> pb.Plan:
             pb.StreamSources(stream=stream, servers=_addresses(row, numbers))
             for stream, numbers in sorted(row.sources.items())
         ],
-        help=[pb.Help(owner=h.owner, helpers=h.helpers, until=h.until) for h in plan.help],
+        help=[
+            pb.Help(owner=h.owner, helpers=h.helpers, until=h.until, together=h.together) for h in plan.help
+        ],
     )

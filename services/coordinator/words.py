@@ -56,7 +56,8 @@ def plan_fields(plan: Plan) -> dict[str, object]:
 
 
 def _help_fields(h: Help) -> dict[str, object]:
-    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until}
+    together = {"together": list(h.together)} if h.together else {}
+    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until, **together}
 
 
 def _rank_fields(r: RankPlan) -> dict[str, object]:

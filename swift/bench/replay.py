@@ -1,12 +1,13 @@
 """`swift-ft bench replay`: how long a replayed step takes, alone and with helpers, over the step as it was.
 
-    for 0, 1, 2 … helpers: a pipeline of P ranks trains, rank 1 is killed, its steps are replayed from the first on
+    for groups of w stages, in d = 1, 2 … copies while there are ranks for them: a pipeline of P ranks trains, rank 1 is
+    killed, and the steps of its recovery group are replayed from the first on
 
 Stages take a fixed time t for a microbatch (they wait, and compute next to nothing), since two cores would hide what
 sharing gains. Everything else is real: processes, log servers, what is read and compared, gradients along the line.
 
-    step     (M + P - 1) t      the pipeline fills once
-    replay   ceil(M / d) t      d ranks share the microbatches; nothing to wait for but the log, and gradients
+    step     (M + P - 1) t             the pipeline fills once
+    replay   (ceil(M / d) + w - 1) t   d copies share the microbatches; each is a pipeline of w stages by itself
 
 A ratio is the median replayed step over the median step of the same run; the first replayed step is left out, in which
 shapes are inferred and modules built. The bound is the ratio of the two lines above: no transfer, no bookkeeping.
@@ -49,6 +50,12 @@ def make_parser() -> Parser:
         "--milliseconds", type=float, default=24.0, metavar="T", help="for a microbatch (default %(default)s)"
     )
     add("--width", type=int, default=512, metavar="W", help="W * W parameters a stage (default %(default)s)")
+    add(
+        "--group-stages",
+        metavar="w,…",
+        help="sizes of recovery groups, each in runs of its own (default: 1, and 2 where that divides the stages)",
+    )
+    add("--copies-max", type=int, metavar="d", help="default: as many as there are ranks for")
     return parser
 
 
@@ -58,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError("give --stages and --steps of 3 or more, and as many --microbatches as stages")
     if arguments.milliseconds <= 0 or arguments.width < 1:
         raise UsageError("--milliseconds and --width take more than 0")
+    sizes = _sizes(arguments.group_stages, arguments.stages)
+    most = arguments.stages if arguments.copies_max is None else arguments.copies_max
+    if most < 1:
+        raise UsageError("--copies-max takes 1 or more")
     output.check_json(arguments.json)
     on = output.machine()
     shape = {
@@ -68,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gradient_bytes": 4 * (arguments.width**2 + arguments.width),
         "width": arguments.width,
     }
-    cases = [case(shape, measured(shape, helpers)) for helpers in range(arguments.stages)]
+    cases = [
+        case(shape, measured(shape, size, copies), size)
+        for size in sizes
+        for copies in range(1, min(most, arguments.stages // size) + 1)
+    ]
     result = {
         "bench": "replay",
         "machine": on,
@@ -81,20 +96,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _sizes(text: str | None, stages: int) -> list[int]:
+    if text is None:
+        return [1] if stages % 2 else [1, 2]
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--group-stages takes numbers such as 1,2, not {text}") from None
+    if any(size < 1 or size >= stages or stages % size for size in found):
+        raise UsageError(f"--group-stages {text}: each divides the {stages} stages into two groups or more")
+    return found
+
+
 # --- what comes out ---
 
 
-def bound(microbatches: int, stages: int, workers: int) -> float:
-    return -(-microbatches // workers) / (microbatches + stages - 1)
+def bound(microbatches: int, stages: int, workers: int, size: int = 1) -> float:
+    return (-(-microbatches // workers) + size - 1) / (microbatches + stages - 1)
 
 
-def case(shape: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """One number of helpers: medians, their ratio, and how it stands to the bound."""
+def case(shape: Mapping[str, Any], found: Mapping[str, Any], size: int = 1) -> dict[str, Any]:
+    """One number of copies of a group of `size` stages: medians, their ratio, and how it stands to the bound."""
     step, replayed = statistics.median(found["steps_s"]), statistics.median(found["replayed_s"])
-    least = bound(shape["microbatches"], shape["stages"], found["workers"])
+    least = bound(shape["microbatches"], shape["stages"], found["workers"], size)
     goal = GOAL_ALONE if found["workers"] == 1 else GOAL_SHARED
     over = replayed / step / least
     return {
+        "group_stages": size,
         "workers": found["workers"],
         "step_s": round(step, 6),
         "replayed_step_s": round(replayed, 6),
@@ -115,12 +143,16 @@ def table(result: Mapping[str, Any]) -> str:
         f"(waited, not computed), {size:.2f} MB of gradients a stage, {result['steps']} steps; "
         f"{result['machine']}",
         "",
-        f"{'ranks':>5}{'step':>10}{'replayed':>10}{'ratio':>8}{'bound':>8}{'over':>8}{'goal':>7}{'for the log':>13}",
+        "w: stages of the group; d: copies of it that share the microbatches",
+        "",
+        f"{'w':>3}{'d':>3}{'step':>11}{'replayed':>11}{'ratio':>8}{'bound':>8}{'over':>7}{'goal':>7}"
+        f"{'for the log':>13}",
     ]
     for one in result["cases"]:
         lines.append(
-            f"{one['workers']:>5}{one['step_s'] * 1000:>7.1f} ms{one['replayed_step_s'] * 1000:>7.1f} ms"
-            f"{one['ratio']:>8.3f}{one['bound']:>8.3f}{one['over_bound']:>8.2f}{one['goal']:>7.2f}"
+            f"{one['group_stages']:>3}{one['workers']:>3}"
+            f"{one['step_s'] * 1000:>8.1f} ms{one['replayed_step_s'] * 1000:>8.1f} ms"
+            f"{one['ratio']:>8.3f}{one['bound']:>8.3f}{one['over_bound']:>7.2f}{one['goal']:>7.2f}"
             f"{one['waited_for_log_share']:>12.0%} {'met' if one['met'] else 'NOT MET'}"
         )
     return "\n".join(lines)
@@ -129,12 +161,13 @@ def table(result: Mapping[str, Any]) -> str:
 # --- one run ---
 
 
-def measured(shape: Mapping[str, Any], helpers: int) -> dict[str, Any]:
-    """Seconds of the victim's steps, before it was killed and replayed, and by how many ranks."""
+def measured(shape: Mapping[str, Any], size: int, copies: int) -> dict[str, Any]:
+    """Seconds of the victim's steps, before it was killed and replayed, and in how many copies."""
     steps = int(shape["steps"])
     fault = {"id": "f0", "rank": VICTIM, "step": steps, "microbatch": 0, "phase": "forward"}
     forward_s = shape["microbatch_s"] / 3
-    words = [shape["stages"], shape["microbatches"], steps + 1, shape["width"], forward_s, helpers]
+    helpers, groups = copies - 1, _groups(size, int(shape["stages"]))
+    words = [shape["stages"], shape["microbatches"], steps + 1, shape["width"], forward_s, helpers, groups]
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         cluster = Cluster(
             Path(place),
@@ -155,6 +188,11 @@ def measured(shape: Mapping[str, Any], helpers: int) -> dict[str, Any]:
             if code != 0:
                 raise ServiceError(f"the run ended with exit code {code}\n{cluster.output_tail()}")
         return from_trace(events.read(Path(place) / "events"), helpers)
+
+
+def _groups(size: int, stages: int) -> str:
+    """Without groups every stage is one by itself."""
+    return ",".join(f"{first}-{first + size - 1}" for first in range(0, stages, size)) if size > 1 else ""
 
 
 def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int) -> dict[str, Any]:

@@ -65,15 +65,16 @@ class StageModule(nn.Module):
 
     def __init__(self, config: ModelConfig, stage: int, num_stages: int):
         super().__init__()
-        if config.layers % num_stages:
-            raise ServiceError(f"{config.layers} layers do not divide into {num_stages} stages")
+        if config.layers < num_stages:
+            raise ServiceError(f"{config.layers} layers are not enough for {num_stages} stages")
         self.checkpoint_activations = config.checkpoint_activations
         self.config = config
         self.first, self.last = stage == 0, stage == num_stages - 1
         if self.first:
             self.tokens = nn.Embedding(VOCABULARY, config.width)
             self.positions = nn.Embedding(config.sequence, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers // num_stages))
+        begin, behind = (config.layers * edge // num_stages for edge in (stage, stage + 1))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(begin, behind))
         if self.last:
             self.norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, VOCABULARY)

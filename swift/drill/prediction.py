@@ -301,16 +301,26 @@ def _compared(
 
     model = CostModel(profile)
     assert recovery.seconds is not None
-    runs: list[dict[str, Any]] = [
-        {
-            "stages": [first, last],
-            "steps": steps,
-            "load_seconds": float(model.load_s[first : last + 1].max()) if loads else 0.0,
-            "step_seconds": model.group(first, last + 1).replay_step_s,
-        }
-        for first, last, steps, loads in _runs(recovery)
-    ]
-    predicted: float = max(run["load_seconds"] + run["steps"] * run["step_seconds"] for run in runs)
+    runs: list[dict[str, Any]] = []
+    for first, last, steps, loads in _runs(recovery):
+        copies, shared = _copies(recovery, first, last, steps)
+        runs.append(
+            {
+                "stages": [first, last],
+                "copies": copies,
+                "steps": steps,
+                "shared_steps": shared,
+                "load_seconds": float(model.load_s[first : last + 1].max()) if loads else 0.0,
+                "step_seconds": model.replay_step_with(first, last + 1, copies),
+                "alone_step_seconds": model.replay_step_with(first, last + 1, 1),
+            }
+        )
+    predicted: float = max(
+        run["load_seconds"]
+        + run["shared_steps"] * run["step_seconds"]
+        + (run["steps"] - run["shared_steps"]) * run["alone_step_seconds"]
+        for run in runs
+    )
     took = recovery.seconds["restore"] + _replay_s(events, recovery)
     ratio = took / predicted
     why = _why_not(config, measured)
@@ -328,6 +338,17 @@ def _compared(
         "within": None if why else abs(ratio - 1) <= TOLERANCE,
         "why": why,
     }
+
+
+def _copies(recovery: Recovery, first: int, last: int, steps: int) -> tuple[int, int]:
+    """(in how many copies such a run is replayed, in how many of its steps): its owners and the helpers of each."""
+    ended = {event["rank"]: event for event in recovery.replays}
+    found = {
+        (1 + len(begun["helpers"]), int(ended[begun["rank"]]["shared_steps"]))
+        for begun in recovery.helps
+        if first <= begun["rank"] <= last and begun["rank"] in ended
+    }
+    return found.pop() if len(found) == 1 else (1, 0)
 
 
 def _replay_s(events: Sequence[Event], recovery: Recovery) -> float:

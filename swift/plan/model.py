@@ -149,6 +149,19 @@ class CostModel:
                 ):
                     table[i, row] = np.where(better, values, table[i, row])
 
+    def replay_step_with(self, i: int, j: int, copies: int) -> float:
+        """One step of the replay of the group [i, j] in so many copies, be they the best number or not. Without
+        `parallel` in the profile what the copies exchange takes no time."""
+        profile, stages = self.profile, slice(int(self.starts[i]), int(self.starts[j]))
+        pace_s = self._stage_s[stages]
+        shares = -(-profile.microbatches // copies)
+        took = pace_s.sum() + (shares - 1) * pace_s.max() + self._update_s[stages].max()
+        if copies > 1 and profile.parallel is not None and profile.network_bytes_per_s is not None:
+            gradient = max(profile.parallel.gradient_bytes[stages])
+            took += 2 * (copies - 1) / copies * gradient / profile.network_bytes_per_s
+        read = self.forward_bytes[i] + self.backward_bytes[j]
+        return float(max(took, read / profile.log_read_bytes_per_s))
+
     @cached_property
     def expected_s(self) -> Floats:
         """What each group adds to the expected recovery time; infinite where there is no group."""

@@ -30,7 +30,7 @@ from types import MappingProxyType
 
 from swift.recovery.coverage import collective_source, uncovered
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.helping import helps
+from swift.recovery.helping import helps, words
 from swift.recovery.measured import RankMeasured
 from swift.recovery.reach import WAYS, Reach, Way
 from swift.recovery.types import (
@@ -108,6 +108,7 @@ class _Situation:
         self._layout = layout
         self._log = log
         self._checkpoints = checkpoints
+        self._recovery_groups = together
         self._together = together.together(layout.groups(), layout.stages)
         self._allowed = frozenset(ways)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
@@ -141,11 +142,11 @@ class _Situation:
         return None, problem
 
     def _helped(self, found: Plan, at_most: int) -> Plan:
-        sharing = helps(found.ranks, found.target_version, self._layout, self._reports.values(), at_most)
-        words = [
-            f"{_ranks(help.helpers)} to help rank {help.owner} up to version {help.until}" for help in sharing
-        ]
-        return replace(found, help=sharing, reason="; ".join([found.reason, *words]))
+        reports = self._reports.values()
+        sharing = helps(
+            found.ranks, found.target_version, self._layout, reports, at_most, self._recovery_groups
+        )
+        return replace(found, help=sharing, reason="; ".join([found.reason, *words(sharing)]))
 
     def disagreement(self, reach: Reach) -> str:
         return f"no version is reached by every stage without replay ({self._reached(reach)})"

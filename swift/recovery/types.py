@@ -244,6 +244,9 @@ class Help:
     """Ranks that keep their own state meanwhile, nearest first."""
     until: int
     """The version at which they are done; the owner replays what is left alone."""
+    together: tuple[int, ...] = ()
+    """(a recovery group of several stages) Its ranks by stage, the owner among them: all have a help alike, and the
+    first helpers of all of them are one copy of the group, the second ones another. Empty: the owner alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

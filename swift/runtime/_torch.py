@@ -5,11 +5,12 @@ AttributeError in the middle of a run. Proven with torch 2.13 on CPU with gloo.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as _backends
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.fsdp import FSDPModule
@@ -118,6 +119,12 @@ def schedule_microbatches(schedule: Any) -> int:
 def schedule_grad_scale(schedule: Any) -> int:
     """What the schedule divides a step's gradients by."""
     return schedule_microbatches(schedule) if schedule.scale_grads else 1
+
+
+def exchange(ops: Sequence[Any]) -> None:
+    """Does what a schedule does with the operations that a stage gives to it, and waits."""
+    for work in dist.batch_isend_irecv(list(ops)) if ops else ():
+        work.wait()
 
 
 def splits_backward(schedule: Any) -> bool:

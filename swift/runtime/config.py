@@ -56,7 +56,8 @@ class SessionConfig:
     """When that room is used up: "block" (training waits for the log), or "drop" (it never does; what is not logged is
     declared so, and a checkpoint is made soon: a failure before it is there costs what came since the one before)."""
     helpers: int = 3
-    """So many other ranks, at most, help to replay a lost stage, if trainers call `Session.help_replay`."""
+    """So many other ranks, at most, help to replay each lost stage, if trainers call `Session.help_replay`. A recovery
+    group is replayed in copies: so many besides its own, each of as many ranks as the group has."""
     metrics_listen: str = ""
     """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
     rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""

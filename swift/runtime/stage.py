@@ -77,6 +77,7 @@ class _Logged(_Base):
     """(last stage) What the loss function returns."""
     skipped: int | None = None
     """The microbatch whose forward was asked for last, if it is not computed here."""
+    _withheld: Sequence[dist.P2POp] = ()
 
     def _attach(self, channel: Channel, updates: Updates) -> None:
         self._channel = channel
@@ -118,10 +119,20 @@ class _Logged(_Base):
     # replay together, nothing is logged: there the operations are torch's as ever.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._skips(fwd_chunk_id):
+            return []
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
-        return self._received(ops, self.args_recv_info, self._awaiting_forward, fwd_chunk_id)
+        live = self._received(ops, self.args_recv_info, self._awaiting_forward, fwd_chunk_id)
+        if self.share is None or fwd_chunk_id > 0:
+            return live
+        self._withheld = (
+            live  # whether it is computed here is only known when the step's first forward begins
+        )
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._skips(bwd_chunk_id):
+            return []
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         return self._received(ops, self.grad_recv_info, self._awaiting_backward, bwd_chunk_id)
 
@@ -195,6 +206,9 @@ class _Logged(_Base):
         if self.share is not None:
             self.share.begin(self, args, kwargs or {}, save_forward_output)
         self.skipped = fwd_chunk_id if self._skips(fwd_chunk_id) else None
+        withheld, self._withheld = self._withheld, ()
+        if self.skipped is None:
+            _torch.exchange(withheld)
         if fwd_chunk_id in self._awaiting_forward and self.skipped is None:
             self._awaiting_forward.discard(fwd_chunk_id)
             self._fill(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)

@@ -38,6 +38,14 @@ def one_by_one(actions: Iterable[Action]) -> list[Action]:
     return sorted(actions, key=lambda action: action.microbatch)
 
 
+def ahead(actions: Iterable[Action], count: int) -> list[Action]:
+    """Of a stage that others follow: forwards `count` microbatches ahead of backwards, as in 1F1B, if they were one by
+    one."""
+    return sorted(
+        actions, key=lambda action: action.microbatch + (0 if action.kind == FORWARD else count + 0.5)
+    )
+
+
 def unordered(actions: Sequence[Action], stages: Collection[int], microbatches: int) -> str:
     """Why a step of these actions cannot be shared by runs of microbatches; empty: it can.
 

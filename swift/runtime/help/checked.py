@@ -1,5 +1,6 @@
 """What a helper does with the tensors that its stage sends: the log has them already, or the owner gets them."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,8 @@ class Checked:
     def __init__(self, logged: Mapping[str, Mapping[RecordKey, bytes]]):
         self._logged = logged
         self.verified = 0
+        self.bytes: Counter[str] = Counter()
+        """By stream, of what was compared since somebody has cleared it."""
         self.lacking: list[tuple[str, RecordKey, torch.Tensor]] = []
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
@@ -36,6 +39,7 @@ class Checked:
                 f"({had.hex()})"
             )
         self.verified += 1
+        self.bytes[stream] += tensor.nbytes
 
     def settle(self) -> None:
         """Nothing was lent."""

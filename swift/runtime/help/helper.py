@@ -26,16 +26,18 @@ from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.communicator import Interrupted
 from swift.runtime.destination import available_memory
 from swift.runtime.help.actions import Action
+from swift.runtime.help.agreement import copy_of
 from swift.runtime.help.checked import Checked
 from swift.runtime.help.gradients import Addends, Strides, first_strides
+from swift.runtime.help.inner import InCopy, Inner
 from swift.runtime.help.line import Line, Post, Wire
 from swift.runtime.help.manifest import difference, named, stand, tied, together
 from swift.runtime.help.owner import check_buffers
 from swift.runtime.help.shares import memory_needed
-from swift.runtime.help.walk import Walk
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, dtype_name
+from swift.runtime.transport import Broken
 
 _EVERY_STEP = 1 << 62
 
@@ -56,6 +58,7 @@ class Helper:
     ):
         self._rank = rank
         self._make_module = make_module
+        self._wire = wire
         self._post = Post(wire)
         self._channel = channel
         self._state = state
@@ -75,10 +78,12 @@ class Helper:
             events.emit("help_declined", rank=self._rank, generation=plan.generation, owner=owner, reason=why)
         if modules and begin is not None:
             reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, job)
+            inner = Inner(self._wire, self._rank, copy_of(self._rank, plan.help))
             work = _Work(
-                self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check
+                self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check, inner
             )
             try:
+                inner.compare([begin["from"], begin["first"], begin["behind"]])
                 work.run(owner, reader)
             finally:
                 work.close()
@@ -130,6 +135,7 @@ class _Work:
         channel: Channel,
         state: TrainerState,
         check: Callable[[], None],
+        inner: Inner,
     ):
         (schedule,) = state.schedules
         self._post = post
@@ -149,7 +155,7 @@ class _Work:
             for module, index in zip(modules, asked["stages"], strict=True)
         ]
         self._module = together(self._stages)
-        self._walk = Walk(self._stages, asked["microbatches"], _torch.loss_function(schedule))
+        self._walk = InCopy(self._stages, asked["microbatches"], _torch.loss_function(schedule), inner)
         _torch.wrap_loss(self._walk, logged_loss(self._stages, self._channel))
         self._steps = self._verified = self._told = 0
 
@@ -213,7 +219,7 @@ class _Work:
                     self._target,
                     nullcontext if addends is None else addends.weighing,
                 )
-        except (SwiftError, Interrupted):
+        except (SwiftError, Interrupted, Broken):
             raise
         except Exception as error:  # the owner's did no such thing
             raise ReplayRefused(f"microbatches of stages {self._indices}: {error}") from error
@@ -247,12 +253,14 @@ class _Work:
                 [stream, key.microbatch, key.slot, dtype_name(t), list(t.shape)] for stream, key, t in lacking
             ],
             "verified": self._checked.verified - self._verified,
+            "bytes": self._checked.bytes,
             "records": self._channel.records_read - self._told,
             "microbatches": len(self._own) * len(self._stages),
             "strides": strides,
         }
         self._verified, self._told = self._checked.verified, self._channel.records_read
         self._post.note(owner, told, [*losses.values(), *(tensor for _, _, tensor in lacking)])
+        self._checked.bytes.clear()
 
     def done(self) -> dict[str, Any]:
         return {

@@ -22,7 +22,8 @@ from swift.log.share import Share
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
 from swift.runtime.destination import available_memory
-from swift.runtime.help.actions import Action, of_share, one_by_one, unordered
+from swift.runtime.help.actions import Action, ahead, of_share, one_by_one, unordered
+from swift.runtime.help.agreement import Together, decline
 from swift.runtime.help.gradients import Addends, Strides, first_strides, laid_out
 from swift.runtime.help.line import Line, Post, Wire, taken_apart
 from swift.runtime.help.manifest import manifest, named, standing, tied, together
@@ -69,11 +70,12 @@ def actions_of(state: TrainerState) -> list[Action] | None:
 
 
 def send_away(rank: int, help: pb.Help, wire: Wire, generation: int, why: str) -> None:
-    """(an owner that cannot share its replay) To whoever waits to be asked."""
+    """(an owner that cannot share its replay) To whoever waits to be asked, and to the other owners of its group."""
     post = Post(wire)
     for helper in help.helpers:
         post.note(helper, None)
-    _tell_begin(rank, generation, [], [], help.until, {rank: why})
+    declined = decline(wire, rank, help, why)
+    _tell_begin(rank, generation, [], [], help, declined)
     post.settle()
 
 
@@ -82,8 +84,8 @@ def _tell_begin(
     generation: int,
     helpers: Sequence[int],
     shares: Sequence[int],
-    until: int,
-    declined: dict[int, str],
+    help: pb.Help,
+    declined: dict[str, str],
 ) -> None:
     events.emit(
         "help_begin",
@@ -91,8 +93,9 @@ def _tell_begin(
         generation=generation,
         helpers=list(helpers),
         shares=list(shares),
-        until=until,
-        declined={str(rank): why for rank, why in declined.items()},
+        until=help.until,
+        declined=declined,
+        **({"together": list(help.together)} if help.together else {}),
     )
 
 
@@ -123,8 +126,10 @@ class Owner:
         check: Callable[[], None],
     ):
         self._rank = rank
+        self._help = help
         self._until = help.until
         self._asked = tuple(help.helpers)
+        self._together = Together(rank, help.together or (rank,), wire)
         self._post = Post(wire)
         self._channel = channel
         self._check = check
@@ -169,13 +174,16 @@ class Owner:
         self._generation = generation
         microbatches = self._microbatches
         offers = {helper: self._post.read(helper)[0] for helper in self._asked}
-        declined = {helper: offer["why"] for helper, offer in offers.items() if offer["why"]}
-        able = [helper for helper in self._asked if helper not in declined]
+        able = [copy for copy, helper in enumerate(self._asked) if not offers[helper]["why"]]
+        why = {str(helper): offer["why"] for helper, offer in offers.items() if offer["why"]}
+        able, declined = self._together.choose(able, why)
         count = workers(microbatches, 1 + len(able))
-        if count > 1 and (why := self._lacks_memory(len(shares(microbatches, count)[-1]))):
-            declined[self._rank] = why
-            count = 1
-        self._helpers = tuple(able[: count - 1])
+        if count > 1:
+            lacking = self._lacks_memory(len(shares(microbatches, count)[-1]))
+            if lacks := self._together.first_reason(lacking):
+                declined |= lacks
+                count = 1
+        self._helpers = tuple(self._asked[copy] for copy in able[: count - 1])
         for helper in self._asked:
             if helper not in self._helpers:
                 self._post.note(helper, None)
@@ -184,10 +192,16 @@ class Owner:
         actions = actions_of(self._state)
         assert actions is not None, "nobody owns a shared replay of an unknown schedule"
         for helper, part in zip(self._helpers, each, strict=False):
-            begin = {"from": from_version, "line": line, "first": part.start, "behind": part.stop}
-            self._post.note(helper, {**begin, "actions": one_by_one(of_share(actions, part))})
+            begin: dict[str, Any] = {
+                "from": from_version,
+                "line": line,
+                "first": part.start,
+                "behind": part.stop,
+            }
+            begin["actions"] = ahead(one_by_one(of_share(actions, part)), self._together.behind)
+            self._post.note(helper, begin)
         sizes = [len(part) for part in each]
-        _tell_begin(self._rank, generation, self._helpers, sizes, self._until, declined)
+        _tell_begin(self._rank, generation, self._helpers, sizes, self._help, declined)
         if not self._helpers:
             return
         self._own = own = each[-1]
@@ -236,6 +250,7 @@ class Owner:
         self._begun = self._channel.step
         first = any(stage.is_first for stage in self._stages)
         why = self._unfit(args if first else (), kwargs, saves_output)
+        why = self._together.at(self._channel.step, self._own, why)
         if why:
             self._leave(why)
             self._channel.want(None, self._channel.step)
@@ -305,6 +320,8 @@ class Owner:
             told["lacking"], tensors[len(told["losses"]) :], strict=True
         ):
             self._channel.hand_in(stream, RecordKey(self._channel.step, mb, slot), value)
+        for stream, size in told["bytes"].items():  # of this rank's step, wherever it was computed
+            self._channel.profile.logged(stream, size)
         self.helped.verified += told["verified"]
         self.helped.records += told["records"]
         self.helped.microbatches += told["microbatches"]

@@ -39,9 +39,10 @@ class Walk(_torch.Schedule):
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        outside = _Once(inputs, target)
+        outside = Once(inputs, target)
         if not self._inferred:
             self._infer(actions[0].microbatch, outside)
+        self._begin(actions)
         losses: dict[int, Any] = {}
         for index, kind, mb in actions:
             stage = self._by_index[index]
@@ -54,9 +55,16 @@ class Walk(_torch.Schedule):
                     stage.backward_weight_one_chunk(mb)
             else:
                 self._backward(stage, mb, losses.get(mb) if stage.is_last else None, kind == BACKWARD)
+        self._end()
         return {mb: loss.detach() for mb, loss in losses.items() if isinstance(loss, torch.Tensor)}
 
-    def _infer(self, mb: int, outside: "_Once") -> None:
+    def _begin(self, actions: Sequence[Action]) -> None:
+        """Shapes are known, nothing is computed yet."""
+
+    def _end(self) -> None:
+        """All is computed."""
+
+    def _infer(self, mb: int, outside: "Once") -> None:
         """Shapes, as every process does it before its first forward."""
         of = {stage.stage_index: outside.ahead(stage.stage_index, mb) for stage in self._stages}
         args = next((of[stage.stage_index][0] for stage in self._stages if stage.is_first), ())
@@ -65,7 +73,7 @@ class Walk(_torch.Schedule):
         self._initialize_pp_stages(self._stages, args, kwargs, goal, False, False)
         self._inferred = True
 
-    def _forward(self, stage: Any, mb: int, outside: "_Once") -> Any:
+    def _forward(self, stage: Any, mb: int, outside: "Once") -> Any:
         args, kwargs = outside.inputs(stage.stage_index, mb)
         before, behind = self._beside(stage)
         if before is None:
@@ -97,7 +105,7 @@ class Walk(_torch.Schedule):
     _step_microbatches = step
 
 
-class _Once:
+class Once:
     """What enters from outside: each is read once, though shapes are inferred from the first before it is used."""
 
     def __init__(self, inputs: Inputs, target: Target):

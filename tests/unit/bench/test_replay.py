@@ -1,5 +1,6 @@
 """The benchmark of replays: what it makes of a trace. (One small run of all of it: the matrix.)"""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,25 @@ def test_bounds(workers: int, least: float) -> None:
     assert replay.bound(12, 4, workers) == pytest.approx(least)
 
 
+@pytest.mark.parametrize(
+    ("size", "copies", "least"), [(2, 1, 13 / 15), (2, 2, 7 / 15), (2, 3, 5 / 15), (3, 5, 5 / 15)]
+)
+def test_the_pipeline_of_a_group_fills_in_every_copy(size: int, copies: int, least: float) -> None:
+    assert replay.bound(12, 4, copies, size) == pytest.approx(least)
+    one = replay.case(SHAPE, replay.from_trace(trace(copies - 1), copies - 1), size)
+    assert (one["group_stages"], one["workers"]) == (size, copies)
+    assert one["over_bound"] == pytest.approx(1 / 3 / least, abs=1e-3)
+
+
+def test_sizes_of_groups() -> None:
+    assert (replay._sizes(None, 4), replay._sizes(None, 3), replay._sizes("4,1", 8)) == ([1, 2], [1], [4, 1])
+    assert (replay._groups(1, 4), replay._groups(2, 6), replay._groups(4, 8)) == (
+        "",
+        "0-1,2-3,4-5",
+        "0-3,4-7",
+    )
+
+
 def test_a_replay_that_was_not_shared_is_no_measurement() -> None:
     with pytest.raises(ServiceError, match="3 of 4 steps were shared"):
         replay.from_trace(trace(2, shared=3), 2)
@@ -72,7 +92,17 @@ def test_a_replay_that_was_not_shared_is_no_measurement() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--stages", "2"], ["--microbatches", "3"], ["--milliseconds", "0"], ["--json", "/"]]
+    "flags",
+    [
+        ["--stages", "2"],
+        ["--microbatches", "3"],
+        ["--milliseconds", "0"],
+        ["--json", "/"],
+        ["--group-stages", "3"],
+        ["--group-stages", "4"],
+        ["--group-stages", "two"],
+        ["--copies-max", "0"],
+    ],
 )
 def test_usage(flags: list[str]) -> None:
     with pytest.raises(UsageError):
@@ -84,8 +114,9 @@ def test_usage(flags: list[str]) -> None:
 def test_a_small_run(tmp_path: Path) -> None:
     assert (
         replay.main(
-            ["--microbatches", "4", "--steps", "3", "--stages", "3", "--json", str(tmp_path / "out.json")]
+            ["--microbatches", "4", "--steps", "3", "--copies-max", "2", "--json", str(tmp_path / "out.json")]
         )
         == 0
     )
-    assert '"workers": 2' in (tmp_path / "out.json").read_text()
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert [(one["group_stages"], one["workers"]) for one in cases] == [(1, 1), (1, 2), (2, 1), (2, 2)]

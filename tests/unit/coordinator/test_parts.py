@@ -44,7 +44,10 @@ def row() -> JobRow:
             exact=False,
             collective_source=1,
             reason="because",
-            help=(Help(owner=0, helpers=(1, 2), until=4),),
+            help=(
+                Help(owner=0, helpers=(1, 2), until=4),
+                Help(owner=3, helpers=(4,), until=4, together=(3, 5)),
+            ),
         ),
         refused=Refusals(help=True).and_of([Strategy.UNDO], "it cannot"),
         distrusted=[1],

@@ -123,9 +123,12 @@ def test_all_of_it_is_as_predicted() -> None:
     assert recovery["replayed"] == [
         {
             "stages": [2, 3],
+            "copies": 1,
             "steps": 3,
+            "shared_steps": 0,
             "load_seconds": pytest.approx(SAVE_S),
             "step_seconds": pytest.approx((MICROBATCHES + 1) * (FORWARD_S + BACKWARD_S) + UPDATE_S),
+            "alone_step_seconds": pytest.approx((MICROBATCHES + 1) * (FORWARD_S + BACKWARD_S) + UPDATE_S),
         }
     ]
     assert recovery["predicted_seconds"] == pytest.approx(SAVE_S + 3 * (0.15 + UPDATE_S))
@@ -244,6 +247,27 @@ def test_what_is_in_the_log_counts_as_well(stream: str, step: int, size: int, an
 def test_a_recovery_that_takes_another_time_is_seen(step_s: float, within: bool) -> None:
     _, checks = found(whole_trace(step_s))
     assert checks[TIME] is within
+
+
+@pytest.mark.parametrize(("shared", "step_s", "within"), [(3, 0.1, True), (3, 0.15, False), (2, 0.12, True)])
+def test_copies_of_the_group_make_it_quicker(shared: int, step_s: float, within: bool) -> None:
+    """Two of them: (2 + 1) * 30 ms a step, up to where the group goes on alone."""
+    trace = whole_trace(step_s)
+    for event in [event for event in trace.events if event["event"] == "replay_end"]:
+        event["shared_steps"] = shared
+        t, rank = event["t"] - 1e-3, event["rank"]
+        begun = {"helpers": [rank - 2], "shares": [2, 2], "until": 8, "declined": {}, "together": [2, 3]}
+        trace.events.append({"t": t, "event": "help_begin", "rank": rank, "generation": 2, **begun})
+    shown, checks = found(trace)
+    (recovery,) = shown["recoveries"]
+    (run,) = recovery["replayed"]
+    assert (run["copies"], run["shared_steps"]) == (2, shared)
+    step = (MICROBATCHES // 2 + 1) * (FORWARD_S + BACKWARD_S) + UPDATE_S
+    assert run["step_seconds"] == pytest.approx(step)
+    assert recovery["predicted_seconds"] == pytest.approx(
+        SAVE_S + shared * step + (3 - shared) * run["alone_step_seconds"]
+    )
+    assert (recovery["within"], checks[TIME]) == (within, within)
 
 
 def test_times_are_not_judged_where_ranks_share_cores() -> None:

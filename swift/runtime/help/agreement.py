@@ -1,0 +1,81 @@
+"""Ranks that compute a recovery group's stages together, and what they must do alike.
+
+Nothing that passes inside a group is logged: whoever computes a microbatch of one stage gets it from somebody who
+computes the same microbatch of the stage before, and would wait for ever for one who leaves it to others. So the owners
+of a group agree who computes what before they share anything, and in every step that they share it at all; the helpers
+of a copy compare what they were given.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import ReplayRefused
+from swift.runtime.help.line import Post, Wire
+
+
+def copy_of(helper: int, planned: Sequence[pb.Help]) -> tuple[int, ...]:
+    """The ranks of the copy of a recovery group that `helper` is one of, by stage; itself alone for a single stage."""
+    mine = next((help for help in planned if helper in help.helpers), None)
+    if mine is None or not mine.together:
+        return (helper,)
+    number = list(mine.helpers).index(helper)
+    helpers = {help.owner: help.helpers for help in planned}
+    return tuple(helpers[owner][number] for owner in mine.together)
+
+
+class Together:
+    """One of `ranks`, which speak in turns: each says something, and knows what all have said."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], wire: Wire):
+        self._rank = rank
+        self.ranks = tuple(ranks)
+        self._post = Post(wire)
+
+    @property
+    def behind(self) -> int:
+        """How many stages of the group come behind this rank's."""
+        return len(self.ranks) - self.ranks.index(self._rank) - 1
+
+    def agree(self, mine: Any) -> list[Any]:
+        """What each says (JSON), by the order of the ranks. All must call it equally often; it waits for all."""
+        others = [rank for rank in self.ranks if rank != self._rank]
+        for other in others:
+            self._post.note(other, mine)
+        said = {other: self._post.read(other)[0] for other in others}
+        self._post.settle()
+        return [said.get(rank, mine) for rank in self.ranks]
+
+    def choose(self, able: Sequence[int], declined: dict[str, str]) -> tuple[list[int], dict[str, str]]:
+        """(owners, before anything is shared) The copies of which no helper has declined, and who has declined why."""
+        said = self.agree({"able": list(able), "declined": declined})
+        reasons = {rank: why for one in said for rank, why in one["declined"].items()}
+        return [copy for copy in able if all(copy in one["able"] for one in said)], reasons
+
+    def first_reason(self, why: str) -> dict[str, str]:
+        """(owners) Who of them cannot share, the first of them; empty: all can."""
+        said = zip(self.ranks, self.agree(why), strict=True)
+        return next(({str(rank): words} for rank, words in said if words), {})
+
+    def at(self, step: int, own: range, why: str) -> str:
+        """(owners, in every step) Why no owner shares this one, be it this rank's `why`; empty: all do, alike."""
+        if len(self.ranks) == 1:
+            return why
+        said = self.agree([step, own.start, own.stop, why])
+        self._compare([one[:3] for one in said], "shares of a step")
+        found = next(((rank, one[3]) for rank, one in zip(self.ranks, said, strict=True) if one[3]), None)
+        return "" if found is None else f"rank {found[0]}: {found[1]}"
+
+    def compare(self, given: Sequence[int]) -> None:
+        """(helpers of a copy) Raises ReplayRefused unless all were given the same."""
+        self._compare(self.agree(list(given)), "microbatches of one copy")
+
+    def _compare(self, said: list[list[int]], what: str) -> None:
+        if any(one != said[0] for one in said):
+            shown = ", ".join(f"rank {rank}: {one}" for rank, one in zip(self.ranks, said, strict=True))
+            raise ReplayRefused(f"ranks that replay a recovery group together disagree on {what}: {shown}")
+
+
+def decline(wire: Wire, rank: int, help: pb.Help, why: str) -> dict[str, str]:
+    """(an owner that cannot share its replay) To the other owners of its group. Who has declined, and why."""
+    return Together(rank, help.together or (rank,), wire).choose([], {str(rank): why})[1]
