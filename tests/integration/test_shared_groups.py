@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.test_shared_replay import said
+from tests.integration.trainer_world import Run, run_trainer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,6 +64,80 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     assert len(report["recoveries"][0]["generations"]) == 2
     replayed = {stage for stage, name in report["strategy"].items() if name in ("replay", "catch_up")}
     assert replayed >= {"2", "3", "4", "5"}
+
+
+TRAINED = 8
+"""Steps; the checkpoint that is replayed from is of version 4."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    place = tmp_path_factory.mktemp("groups-twin")
+    return run_trainer(place, "helping.py", "exact", TRAINED, "0-1,2-3", ranks=4, faults=[])
+
+
+def pairs(directory: Path, mode: str, rank: int) -> Run:
+    fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward"}
+    return run_trainer(directory, "helping.py", mode, TRAINED, "0-1,2-3", ranks=4, faults=[fault])
+
+
+def same(run: Run, twin: Run) -> None:
+    """Bit for bit, at the end and at the recovery."""
+    for name, digests in twin["digests"].items():
+        assert run["digests"][name] == digests, name
+    for name in [name for name in run["digests"] if "-g" in name]:
+        assert run["digests"][name] == twin["digests"][name.split("-g")[0] + ".json"]
+
+
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.matrix), 2])
+def test_what_trainers_do(rank: int, trained: Run, tmp_path: Path) -> None:
+    """An external input for every stage, another type at the boundaries than inside, parameters left unused."""
+    run = pairs(tmp_path, "exact", rank)
+    owners = [0, 1] if rank < 2 else [2, 3]
+    for begun in said(run, "help_begin"):
+        assert (begun["shares"], begun["declined"], begun["together"]) == ([3, 2], {}, owners)
+    assert sorted(event["rank"] for event in said(run, "help_begin")) == owners
+    assert [event["shared_steps"] for event in said(run, "replay_end")] == [3, 3]
+    assert [event["microbatches"] for event in said(run, "helped")] == [9, 9]
+    assert not said(run, "refused")
+    same(run, trained)
+
+
+def test_if_one_owner_cannot_share_a_step_none_does(trained: Run, tmp_path: Path) -> None:
+    """In the second of three steps: the rest is replayed by the group alone, from that step's first microbatch on."""
+    run = pairs(tmp_path, "hooked", 2)
+    ends = said(run, "help_end")
+    assert [(event["steps"], event["reason"]) for event in ends] == [
+        (1, "rank 2: hooks on parameters' gradients")
+    ] * 2
+    assert [event["shared_steps"] for event in said(run, "replay_end")] == [1, 1]
+    assert not said(run, "refused")
+    same(run, trained)
+
+
+@pytest.mark.matrix
+def test_a_copy_is_whole_or_nobody_helps(trained: Run, tmp_path: Path) -> None:
+    """Of the only copy one cannot make the module; the other is sent away."""
+    run = pairs(tmp_path, "half", 2)
+    for begun in said(run, "help_begin"):
+        assert begun["helpers"] == []
+        assert "no room" in begun["declined"].pop("1")
+        assert begun["declined"] == {}
+    assert [event["shared_steps"] for event in said(run, "replay_end")] == [0, 0]
+    same(run, trained)
+
+
+@pytest.mark.matrix
+def test_a_helper_that_computes_something_else_is_found_out(trained: Run, tmp_path: Path) -> None:
+    """At whichever end of the group: nothing inside is compared. The group is replayed again, without help."""
+    run = pairs(tmp_path, "wrong", 2)
+    (refused, *_) = said(run, "refused")
+    assert "the tensor that a helper computed" in refused["reason"]
+    first, last = said(run, "plan")
+    assert first["help"]
+    assert "help" not in last
+    assert [entry["strategy"] for entry in last["ranks"]].count("REPLAY") == 2
+    same(run, trained)
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""Four ranks that help each other's replays: `helping.py MODE STEPS`. What is trained is the same in every mode.
+"""Four ranks that help each other's replays: `helping.py MODE STEPS [GROUPS]`. Every mode trains the same.
 
 exact     a trainer with what shared replays must get right: autocast, a checkpointed block that is used twice,
           parameters that are frozen, strided, or that some microbatches leave unused, an external input for every
@@ -7,6 +7,8 @@ wrong     what rank 1 makes for others computes something else
 unable    rank 0 gives its own module away, rank 1 cannot make one, rank 3 makes another one
 stateful  buffers that a forward changes
 stages    as exact, with two stages on a rank, in a V with split backwards
+half      rank 1 cannot make a module for others
+hooked    somebody looks at the gradients of rank 2 from step 5 on
 """
 
 import sys
@@ -20,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import swift
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
+GROUPS = sys.argv[3] if len(sys.argv) > 3 else ""
+HOOKED_FROM = 5
 WIDTH, MICROBATCHES, RANKS = 16, 5, 4
 STAGES = 2 * RANKS if MODE == "stages" else RANKS
 BATCH = 4 * MICROBATCHES
@@ -75,7 +79,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
-    session = swift.Session.from_env(seed=5, checkpoint_every=4)
+    session = swift.Session.from_env(seed=5, checkpoint_every=4, groups=GROUPS)
     rank = session.rank
     stateful = MODE == "stateful"
     indices = [rank, STAGES - 1 - rank] if MODE == "stages" else [rank]
@@ -86,7 +90,7 @@ def main() -> None:
             return Part(index, dropout=0.25)
         if MODE == "unable" and rank == 0:
             return modules[0]
-        if MODE == "unable" and rank == 1:
+        if MODE in ("unable", "half") and rank == 1:
             raise MemoryError("no room")
         if MODE == "unable":
             return nn.Linear(WIDTH, WIDTH)
@@ -110,6 +114,8 @@ def main() -> None:
     def train_step(step: int) -> None:
         x, y, scale = next(data)
         optimizer.zero_grad()
+        if MODE == "hooked" and rank == 2 and step == HOOKED_FROM:
+            modules[0].linear.weight.register_hook(lambda _gradient: None)
         losses: list[Tensor] = []
         inputs: dict[str, Any] = {"scale": scale}
         if STAGES - 1 in indices:
