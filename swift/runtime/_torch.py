@@ -121,10 +121,9 @@ def schedule_grad_scale(schedule: Any) -> int:
     return schedule_microbatches(schedule) if schedule.scale_grads else 1
 
 
-def exchange(ops: Sequence[Any]) -> None:
-    """Does what a schedule does with the operations that a stage gives to it, and waits."""
-    for work in dist.batch_isend_irecv(list(ops)) if ops else ():
-        work.wait()
+def started(ops: Sequence[Any]) -> list[Any]:
+    """What a schedule does with the operations that a stage gives to it, and waits for later."""
+    return list(dist.batch_isend_irecv(list(ops))) if ops else []
 
 
 def splits_backward(schedule: Any) -> bool:

@@ -40,6 +40,9 @@ class Share(Protocol):
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
         """A forward of a stage is asked for, with these external inputs; a step begins with the first of them."""
 
+    def begun(self, stage: Any) -> bool:
+        """It is known who computes what of the call of the schedule that is under way."""
+
     def skips(self, mb: int) -> bool:
         """Somebody else computes it."""
 
@@ -77,7 +80,10 @@ class _Logged(_Base):
     """(last stage) What the loss function returns."""
     skipped: int | None = None
     """The microbatch whose forward was asked for last, if it is not computed here."""
-    _withheld: Sequence[dist.P2POp] = ()
+    _withheld: dict[int, list[dist.P2POp]]
+    """Receives of microbatches that may turn out to be computed elsewhere, until the step's first forward begins."""
+    _arriving: dict[int, list[dist.Work]]
+    """What was withheld, and is under way."""
 
     def _attach(self, channel: Channel, updates: Updates) -> None:
         self._channel = channel
@@ -89,6 +95,7 @@ class _Logged(_Base):
         self._buffers_before = []
         self._awaiting_forward = set()
         self._awaiting_backward = set()
+        self._withheld, self._arriving = {}, {}
 
     # --- one call of schedule.step() ---
 
@@ -99,6 +106,8 @@ class _Logged(_Base):
         self._calls += 1
         self._awaiting_forward.clear()
         self._awaiting_backward.clear()
+        self._withheld.clear()
+        self._arriving.clear()
         super().clear_runtime_states()
 
     def begin_step(self) -> None:
@@ -123,11 +132,9 @@ class _Logged(_Base):
             return []
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         live = self._received(ops, self.args_recv_info, self._awaiting_forward, fwd_chunk_id)
-        if self.share is None or fwd_chunk_id > 0:
+        if self.share is None or self.share.begun(self):
             return live
-        self._withheld = (
-            live  # whether it is computed here is only known when the step's first forward begins
-        )
+        self._withheld[fwd_chunk_id] = live  # it is not known yet whether it is computed here
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -144,6 +151,14 @@ class _Logged(_Base):
         if len(live) < len(pairs):
             awaiting.add(mb)
         return live
+
+    def _receive_withheld(self, mb: int) -> None:
+        """The step's first forward begins: all of them are posted, in their order; this microbatch is waited for."""
+        withheld = [(other, ops) for other, ops in self._withheld.items() if not self._skips(other)]
+        self._withheld.clear()
+        self._arriving |= {other: _torch.started(ops) for other, ops in withheld}
+        for work in self._arriving.pop(mb, ()):
+            work.wait()
 
     def _logged_between(self, source: int, destination: int) -> bool:
         return self._channel.groups.crosses(source, destination)
@@ -206,9 +221,7 @@ class _Logged(_Base):
         if self.share is not None:
             self.share.begin(self, args, kwargs or {}, save_forward_output)
         self.skipped = fwd_chunk_id if self._skips(fwd_chunk_id) else None
-        withheld, self._withheld = self._withheld, ()
-        if self.skipped is None:
-            _torch.exchange(withheld)
+        self._receive_withheld(fwd_chunk_id)
         if fwd_chunk_id in self._awaiting_forward and self.skipped is None:
             self._awaiting_forward.discard(fwd_chunk_id)
             self._fill(self.args_recv_info[fwd_chunk_id], FORWARD, fwd_chunk_id)

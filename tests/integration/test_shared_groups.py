@@ -89,10 +89,19 @@ def same(run: Run, twin: Run) -> None:
         assert run["digests"][name] == twin["digests"][name.split("-g")[0] + ".json"]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.matrix), 2])
-def test_what_trainers_do(rank: int, trained: Run, tmp_path: Path) -> None:
-    """An external input for every stage, another type at the boundaries than inside, parameters left unused."""
-    run = pairs(tmp_path, "exact", rank)
+@pytest.mark.parametrize(
+    ("mode", "rank"),
+    [
+        ("exact", 2),
+        pytest.param("exact", 1, marks=pytest.mark.matrix),
+        pytest.param("walked", 1, marks=pytest.mark.matrix),
+        pytest.param("walked", 3, marks=pytest.mark.matrix),
+    ],
+)
+def test_what_trainers_do(mode: str, rank: int, trained: Run, tmp_path: Path) -> None:
+    """An external input for every stage, another type at the boundaries than inside, parameters left unused; a schedule
+    that asks for receives ahead of time."""
+    run = pairs(tmp_path, mode, rank)
     owners = [0, 1] if rank < 2 else [2, 3]
     for begun in said(run, "help_begin"):
         assert (begun["shares"], begun["declined"], begun["together"]) == ([3, 2], {}, owners)

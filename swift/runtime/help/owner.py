@@ -244,8 +244,7 @@ class Owner:
     # --- what the stages ask ---
 
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        # Where a schedule is run again in a step, gradients of its first call are there already.
-        if stage.call > 0 or self._begun == self._channel.step:
+        if self.begun(stage):
             return
         self._begun = self._channel.step
         first = any(stage.is_first for stage in self._stages)
@@ -271,6 +270,10 @@ class Owner:
         self._losses = {}
         self._reduced = []
         self._sharing = True
+
+    def begun(self, stage: Any) -> bool:
+        # Where a schedule is run again in a step, gradients of its first call are there already.
+        return stage.call > 0 or self._begun == self._channel.step
 
     def skips(self, mb: int) -> bool:
         return self._sharing and mb not in self._own

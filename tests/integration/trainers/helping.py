@@ -7,6 +7,7 @@ wrong     what rank 1 makes for others computes something else
 unable    rank 0 gives its own module away, rank 1 cannot make one, rank 3 makes another one
 stateful  buffers that a forward changes
 stages    as exact, with two stages on a rank, in a V with split backwards
+walked    as exact, under a schedule that torch's runtime walks action by action
 half      rank 1 cannot make a module for others
 hooked    somebody looks at the gradients of rank 2 from step 5 on
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.utils.checkpoint import checkpoint
 
 import swift
@@ -102,6 +103,8 @@ def main() -> None:
     schedule: Any
     if MODE == "stages":
         schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=loss_fn)
+    elif MODE == "walked":
+        schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_fn)
     else:
         schedule = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_fn)
     trained = [p for module in modules for p in module.parameters() if p.requires_grad]
