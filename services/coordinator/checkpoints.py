@@ -14,6 +14,7 @@ A rank that hears of it too late asks again, and the next margin is twice as wid
 
 from collections.abc import Iterable
 
+from services.coordinator import log_end
 from services.coordinator import messages as m
 from services.coordinator.hang import StepClock
 from services.coordinator.row import JobRow
@@ -52,6 +53,7 @@ class Checkpoints:
         row.shards = {v: ranks for v, ranks in row.shards.items() if v > durable.version}
         if row.checkpoint_at is not None and durable.version >= row.checkpoint_at:
             self.call_off()
+        row.log_ends = row.log_ends or log_end.is_saved(row, durable.version)
         return True
 
     def ask(self, after_version: int, reason: str) -> bool:

@@ -30,13 +30,14 @@ from services.coordinator.checks import (
 )
 from services.coordinator.hang import StepClock, Suspicions
 from services.coordinator.leases import Leases
+from services.coordinator.log_end import ends_next, is_ready, leave_recovering
 from services.coordinator.messages import Effect, Refusal, Refused
 from services.coordinator.places import Places
-from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
+from services.coordinator.planning import count_refusal, decide, forget_recovery, give_up_log, layout_problem
 from services.coordinator.row import LEGAL, Holder, IllegalTransition, JobRow, LogServer, State
 from services.coordinator.timing import Timing
 from services.coordinator.words import exit_words, plan_fields, report_fields, versions_words
-from swift.recovery import RankMeasured, Refusals, Report
+from swift.recovery import RankMeasured, Report
 
 REFUSALS_MAX = 8
 
@@ -151,9 +152,7 @@ class Job:
 
     def become_running(self, now: float) -> list[Effect]:
         self._enter(State.RUNNING)
-        self.row.refused = Refusals()
-        self.row.refusals = 0
-        self.row.distrusted = []
+        forget_recovery(self.row)
         self.suspicions.clear()
         self.steps.restart(self.row.ready, now)
         version = max(self.row.ready.values())
@@ -164,6 +163,7 @@ class Job:
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         """A new generation without the holders of the `dead` ranks (rank -> why)."""
         row = self.row
+        leave_recovering(row)
         self._enter(State.FENCING)
         row.generation += 1
         row.reason = reason
@@ -272,6 +272,7 @@ class Job:
             since_generation=holder.since_generation,
             host=holder.host,
             can_help=said.can_help,
+            off_log=said.off_log,
         )
         if row.plan is not None or row.reports.get(holder.rank) == report:
             return []
@@ -298,7 +299,7 @@ class Job:
             row.num_stages = ready.num_stages
             row.stages[rank] = list(ready.stages)
             row.stage_shards[rank] = ready.shard
-        row.ready[rank] = ready.version
+        is_ready(row, ready)
         return self._run_if_ready(now) or [self._persist()]
 
     def _run_if_ready(self, now: float) -> list[Effect]:
@@ -310,7 +311,7 @@ class Job:
         problem = layout_problem(row)
         if problem:
             return self.become_failed(problem)
-        return self.become_running(now)
+        return self.become_fencing({}, why) if (why := ends_next(row)) else self.become_running(now)
 
     def _refuse(self, refuse: m.Refuse) -> list[Effect]:
         row = self.row

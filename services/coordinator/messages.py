@@ -45,6 +45,7 @@ class MemberReport:
     undo_exact: bool = False
     forward_to: int | None = None
     can_help: bool = False
+    off_log: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class Ready:
     stages: tuple[int, ...]
     num_stages: int
     shard: int = 0
+    off_log: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,10 @@ from swift.recovery import (
     RankMeasured,
     RankPlan,
     RecoveryGroups,
+    Refusals,
     Strategy,
     StreamSummary,
-    plan,
+    plan_off_log,
 )
 from swift.recovery.types import REPLAYS
 
@@ -26,6 +27,7 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
         inexact_undo=config.get("undo") == "arithmetic",
         groups=RecoveryGroups.parse(config.get("groups", "")),
         helpers=int(config.get("helpers", "0")),
+        fast_help=config.get("help_combine") == "fast",
     )
 
 
@@ -51,7 +53,7 @@ def decide(
         replace(report, version=None, undo_to=None, forward_to=None) if rank in row.distrusted else report
         for rank, report in sorted(row.reports.items())
     ]
-    return plan(
+    return plan_off_log(
         reports,
         layout_of(row),
         streams,
@@ -59,6 +61,7 @@ def decide(
         config_of(row.config),
         row.refused,
         measured,
+        log_ends=row.log_ends,
     )
 
 
@@ -76,11 +79,15 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
         row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
         row.refused = replace(row.refused, reason=why)
         return
-    shared = next((h for h in row.plan.help if rank in (h.owner, *h.helpers)), None)
-    if shared is not None:
-        # Whoever is to blame: the stage is replayed again, by its owner alone, before any replay is given up.
-        row.refused = replace(row.refused, help=True, reason=f"rank {rank} refused a shared replay: {reason}")
-        row.distrusted = sorted({*row.distrusted, *_touched(row, row.plan, row.plan.of(shared.owner))})
+    shared = [h for h in row.plan.help if rank in (h.owner, *h.helpers)]
+    if shared or (row.plan.saves and mine.strategy is Strategy.KEEP):
+        # Whoever is to blame: the stage is replayed again, by its owner alone, before any replay is given up. So it is
+        # where a rank cannot save what a fast one ends with: an exact one needs no checkpoint.
+        what = "a shared replay" if shared else "to save what a fast replay ends with"
+        row.refused = row.refused.and_help(f"rank {rank} refused {what}: {reason}")
+        owners = [h.owner for h in shared or row.plan.help]
+        touched = {other for owner in owners for other in _touched(row, row.plan, row.plan.of(owner))}
+        row.distrusted = sorted({*row.distrusted, *touched})
         return
     gives = any(rank in other.sources for other in row.plan.ranks)
     if mine.strategy is Strategy.KEEP and not gives:
@@ -102,8 +109,15 @@ def give_up_log(row: JobRow, plan: Plan) -> None:
     before RUNNING restores as well."""
     if plan.restores:
         row.refused = row.refused.and_everything(plan.ranks[0].reason)
+    else:
+        row.log_ends = True
     row.rolled_back_in = row.generation
     row.shards = {v: ranks for v, ranks in row.shards.items() if v <= plan.target_version}
+
+
+def forget_recovery(row: JobRow) -> None:
+    """It is over: the next one begins without what was refused in it, and with the log that there is now."""
+    row.refused, row.refusals, row.distrusted, row.log_ends = Refusals(), 0, [], False
 
 
 def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:

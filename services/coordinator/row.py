@@ -133,6 +133,8 @@ class JobRow:
     """Of this generation: what each rank holds and can get to."""
     ready: dict[int, int] = field(default_factory=dict)
     """Of this generation: the version each rank is ready at."""
+    off_log: list[int] = field(default_factory=list)
+    """Of this generation: those that are ready, but not with what the log leads to."""
     finished: dict[int, int] = field(default_factory=dict)
     """Of this generation: the version each rank finished at."""
     plan: Plan | None = None
@@ -145,6 +147,9 @@ class JobRow:
     """Ranks whose state came of what was refused: they count as holding none, until RUNNING."""
     refusals: int = 0
     """Since the job ran last."""
+    log_ends: bool = False
+    """The checkpoint behind which the log begins anew is complete, or the log is empty already: it goes, with
+    whatever it holds by then, before the job runs."""
 
     checkpoints: list[int] = field(default_factory=list)
     """Complete versions, ascending; the newest two."""

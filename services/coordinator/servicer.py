@@ -84,6 +84,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 undo_exact=request.undo_exact,
                 forward_to=request.forward_to if request.HasField("forward_to") else None,
                 can_help=request.can_help,
+                off_log=request.off_log,
             ),
         )
 
@@ -98,6 +99,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 stages=tuple(sorted(request.stages)),
                 num_stages=request.num_stages,
                 shard=request.shard,
+                off_log=request.off_log,
             ),
         )
 

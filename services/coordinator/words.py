@@ -41,7 +41,7 @@ def report_fields(report: Report) -> dict[str, object]:
         fields |= {"undo_to": report.undo_to, "undo_exact": report.undo_exact}
     if report.forward_to is not None:
         fields["forward_to"] = report.forward_to
-    return fields
+    return fields | ({"off_log": True} if report.off_log else {})
 
 
 def plan_fields(plan: Plan) -> dict[str, object]:
@@ -51,13 +51,15 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         "exact": plan.exact,
         "ranks": [_rank_fields(r) for r in plan.ranks],
         **({"help": [_help_fields(h) for h in plan.help]} if plan.help else {}),
+        **({"saves": True} if plan.saves else {}),
         "reason": plan.reason,
     }
 
 
 def _help_fields(h: Help) -> dict[str, object]:
     together = {"together": list(h.together)} if h.together else {}
-    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until, **together}
+    fast = {"fast": True} if h.fast else {}
+    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until, **together, **fast}
 
 
 def _rank_fields(r: RankPlan) -> dict[str, object]:

@@ -188,13 +188,16 @@ class Plan(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     HELP_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     target_version: _builtins.int
     collective_source: _builtins.int
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: _builtins.str
     exact: _builtins.bool
-    """false: an undo that is not bit for bit is used"""
+    """false: an undo that is not bit for bit is used, or a replay that is not"""
+    saves: _builtins.bool
+    """Every rank saves the target and says CheckpointDurable before it is Ready; the next generation gives up the log."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlan]: ...
     @_builtins.property
@@ -214,10 +217,11 @@ class Plan(_message.Message):
         exact: _builtins.bool = ...,
         sources: _abc.Iterable[Global___StreamSources] | None = ...,
         help: _abc.Iterable[Global___Help] | None = ...,
+        saves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "ranks", b"ranks", "reason", b"reason", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "ranks", b"ranks", "reason", b"reason", "saves", b"saves", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,10 +237,13 @@ class Help(_message.Message):
     HELPERS_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
+    FAST_FIELD_NUMBER: _builtins.int
     owner: _builtins.int
     """the rank that replays"""
     until: _builtins.int
     """the version at which they are done"""
+    fast: _builtins.bool
+    """gradients are added in another order: not bit for bit"""
     @_builtins.property
     def helpers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """they hold the target version and keep it meanwhile; nearest first"""
@@ -252,10 +259,11 @@ class Help(_message.Message):
         helpers: _abc.Iterable[_builtins.int] | None = ...,
         until: _builtins.int = ...,
         together: _abc.Iterable[_builtins.int] | None = ...,
+        fast: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["helpers", b"helpers", "owner", b"owner", "together", b"together", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast", b"fast", "helpers", b"helpers", "owner", b"owner", "together", b"together", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,6 +603,7 @@ class ReportRequest(_message.Message):
     UNDO_EXACT_FIELD_NUMBER: _builtins.int
     FORWARD_TO_FIELD_NUMBER: _builtins.int
     CAN_HELP_FIELD_NUMBER: _builtins.int
+    OFF_LOG_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -613,6 +622,8 @@ class ReportRequest(_message.Message):
     """all gradients are reduced: the step can be finished"""
     can_help: _builtins.bool
     """I can build any stage, to share its replay"""
+    off_log: _builtins.bool
+    """what I hold is not what the checkpoints and the log lead to"""
     def __init__(
         self,
         *,
@@ -626,10 +637,11 @@ class ReportRequest(_message.Message):
         undo_exact: _builtins.bool = ...,
         forward_to: _builtins.int | None = ...,
         can_help: _builtins.bool = ...,
+        off_log: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forward_to: _TypeAlias = _typing.Literal["forward_to"]  # noqa: Y015
     _WhichOneofArgType__forward_to: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to"]  # noqa: Y015
@@ -654,6 +666,7 @@ class ReadyRequest(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     NUM_STAGES_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
+    OFF_LOG_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -662,6 +675,8 @@ class ReadyRequest(_message.Message):
     num_stages: _builtins.int
     shard: _builtins.int
     """Which shard of those stages' state it holds. Ranks with the same stages and shard are replicas."""
+    off_log: _builtins.bool
+    """as in Report"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The stages this rank runs; together with the others' it is the job's layout."""
@@ -677,10 +692,11 @@ class ReadyRequest(_message.Message):
         stages: _abc.Iterable[_builtins.int] | None = ...,
         num_stages: _builtins.int = ...,
         shard: _builtins.int = ...,
+        off_log: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "num_stages", b"num_stages", "rank", b"rank", "shard", b"shard", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "num_stages", b"num_stages", "off_log", b"off_log", "rank", b"rank", "shard", b"shard", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

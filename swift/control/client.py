@@ -160,12 +160,14 @@ class CoordinatorClient:
         undo_exact: bool = False,
         forward_to: int | None = None,
         can_help: bool = False,
+        off_log: bool = False,
     ) -> None:
         """(state PLANNING, own log flushed under `generation`) `version` of the state held; None: none.
 
         What the step under way allows besides: `undo_to`, the version that taking the applied buckets back
         leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
-        gradients being reduced. `can_help`: this rank can build other stages, to share a replay.
+        gradients being reduced. `can_help`: this rank can build other stages, to share a replay. `off_log`: what is
+        held is not what the checkpoints and the log lead to.
         """
         self._call(
             self._stub.Report,
@@ -179,6 +181,7 @@ class CoordinatorClient:
                 undo_exact=undo_exact,
                 forward_to=forward_to,
                 can_help=can_help,
+                off_log=off_log,
             ),
         )
 
@@ -189,11 +192,12 @@ class CoordinatorClient:
         stages: Iterable[int] = (),
         num_stages: int = 0,
         shard: int = 0,
+        off_log: bool = False,
     ) -> None:
         """(state FORMING or RECOVERING) Groups are built and `version` (the plan's target) is held.
 
         `stages` of `num_stages` are what this rank runs, `shard` is which shard of their state it holds: ranks
-        that say the same of both are replicas of each other.
+        that say the same of both are replicas of each other. `off_log`: as in `report`.
         """
         self._call(
             self._stub.Ready,
@@ -205,6 +209,7 @@ class CoordinatorClient:
                 stages=list(stages),
                 num_stages=num_stages,
                 shard=shard,
+                off_log=off_log,
             ),
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 DIGEST_FIELDS = ("parameters", "optimizer", "scheduler", "rng", "data")
 TRAINED_FIELDS = ("parameters", "optimizer")
-"""What an arithmetic undo changes, and what replicas have in common."""
+"""What an arithmetic undo or a fast replay changes, and what replicas have in common."""
 
 Digest = Mapping[str, Any]
 
@@ -37,13 +37,22 @@ class Comparison:
     """Of the recovery; None: at the end of the run."""
     ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     inexact: bool = False
-    """An arithmetic undo came before: trained fields may differ from the failure-free run's."""
+    """What promises no bits came before: trained fields may differ from the failure-free run's."""
 
     def as_json(self) -> dict[str, Any]:
         head = {"version": self.version, "equal": self.equal}
         if self.generation is not None:
             head["generation"] = self.generation
         return {**head, "ranks": self.ranks}
+
+    def theirs(self, rank: int) -> str:
+        """The name of a rank's digest in the failure-free run."""
+        return f"rank{rank}-v{self.version}"
+
+    def ours(self, rank: int) -> str:
+        """The same in the run with faults."""
+        name = self.theirs(rank)
+        return name if self.generation is None else f"{name}-g{self.generation}"
 
     @property
     def equal(self) -> bool | None:
@@ -88,14 +97,18 @@ def compare(
 ) -> Comparison:
     comparison = Comparison(version, generation, inexact=inexact)
     for rank in range(ranks):
-        name = f"rank{rank}-v{version}"
-        ours = digests.get(name if generation is None else f"{name}-g{generation}")
+        ours, theirs = digests.get(comparison.ours(rank)), twin.get(comparison.theirs(rank))
         comparison.ranks[str(rank)] = {
-            "recovered": ours,
-            "failure_free": twin.get(name),
-            "equal": equal_digests(ours, twin.get(name)),
+            "recovered": _shown(ours),
+            "failure_free": _shown(theirs),
+            "equal": equal_digests(ours, theirs),
         }
     return comparison
+
+
+def _shown(digest: Digest | None) -> Digest | None:
+    """Without the values that go with it."""
+    return None if digest is None else {name: value for name, value in digest.items() if name != "values"}
 
 
 def equal_digests(ours: Digest | None, twin: Digest | None) -> bool | None:

@@ -25,6 +25,7 @@ def _of(recovery: Recovery) -> list[dict[str, Any]]:
                 "helpers": helpers,
                 "workers": 1 + len(helpers),
                 "shares": list(begun["shares"]),
+                "combine": begun.get("combine", "ordered"),
                 "steps": ends.get(rank, {}).get("shared_steps"),
                 "microbatches": {str(helper): computed.get(helper) for helper in helpers},
                 "alone_because": left,
@@ -38,7 +39,7 @@ def check(helpers: int, found: Sequence[Recovery]) -> list[Check]:
     """Help that was planned was given, in the recoveries that were not cut short."""
     if not helpers:
         return []
-    planned = [recovery for recovery in found if (recovery.plan or {}).get("help")]
+    planned = [recovery for recovery in found if (recovery.made_by or {}).get("help")]
     name = "planned help was given"
     without = [
         f"rank {one['rank']}: {one['alone_because'] or one['declined'] or 'no shared step'}"
@@ -46,7 +47,7 @@ def check(helpers: int, found: Sequence[Recovery]) -> list[Check]:
         for one in _of(recovery)
         if not one["steps"]
     ]
-    silent = sum(len(recovery.plan["help"]) for recovery in planned if recovery.plan) - len(replays(planned))
+    silent = sum(len((recovery.made_by or {})["help"]) for recovery in planned) - len(replays(planned))
     if silent > 0:
         return [Check(name, None, "a shared replay is not in the trace")]
     return [Check(name, not without, "; ".join(without))]
@@ -57,4 +58,7 @@ def words(shared: Mapping[str, Any]) -> str:
         return f"rank {shared['rank']} replayed alone"
     names = ", ".join(map(str, shared["helpers"]))
     shares = " + ".join(map(str, shared["shares"]))
-    return f"rank {shared['rank']} and {names} ({shares} microbatches of a step): {shared['steps']} steps"
+    fast = ", gradients added up on each" if shared["combine"] == "fast" else ""
+    return (
+        f"rank {shared['rank']} and {names} ({shares} microbatches of a step{fast}): {shared['steps']} steps"
+    )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import helped, logs, loss, prediction, replicas, timeline
+from swift.drill import difference, helped, logs, loss, prediction, replicas, timeline
 from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -60,6 +60,9 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         config.topology.steps,
         config.topology.replicas,
     )
+    apart = difference.between(
+        [c for c in (*at_recovery, at_end) if c.inexact], evidence.digests, evidence.twin_digests
+    )
     survivors = timeline.survivors_kept(evidence.events, config.topology.ranks)
     predicted, prediction_checks = prediction.section(config, evidence.events, found, evidence.measured)
     checks = [
@@ -67,6 +70,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         *(comparison.check() for comparison in (*at_recovery, at_end)),
         *replicas.checks(config, found, [*at_recovery, at_end]),
         *([loss.check(curves)] if at_end.inexact else []),
+        *([difference.check(apart)] if any(recovery.off_log for recovery in found) and apart else []),
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
         *logs.checks(config, found),
@@ -79,7 +83,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
     exact = not inexact and (not fell_back or _restores(config))
     return {
         "verdict": verdict,
-        "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves),
+        "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves, apart),
         "checks": [{"name": check.name, "answer": check.answer, "detail": check.detail} for check in checks],
         "seed": config.seed,
         "rerun": config.rerun(),
@@ -96,6 +100,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         "undo": replicas.undo(config, found),
         "reduction": replicas.reduction(config, evidence.events),
         "loss": curves,
+        **({"difference": {"tolerance": difference.TOLERANCE, "at": apart}} if apart else {}),
         "recoveries": [_recovery(config, recovery) for recovery in found],
         "survivors_kept": None if survivors is None else all(survivors.values()),
         "survivors_freed_seconds": max(
@@ -112,7 +117,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
 def _comparisons(
     config: DrillConfig, evidence: Evidence, found: Sequence[Recovery]
 ) -> tuple[list[Comparison], Comparison]:
-    """At each recovery, and at the end. Behind an arithmetic undo that was asked for, bits may differ."""
+    """At each recovery, and at the end. Behind what was asked for and promises no bits, they may differ."""
     at_recovery: list[Comparison] = []
     inexact = False
 
@@ -121,7 +126,8 @@ def _comparisons(
         return compare(version, generation, config.topology.ranks, ours, twin, inexact=inexact)
 
     for recovery in found:
-        inexact = inexact or (recovery.inexact and config.undo == "arithmetic")
+        allowed = config.undo == "arithmetic" or config.combine == "fast"
+        inexact = inexact or (recovery.inexact and allowed)
         if recovery.target_version is not None:
             at_recovery.append(at(int(recovery.target_version), recovery.generation))
     return at_recovery, at(config.topology.steps, None)
@@ -138,6 +144,7 @@ def _reason(
     fell_back: Sequence[str],
     compared: Sequence[Comparison],
     curves: Mapping[str, Any] | None,
+    apart: Sequence[Mapping[str, Any]],
 ) -> str:
     if verdict != PASS:
         wanted = False if verdict == FAIL else None
@@ -148,9 +155,11 @@ def _reason(
     if compared[-1].inexact:
         assert curves is not None, "the verdict rests on them"
         equal = sum(comparison.equal is True for comparison in compared)
+        by_undo = config.undo == "arithmetic"
+        what = "an arithmetic undo was used" if by_undo else "a replay was combined fast"
         return (
-            f"{how}; an arithmetic undo was used, which promises no bits: at {equal} of {len(compared)} places "
-            f"every digest equals the failure-free run's; {loss.check(curves).detail}"
+            f"{how}; {what}, which promises no bits: at {equal} of {len(compared)} places every digest equals the "
+            f"failure-free run's; {'' if by_undo else difference.check(apart).detail + '; '}{loss.check(curves).detail}"
         )
     said = f"{how}; every digest equals the failure-free run's"
     if config.topology.replicas > 1 and not replicas.reduction_exact(config):

@@ -53,13 +53,15 @@ class Recovery:
     rolled_forward: list[Event] = field(default_factory=list)
     """"roll_forward" of all generations."""
     replays: list[Event] = field(default_factory=list)
-    """"replay_end" of the last generation."""
+    """"replay_end" of the generation that made the state."""
     helps: list[Event] = field(default_factory=list)
-    """"help_begin" of the last generation: owners whose replays others share."""
+    """"help_begin" of that generation: owners whose replays others share."""
+    off_log: list[Event] = field(default_factory=list)
+    """"replay_end" of all generations in which a rank came off the log: replays that were not bit for bit."""
     left: list[Event] = field(default_factory=list)
-    """"help_end" of the last generation, of these owners."""
+    """"help_end" of that generation, of these owners."""
     helped: list[Event] = field(default_factory=list)
-    """"helped" of the last generation, of those who have helped."""
+    """"helped" of that generation, of those who have helped."""
     seconds: dict[str, float] | None = None
     """Phase -> seconds and their `total`; None: a milestone is not in the trace."""
     missing: list[str] = field(default_factory=list)
@@ -85,6 +87,23 @@ class Recovery:
     def plan(self) -> Event | None:
         """The last one; earlier ones were superseded."""
         return self.planned[max(self.planned)] if self.planned else None
+
+    @property
+    def made_in(self) -> int:
+        """The generation that made the state: the last one that was planned, but for those behind a fast replay in
+        which only the log began anew."""
+        for generation in sorted(self.planned, reverse=True):
+            plan = self.planned[generation]
+            before = [self.planned[other] for other in self.planned if other < generation]
+            follows = plan.get("exact") is False and not _replays(plan)
+            if not follows or not any(other.get("saves") for other in before):
+                return generation
+        return self.generation
+
+    @property
+    def made_by(self) -> Event | None:
+        """Its plan."""
+        return self.planned.get(self.made_in, self.plan)
 
     @property
     def victims(self) -> set[int]:
@@ -125,13 +144,13 @@ class Recovery:
     @property
     def replay_expected(self) -> bool:
         """Some rank had steps to replay."""
-        target = self.target_version
-        return any(entry.get("from_version", target) != target for entry in _entries(self.plan))
+        return _replays(self.made_by)
 
     @property
     def inexact(self) -> bool:
-        """Some rank took buckets back, and not bit for bit."""
-        return any(event.get("exact") is not True for event in self.undone)
+        """Some rank took buckets back, and not bit for bit, or replayed so and kept what came of it."""
+        kept = bool(self.off_log) and self.plan is not None and self.plan.get("exact") is False
+        return kept or any(event.get("exact") is not True for event in self.undone)
 
     def replayed(self, name: str) -> int:
         return sum(int(event.get(name) or 0) for event in self.replays)
@@ -139,6 +158,11 @@ class Recovery:
 
 def _entries(plan: Event | None) -> list[Event]:
     return (plan or {}).get("ranks") or []
+
+
+def _replays(plan: Event | None) -> bool:
+    target = (plan or {}).get("target_version")
+    return any(entry.get("from_version", target) != target for entry in _entries(plan))
 
 
 def _strategy_of(entry: Event) -> str:
@@ -213,9 +237,10 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
     recovery.sent = [e for e in _named(window, "copy_end") if e.get("role") == "source" and "digest" in e]
     recovery.undone = _named(window, "undone")
     recovery.rolled_forward = _named(window, "roll_forward")
-    recovery.replays = _of_generation(_named(window, "replay_end"), recovery.generation, window)
+    recovery.off_log = [event for event in _named(window, "replay_end") if event.get("exact") is False]
+    recovery.replays = _of_generation(_named(window, "replay_end"), recovery.made_in, window)
     recovery.helps, recovery.left, recovery.helped = (
-        _of_generation(_named(window, name), recovery.generation, window)
+        _of_generation(_named(window, name), recovery.made_in, window)
         for name in ("help_begin", "help_end", "helped")
     )
     if recovery.plan is None:
@@ -271,11 +296,11 @@ def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict
     if resumed is None:
         recovery.missing.append("step_begin after the recovery")
         return None
-    last = _milestones(window, recovery.generation)
-    restores = _of_generation(_named(window, "restore_begin"), recovery.generation, window)
-    restored = _of_generation(_named(window, "restore_end"), recovery.generation, window)
+    last = _milestones(window, recovery.made_in)
+    restores = _of_generation(_named(window, "restore_begin"), recovery.made_in, window)
+    restored = _of_generation(_named(window, "restore_end"), recovery.made_in, window)
     groups = [event["t"] for event in _named(window, "group_built") if event["t"] <= recovery.ended_t]
-    replays = _of_generation(_named(window, "replay_begin"), recovery.generation, window)
+    replays = _of_generation(_named(window, "replay_begin"), recovery.made_in, window)
     work = [event["t"] for event in (*restores, *replays)]
     rebuilt = min(work) if work else max(groups, default=recovery.ended_t)
     marks = (
@@ -294,7 +319,7 @@ def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict
         until = at if mark is None else min(max(at, mark), resumed)
         seconds[name] = until - at
         at = until
-    if len(recovery.generations) == 1:
+    if recovery.generations[0] == recovery.made_in:
         # One generation has one FENCING, even if its coordinator died in it.
         seconds["fence"] += seconds.pop("superseded")
     return {**seconds, "total": resumed - kill_t}

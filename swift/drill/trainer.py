@@ -15,11 +15,19 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import swift
 from swift import events
-from swift.drill.config import DATA_PARALLEL, IMPLEMENTATIONS, OPTIMIZERS, REDUCTIONS, UNDOS, UPDATES
+from swift.drill.config import (
+    DATA_PARALLEL,
+    IMPLEMENTATIONS,
+    OPTIMIZERS,
+    REDUCTIONS,
+    UNDOS,
+    UPDATES,
+)
 from swift.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.optimizers import make_optimizer
 from swift.drill.sizes import MODELS
 from swift.log.codec import CHOICES as CODECS
+from swift.recovery.types import HELP_COMBINES
 
 # How each schedule places its stages: on pipeline rank r of P, and how many stages there are.
 SINGLE = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}
@@ -65,6 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reduction", default="auto", choices=REDUCTIONS)
     parser.add_argument("--undo", default="exact", choices=UNDOS)
     parser.add_argument("--helpers", type=int, default=0, help="ranks that help to replay a stage")
+    parser.add_argument("--combine", default="ordered", choices=HELP_COMBINES)
     parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
     return parser.parse_args(argv)
 
@@ -96,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         bucket_bytes=config.bucket_bytes,
         log_queue_bytes=LOG_QUEUE_BYTES,
         helpers=args.helpers,
+        help_combine=args.combine,
     ) as session:
         indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
         modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]

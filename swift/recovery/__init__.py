@@ -1,10 +1,12 @@
 """Pure decisions: reports in, plan out. No torch, no I/O, no clock.
 
-`plan()` says how every rank gets to the agreed version, and why.
+`plan()` says how every rank gets to the agreed version, and why; `plan_off_log()` the same where a state is not, or
+will not be, what the log leads to.
 """
 
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.measured import RankMeasured, Sent, StageMeasured
+from swift.recovery.off_log import plan_off_log
 from swift.recovery.plan import plan
 from swift.recovery.types import (
     STRATEGIES,
@@ -37,4 +39,5 @@ __all__ = [
     "Strategy",
     "StreamSummary",
     "plan",
+    "plan_off_log",
 ]

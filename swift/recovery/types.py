@@ -6,7 +6,7 @@ doing the steps a, a+1, ..., t-1 again.
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swift.recovery.groups import RecoveryGroups
 
@@ -53,6 +53,8 @@ class Report:
     """Where it runs; empty: not known."""
     can_help: bool = False
     """It can build any stage, to replay microbatches of it for another rank."""
+    off_log: bool = False
+    """What it holds is not what the checkpoints and the log lead to (swift.recovery.off_log)."""
 
     @property
     def newest(self) -> int | None:
@@ -170,6 +172,8 @@ class StreamSummary:
 
 
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")
+HELP_COMBINES = ("ordered", "fast")
+"""How the gradients of a shared replay come together: as one process would add them, or each rank's own first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +190,8 @@ class PlanConfig:
     """Stages that recover together."""
     helpers: int = 0
     """So many other ranks, at most, share a replay with its owner."""
+    fast_help: bool = False
+    """Their gradients may be added in another order than one process would have (swift.recovery.off_log)."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -220,6 +226,9 @@ class Refusals:
     def and_everything(self, reason: str) -> "Refusals":
         return self.and_of(Strategy, reason)
 
+    def and_help(self, reason: str) -> "Refusals":
+        return replace(self, help=True, reason=reason)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlan:
@@ -247,6 +256,8 @@ class Help:
     together: tuple[int, ...] = ()
     """(a recovery group of several stages) Its ranks by stage, the owner among them: all have a help alike, and the
     first helpers of all of them are one copy of the group, the second ones another. Empty: the owner alone."""
+    fast: bool = False
+    """Each rank's gradients are added up by itself, and then the sums: not bit for bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,8 +271,10 @@ class Plan:
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: str
     exact: bool = True
-    """False: an undo that is not bit for bit is used."""
+    """False: an undo that is not bit for bit is used, or a replay that is not."""
     help: tuple[Help, ...] = ()
+    saves: bool = False
+    """Every rank saves the target before it is Ready; the next generation gives up the log (swift.recovery.off_log)."""
 
     @property
     def restores(self) -> bool:
@@ -271,8 +284,7 @@ class Plan:
     @property
     def gives_up_log(self) -> bool:
         """The job's state is not what the log and the checkpoints lead to any more: its records go."""
-        replays = any(rank_plan.from_version < self.target_version for rank_plan in self.ranks)
-        return self.restores or not (self.exact or replays)
+        return self.restores or not (self.exact or self.saves or self.reads_log)
 
     @property
     def reads_log(self) -> bool:

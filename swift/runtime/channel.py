@@ -93,6 +93,9 @@ class Channel:
         self._step = 0
         self._ordinal = 0
         self._microbatch = 0
+        self.off_log = False
+        """What this rank has become is not what the log leads to: what it sends is neither compared nor logged, until
+        it has another state or the log begins anew."""
         self.records_read = 0
         self.microbatches_replayed = 0
         self.profile = StepProfile(self._rank)
@@ -162,6 +165,7 @@ class Channel:
         other = copy.copy(self)
         other._capture = capture
         other._cursors = {}
+        other.off_log = False  # whatever this rank's own state is
         other.profile = StepProfile(self._rank)
         return other
 
@@ -217,6 +221,8 @@ class Channel:
         self._record(self.stream(stage, "T"), key, target, now=True)
 
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
+        if self.off_log:
+            return
         key = RecordKey(self._step, microbatch, slot)
         self._record(self.stream(stage, direction), key, tensor, now=False)
 

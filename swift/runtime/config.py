@@ -8,7 +8,7 @@ from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import STRATEGIES
+from swift.recovery.types import HELP_COMBINES, STRATEGIES
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -58,6 +58,9 @@ class SessionConfig:
     helpers: int = 3
     """So many other ranks, at most, help to replay each lost stage, if trainers call `Session.help_replay`. A recovery
     group is replayed in copies: so many besides its own, each of as many ranks as the group has."""
+    help_combine: str = "ordered"
+    """How their gradients come together: "ordered" (the bits of one process), or "fast": not bit for bit; then a
+    checkpoint is made before training goes on, and the log begins anew."""
     metrics_listen: str = ""
     """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
     rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""
@@ -86,6 +89,7 @@ class SessionConfig:
             ("updates", self.updates, UPDATES),
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),
+            ("help_combine", self.help_combine, HELP_COMBINES),
         ):
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")
@@ -116,4 +120,5 @@ class SessionConfig:
             "reduction": self.reduction,
             "bucket_bytes": str(self.bucket_bytes),
             "helpers": str(self.helpers),
+            "help_combine": self.help_combine,
         }

@@ -46,6 +46,7 @@ from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
 from swift.runtime.member import Member
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, log_totals, own_plan
+from swift.runtime.saving import Saving
 from swift.runtime.state import TrainerState
 from swift.runtime.transport import Messages
 from swift.runtime.updates import Standing
@@ -106,7 +107,7 @@ class Engine:
         self._unlogged = UnloggedSteps(member)
         self._gradient_bytes: dict[int, int] = {}  # of each stage
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
-        self._kept: set[int] = set()  # complete checkpoints, as last seen
+        self._saving = Saving(rank, member, state, store)
 
     def help_replay(self, make_module: MakeModule) -> None:
         """This rank can build any stage."""
@@ -173,6 +174,7 @@ class Engine:
             undo_exact=standing.undo_exact,
             forward_to=standing.forward_to,
             can_help=self._restorer.can_help,
+            off_log=standing.version is not None and self._channel.off_log,
         )
         events.emit(
             "reported",
@@ -318,12 +320,14 @@ class Engine:
             self._state.present = True
             if os.environ.get(ENV_DIGESTS_EVERY):
                 self._write_digests(f"rank{self._rank}-v0.json")
-            self._save()
+            self._saving.save()
             self._store.wait()  # a loss in the first step needs it
             if isinstance(self._writer, SidecarWriter):
                 self._writer.await_sidecar()  # so that the first steps do not only lie in its ring
         else:
             self._follow_plan(view.plan, train_step)
+            if view.plan.saves:
+                self._saving.save_before_ready(view.generation)
         version = self._member.version = self._state.version
         self._gradient_bytes = self._state.gradient_bytes()
         stages = sorted(stage.stage_index for stage in self._state.stages)
@@ -333,7 +337,9 @@ class Engine:
             self._write_digests(f"rank{self._rank}-v{version}-g{view.generation}.json")
         while True:
             self._member.check()
-            self._member.client.ready(view.generation, version, stages, num_stages, shard=self._shard)
+            self._member.client.ready(
+                view.generation, version, stages, num_stages, self._shard, off_log=self._channel.off_log
+            )
             self._faults.while_others_replay(version)
             self._await_change(view)
             self._member.check()
@@ -341,8 +347,10 @@ class Engine:
             if latest is not None and latest.state == pb.RUNNING and latest.generation == view.generation:
                 break
         self._state.lived = True
-        if view.state == pb.RECOVERING and not view.plan.exact and version not in view.checkpoints:
-            self._save()  # from before an inexact undo nothing leads here any more
+        if view.state == pb.RECOVERING and not (
+            view.plan.exact or view.plan.saves or version in view.checkpoints
+        ):
+            self._saving.save()  # from before an inexact undo nothing leads here any more
         events.emit("resumed", rank=self._rank, generation=view.generation, version=version)
 
     def _step(self, train_step: TrainStep) -> None:
@@ -364,33 +372,16 @@ class Engine:
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
             self._audit.compare()
-        if (
+        # On the way to a target that all save, no other version of this history is ever complete.
+        passing = replaying and self._view is not None and self._view.plan.saves
+        if not passing and (
             self._early.due(version) or due
-        ):  # what is compared is not agreed on: only who knows of it saves it
-            self._save()
+        ):  # compared or not: only who knows of it saves it
+            self._saving.save()
         assert self._writer is not None
         self._unlogged.after_step(step, self._writer.unlogged())
         self._writer.forget_below(version)  # only a step that is dropped is sent again
-        self._prune()
-
-    def _save(self) -> None:
-        generation = self._member.watcher.wait_for(lambda _view: True, None).generation
-
-        def durable(version: int) -> None:
-            events.emit("checkpoint_durable", rank=self._rank, version=version)
-            try:
-                self._member.client.checkpoint_durable(version, generation)
-            except SwiftError as error:
-                # A version that the coordinator never hears of is not complete; the one before it stands.
-                events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
-
-        self._store.save(self._state.version, self._state.state_dict(), durable)
-
-    def _prune(self) -> None:
-        view = self._member.watcher.latest
-        if view is not None and set(view.checkpoints) != self._kept:
-            self._kept = set(view.checkpoints)
-            self._store.prune(self._kept)
+        self._saving.prune()
 
     def _finish(self, num_steps: int) -> None:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
@@ -481,7 +472,7 @@ class Engine:
         if directory:
             path = Path(directory) / name
             temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._state.digests()))
+            temporary.write_text(json.dumps({**self._state.digests(), "values": self._state.values()}))
             os.replace(temporary, path)
 
     def close(self) -> None:

@@ -60,7 +60,8 @@ def _gives_up_log(plan: pb.Plan) -> bool:
     """As the coordinator's planner decides (`swift.recovery.types.Plan.gives_up_log`)."""
     if all(entry.strategy == pb.CHECKPOINT for entry in plan.ranks):
         return True
-    return not plan.exact and all(entry.from_version == plan.target_version for entry in plan.ranks)
+    replays = any(entry.from_version < plan.target_version for entry in plan.ranks)
+    return not (plan.exact or plan.saves or replays)
 
 
 def _spanned(several: Collection[Steps]) -> Steps:
@@ -178,12 +179,14 @@ class Restorer:
             except ServiceError as error:
                 raise ReplayRefused(str(error)) from None  # the coordinator may know an older one
             self._state.present = True
+            self._channel.off_log = False
             events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)
         # Of older steps nothing comes again, and they may be trimmed: a sidecar's successor shall not ask for them.
         writer.forget_below(mine.from_version)
         if _gives_up_log(plan):
             # The coordinator has emptied the job's streams; what comes now is logged anew.
             writer.restart(plan.generation)
+            self._channel.off_log = False
         self._copy_replicas(plan)
         older = mine.strategy == pb.REPLAY or (mine.strategy == pb.REPLICA and mine.from_version < target)
         if older or not self._state.lived:
@@ -334,6 +337,7 @@ class Restorer:
             rank=self._rank,
             generation=plan.generation,
             version=target,
+            exact=not self._channel.off_log,
             steps=target - from_version,
             records=self._channel.records_read + helped.records,
             microbatches=self._channel.microbatches_replayed + helped.microbatches,

@@ -19,13 +19,15 @@ class Checked:
 
     def __init__(self, logged: Mapping[str, Mapping[RecordKey, bytes]]):
         self._logged = logged
+        self.compares = True
+        """False: the owner is off the log, so nothing is compared, and nothing that the log lacks belongs there."""
         self.verified = 0
         self.bytes: Counter[str] = Counter()
         """By stream, of what was compared since somebody has cleared it."""
         self.lacking: list[tuple[str, RecordKey, torch.Tensor]] = []
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
-        if stream not in self._logged:
+        if stream not in self._logged or not self.compares:
             return
         had = self._logged[stream].get(key)
         if had is None:

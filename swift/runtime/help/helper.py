@@ -8,7 +8,7 @@ taken before and after, says that it is what it was.
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from swift.runtime.destination import available_memory
 from swift.runtime.help.actions import Action
 from swift.runtime.help.agreement import copy_of
 from swift.runtime.help.checked import Checked
-from swift.runtime.help.gradients import Addends, Strides, first_strides
+from swift.runtime.help.combine import FAST_SHARE, OwnGradients
+from swift.runtime.help.gradients import Strides, first_strides
 from swift.runtime.help.inner import InCopy, Inner
 from swift.runtime.help.line import Line, Post, Wire
 from swift.runtime.help.manifest import difference, named, stand, tied, together
@@ -115,7 +116,8 @@ class Helper:
             return [], "the module that was made shares memory with this rank's own stage"
         weights = sum(tensor.nbytes for _, tensor in named(module))
         # Who keeps single gradients is the second of three at least: the first lets autograd add.
-        needed = memory_needed(weights, -(-asked["microbatches"] // 3))
+        share = FAST_SHARE if asked.get("fast", False) else -(-asked["microbatches"] // 3)
+        needed = memory_needed(weights, share)
         free = available_memory()
         if free is not None and needed > free:
             return [], f"it needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
@@ -141,6 +143,7 @@ class _Work:
         self._post = post
         self._line = Line(post, begin["line"], rank, check)
         self._first = begin["line"][0] == rank
+        self._fast = asked.get("fast", False)
         self._from = begin["from"]
         self._own = range(begin["first"], begin["behind"])
         self._actions = [Action(*action) for action in begin["actions"]]
@@ -193,6 +196,7 @@ class _Work:
         self._channel.begin_step(step)
         for stage in self._stages:
             stage.begin_step()
+        self._checked.compares = note["compared"]
         tensors = [tensor for _, tensor in named(self._module)]
         with torch.no_grad():
             self._line.pass_down(tensors)
@@ -209,29 +213,22 @@ class _Work:
         """Losses by microbatch, and what each parameter's gradient is to be added."""
         parameters = list(self._module.parameters())
         ambient = stand(self._module, note)
-        # The first one's additions are the first ones: autograd's own sum has the right bits.
-        addends = None if self._first else Addends(parameters)
+        gradients = OwnGradients(parameters, first=self._first, fast=self._fast)
         try:
             with ambient:
                 losses = self._walk.run(
                     self._actions,
                     lambda stage, mb: self._inputs(stage, mb, note),
                     self._target,
-                    nullcontext if addends is None else addends.weighing,
+                    gradients.weighing,
                 )
         except (SwiftError, Interrupted, Broken):
             raise
         except Exception as error:  # the owner's did no such thing
             raise ReplayRefused(f"microbatches of stages {self._indices}: {error}") from error
         finally:
-            if addends is not None:
-                addends.close()
-        if addends is not None:
-            return losses, addends.of
-        sums = [[] if parameter.grad is None else [parameter.grad] for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return losses, sums
+            gradients.close()
+        return losses, gradients.taken()
 
     def _inputs(self, stage: int, mb: int, note: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count, names = note["args"] if stage == 0 else 0, note["kwargs"]

@@ -24,7 +24,8 @@ from swift.runtime.channel import Channel
 from swift.runtime.destination import available_memory
 from swift.runtime.help.actions import Action, ahead, of_share, one_by_one, unordered
 from swift.runtime.help.agreement import Together, decline
-from swift.runtime.help.gradients import Addends, Strides, first_strides, laid_out
+from swift.runtime.help.combine import FAST_SHARE, OwnGradients
+from swift.runtime.help.gradients import Strides, first_strides, laid_out
 from swift.runtime.help.line import Line, Post, Wire, taken_apart
 from swift.runtime.help.manifest import manifest, named, standing, tied, together
 from swift.runtime.help.shares import memory_needed, shares, workers
@@ -94,6 +95,7 @@ def _tell_begin(
         helpers=list(helpers),
         shares=list(shares),
         until=help.until,
+        combine="fast" if help.fast else "ordered",
         declined=declined,
         **({"together": list(help.together)} if help.together else {}),
     )
@@ -149,7 +151,7 @@ class Owner:
         """The step that was looked at already."""
         self._reduced: list[tuple[Any, int]] = []
         """Stages of which this rank has computed its share of the step."""
-        self._addends: Addends | None = None
+        self._gradients: OwnGradients | None = None
         self._losses: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.helped = Helped()
@@ -165,6 +167,7 @@ class Owner:
                     "stages": [stage.stage_index for stage in self._stages],
                     "of": self._stages[0].num_stages,
                     "microbatches": self._microbatches,
+                    "fast": self._help.fast,
                     "tensors": manifest(self._module),
                 },
             )
@@ -179,7 +182,8 @@ class Owner:
         able, declined = self._together.choose(able, why)
         count = workers(microbatches, 1 + len(able))
         if count > 1:
-            lacking = self._lacks_memory(len(shares(microbatches, count)[-1]))
+            kept = FAST_SHARE if self._help.fast else len(shares(microbatches, count)[-1])
+            lacking = self._lacks_memory(kept)
             if lacks := self._together.first_reason(lacking):
                 declined |= lacks
                 count = 1
@@ -225,11 +229,11 @@ class Owner:
 
     def close(self) -> None:
         """Nothing of this rank waits for, or hooks into, anything any more."""
-        if self._addends is not None:
-            self._addends.close()
+        if self._gradients is not None:
+            self._gradients.close()
         for stage in self._stages:
             stage.share = None
-        self._addends = self._line = None
+        self._gradients = self._line = None
         self._sharing = False
 
     def _leave(self, why: str) -> None:
@@ -259,6 +263,7 @@ class Owner:
             "step": self._channel.step,
             "args": len(args) if first else 0,
             "kwargs": list(kwargs),
+            "compared": not self._channel.off_log,
             **standing(self._module),
         }
         for helper in self._helpers:
@@ -266,7 +271,8 @@ class Owner:
         with torch.no_grad():
             self._line.pass_down([tensor for _, tensor in named(self._module)])
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
-        self._addends = Addends(list(self._module.parameters()))
+        parameters = list(self._module.parameters())
+        self._gradients = OwnGradients(parameters, first=False, fast=self._help.fast)
         self._losses = {}
         self._reduced = []
         self._sharing = True
@@ -283,26 +289,27 @@ class Owner:
         return self._losses.setdefault(mb, torch.empty_like(self._last.loss_like))
 
     def weighing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._addends is None else self._addends.weighing()
+        return nullcontext() if self._gradients is None else self._gradients.weighing()
 
     def combine(self, stage: Any, scale: int) -> list[tuple[Any, int]]:
-        if not self._sharing or self._addends is None or self._line is None:
+        if not self._sharing or self._gradients is None or self._line is None:
             return [(stage, scale)]
         self._reduced.append((stage, scale))
         if len(self._reduced) < len(self._stages):
             return []
-        self._combine(self._addends, self._line)
-        self._addends = None
+        self._combine(self._gradients, self._line)
+        self._gradients = None
         self._sharing = False
+        self._channel.off_log = self._channel.off_log or self._help.fast  # from the next step on
         self.helped.steps += 1
         return self._reduced
 
-    def _combine(self, addends: Addends, line: Line) -> None:
+    def _combine(self, gradients: OwnGradients, line: Line) -> None:
         parameters = list(self._module.parameters())
-        addends.close()
-        strides = first_strides(addends.of)
+        own = gradients.taken()
+        strides = first_strides(own)
         with torch.no_grad():
-            sums = line.pass_up(parameters, addends.of)
+            sums = line.pass_up(parameters, own)
         told = [self._take(*self._post.read(helper)) for helper in self._helpers]
         self._post.settle()
         check_buffers(self._buffers)

@@ -22,7 +22,9 @@ def trace(helpers: int, replayed: float = 0.1, shared: int = 4) -> list[dict[str
     t += 0.01
     found.append({"t": t, "event": "fault", "rank": 1})
     if helpers:
-        found.append({"t": t, "event": "help_begin", "rank": 1, "helpers": list(range(helpers))})
+        found.append(
+            {"t": t, "event": "help_begin", "rank": 1, "helpers": list(range(helpers)), "combine": "ordered"}
+        )
     for step in range(4):
         t += replayed if step else 2.0
         found.append({"t": t, "event": "step_end", "rank": 1, "step": step, "replay": True})
@@ -31,7 +33,7 @@ def trace(helpers: int, replayed: float = 0.1, shared: int = 4) -> list[dict[str
 
 
 def test_the_first_steps_do_not_count() -> None:
-    found = replay.from_trace(trace(2), 2)
+    found = replay.from_trace(trace(2), 2, "ordered")
     assert found["workers"] == 3
     assert found["steps_s"] == pytest.approx([0.3] * 4)  # from the end of one to the end of the next
     assert found["replayed_s"] == pytest.approx([0.1] * 3)
@@ -39,11 +41,24 @@ def test_the_first_steps_do_not_count() -> None:
     assert (one["ratio"], one["bound"]) == (pytest.approx(1 / 3, abs=1e-3), pytest.approx(4 / 15, abs=1e-3))
     assert one["over_bound"] == pytest.approx(1.25, abs=1e-3)
     assert one["waited_for_log_share"] == pytest.approx(0.1)
+    assert one["then_s"] is None
+
+
+def test_what_comes_between_the_replay_and_the_run() -> None:
+    events = trace(2)
+    end = events[-1]["t"]
+    events += [{"t": end + after, "event": "step_begin", "rank": 1, "replay": False} for after in (0.25, 0.5)]
+    assert replay.case(SHAPE, replay.from_trace(events, 2, "ordered"))["then_s"] == pytest.approx(0.25)
+
+
+def test_what_was_combined_otherwise_is_no_measurement() -> None:
+    with pytest.raises(ServiceError, match="combined ordered, not fast"):
+        replay.from_trace(trace(2), 2, "fast")
 
 
 @pytest.mark.parametrize(("replayed", "met"), [(0.09, True), (0.11, False)])
 def test_goals(replayed: float, met: bool) -> None:
-    one = replay.case(SHAPE, replay.from_trace(trace(2, replayed), 2))
+    one = replay.case(SHAPE, replay.from_trace(trace(2, replayed), 2, "ordered"))
     assert one["met"] is met
     shown = replay.table(
         {
@@ -86,9 +101,9 @@ def test_sizes_of_groups() -> None:
 
 def test_a_replay_that_was_not_shared_is_no_measurement() -> None:
     with pytest.raises(ServiceError, match="3 of 4 steps were shared"):
-        replay.from_trace(trace(2, shared=3), 2)
+        replay.from_trace(trace(2, shared=3), 2, "ordered")
     with pytest.raises(ServiceError, match="not replayed"):
-        replay.from_trace([event for event in trace(0) if event["event"] != "replay_end"], 0)
+        replay.from_trace([event for event in trace(0) if event["event"] != "replay_end"], 0, "ordered")
 
 
 @pytest.mark.parametrize(
@@ -119,4 +134,11 @@ def test_a_small_run(tmp_path: Path) -> None:
         == 0
     )
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]
-    assert [(one["group_stages"], one["workers"]) for one in cases] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(one["group_stages"], one["workers"], one["combine"]) for one in cases] == [
+        (1, 1, "ordered"),
+        (1, 2, "ordered"),
+        (1, 2, "fast"),
+        (2, 1, "ordered"),
+        (2, 2, "ordered"),
+    ]
+    assert all(one["then_s"] > 0 for one in cases)

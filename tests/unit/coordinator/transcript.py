@@ -4,8 +4,9 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 `#` are comments. Commands, with fields as `name=value`:
 
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
-         [seed=] [torch=] [strategy=] [undo=] [helpers=]  refuse rank= generation= reason=
-    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes]
+         [seed=] [torch=] [strategy=] [undo=] [helpers=]       [off_log=yes]
+         [help_combine=]                                 refuse rank= generation= reason=
+    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
     ask rank= generation= after= reason=                 pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
@@ -37,6 +38,9 @@ from swift._pb import coordinator_pb2 as pb
 from swift.recovery import StreamSummary
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
+
+
+CONFIG = ("strategy", "undo", "groups", "helpers", "help_combine")
 
 
 class World:
@@ -81,8 +85,7 @@ class World:
             pid=int(pid or 1000 + int(rank)),
             host=host,
             world_size=int(world),
-            config={"seed": config.get("seed", "7")}
-            | {key: config[key] for key in ("strategy", "undo", "groups", "helpers") if key in config},
+            config={"seed": config.get("seed", "7")} | {key: config[key] for key in CONFIG if key in config},
             fingerprint={"torch": config.get("torch", "2.13.0")},
         )
         if self.job is None:
@@ -101,6 +104,7 @@ class World:
         stages: str = "",
         of: str = "3",
         shard: str = "0",
+        off_log: str = "",
     ) -> list[str]:
         return self.step(
             m.Ready(
@@ -110,6 +114,7 @@ class World:
                 stages=tuple(map(int, (stages or rank).split(","))),
                 num_stages=int(of),
                 shard=int(shard),
+                off_log=off_log == "yes",
             )
         )
 
@@ -123,6 +128,7 @@ class World:
         exact: str = "yes",
         forward_to: str = "",
         help: str = "",
+        off_log: str = "",
     ) -> list[str]:
         return self.step(
             m.MemberReport(
@@ -133,6 +139,7 @@ class World:
                 undo_exact=bool(undo_to) and exact == "yes",
                 forward_to=int(forward_to) if forward_to else None,
                 can_help=help == "yes",
+                off_log=off_log == "yes",
             )
         )
 

@@ -249,6 +249,8 @@ def shared(
     makes: Callable[[int], nn.Module] = Part,
     module: Callable[[int], nn.Module] = Part,
     until: int = STEPS.stop,
+    fast: bool = False,
+    off_log: bool = False,
     monkeypatch: pytest.MonkeyPatch,
     **options: Any,
 ) -> Shared:
@@ -256,7 +258,8 @@ def shared(
     network = Network()
     owner = Rank(rank, store, module, schedule, microbatches)
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
-    help = pb.Help(owner=rank, helpers=helpers, until=until)
+    help = pb.Help(owner=rank, helpers=helpers, until=until, fast=fast)
+    owner.channel.off_log = off_log
     sharing = Owner(rank, help, Inner(network, rank), owner.channel, owner.state, lambda: None)
     turns = threading.RLock()  # torch's generator is the process's: one rank computes at a time
 

@@ -1,0 +1,127 @@
+"""Checkpoints of one rank: what the coordinator hears of them, and when they are due."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import ReplayRefused, ServiceError
+from swift.runtime.config import SessionConfig
+from swift.runtime.engine import Engine
+from swift.runtime.saving import Saving
+from swift.runtime.state import TrainerState
+from swift.runtime.updates import Updates
+
+
+class Store:
+    """Writes at once, or fails."""
+
+    def __init__(self, error: ServiceError | None = None, at_once: OSError | None = None) -> None:
+        self.error = error
+        self.at_once = at_once
+        self.saved: list[int] = []
+
+    def save(self, version: int, state: Any, on_durable: Callable[[int], None]) -> None:
+        if self.at_once is not None:
+            raise self.at_once
+        if self.error is None:
+            self.saved.append(version)
+            on_durable(version)
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Client:
+    """A coordinator that is not there for the first `deaf` calls."""
+
+    def __init__(self, deaf: int = 0) -> None:
+        self.deaf = deaf
+        self.told: list[tuple[int, int]] = []
+
+    def checkpoint_durable(self, version: int, generation: int) -> None:
+        if self.deaf:
+            self.deaf -= 1
+            raise ServiceError("nobody answers")
+        self.told.append((version, generation))
+
+
+def saving(store: Store, client: Client) -> Saving:
+    nothing: Any = None
+    state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
+    state.version = 17
+    view = pb.View(generation=9)
+    member: Any = SimpleNamespace(
+        client=client, watcher=SimpleNamespace(latest=view, wait_for=lambda _test, _timeout: view)
+    )
+    kept: Any = store
+    return Saving(2, member, state, kept)
+
+
+def test_it_is_of_the_generation_that_is_under_way() -> None:
+    client = Client()
+    saving(Store(), client).save()
+    assert client.told == [(17, 9)]
+
+
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_whoever_is_ready_behind_it_has_told(deaf: int) -> None:
+    """Of the plan's generation, whatever has come since: the state is that one's."""
+    client = Client(deaf)
+    saving(Store(), client).save_before_ready(8)
+    assert set(client.told) == {(17, 8)}
+
+
+def test_a_coordinator_that_stays_away_is_an_error() -> None:
+    with pytest.raises(ServiceError, match="nobody answers"):
+        saving(Store(), Client(2)).save_before_ready(8)
+
+
+@pytest.mark.parametrize(
+    "store", [Store(ServiceError("it was not written: no space")), Store(at_once=OSError(28, "no space"))]
+)
+def test_what_cannot_be_written_is_refused(store: Store) -> None:
+    client = Client()
+    with pytest.raises(ReplayRefused, match=r"no checkpoint of version 17: .*no space"):
+        saving(store, client).save_before_ready(8)
+    assert client.told == []
+
+
+@pytest.mark.parametrize(
+    ("replaying", "saves", "wanted"), [(True, True, []), (True, False, [10]), (False, True, [10])]
+)
+def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
+    replaying: bool, saves: bool, wanted: list[int]
+) -> None:
+    """A version in between, of one who is off the log, would be completed by others that are not."""
+    nothing: Any = None
+
+    def ignored(*_: Any, **__: Any) -> None:
+        pass
+
+    profile = SimpleNamespace(end=ignored)
+    channel: Any = SimpleNamespace(
+        replaying=replaying, begin_step=ignored, settle=ignored, profile=profile, off_log=saves
+    )
+    state: Any = SimpleNamespace(version=9, begin_step=ignored, check_updated=ignored, state_dict=dict)
+
+    def end_step() -> None:
+        state.version += 1
+
+    state.end_step = end_step
+    member: Any = SimpleNamespace(
+        client=Client(),
+        version=0,
+        watcher=SimpleNamespace(latest=None, wait_for=lambda _t, _s: pb.View(generation=9)),
+    )
+    store: Any = Store()
+    engine = Engine(
+        2, SessionConfig(checkpoint_every=5), member, nothing, channel, state, store, nothing, nothing
+    )
+    engine._view = pb.View(plan=pb.Plan(saves=saves, target_version=12))
+    engine._writer = SimpleNamespace(unlogged=lambda: None, forget_below=ignored)  # type: ignore[assignment]
+    engine._step(ignored)
+    assert store.saved == wanted
