@@ -17,6 +17,7 @@ OTHERS = {
     "token": "make signing keys, and job tokens signed with them",
     "plan": "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
     "inspect": "show, verify and export what is in the log; drop a job's log",
+    "status": "show what a job does now: its state, each rank's version, how long a replay will still take",
     "logs": "show where a job's log is kept; give a log server up, or name another one",
     "doctor": "check whether this machine is fit, and whether the services answer",
     "bench": "measure one part against the limit of the machine: undo, replica, log, codec, overhead; soak the log",
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(importlib.import_module("swift.plan.command").main(rest, _running_job))
     if command == "doctor":
         return int(importlib.import_module("swift.doctor.command").main(rest))
+    if command == "status":
+        return int(importlib.import_module("swift.control.status").main(rest))
     if command == "logs":
         return int(importlib.import_module("swift.control.logs").main(rest))
     if command in ("version", "--version"):

@@ -56,6 +56,8 @@ class Job:
         self.measured: dict[int, RankMeasured] = {}
         """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
         self.suspicions = Suspicions(self.steps)
+        self.replays: dict[int, m.Replaying] = {}
+        """rank -> how far its replay is, while there is one."""
 
     @staticmethod
     def create(
@@ -221,6 +223,7 @@ class Job:
         if state not in LEGAL[self.row.state]:
             raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
         self.row.state = state
+        self.replays.clear()
 
     def _transition(self) -> list[Effect]:
         state = self._event("state", state=str(self.row.state), reason=self.row.reason)
@@ -253,6 +256,9 @@ class Job:
         check_holder(self.row, heartbeat.sender)
         self.leases.hear(rank, now)
         self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
+        self.replays.pop(rank, None)
+        if heartbeat.replay is not None and self.row.state is State.RECOVERING:
+            self.replays[rank] = heartbeat.replay
         return []
 
     def _report(self, said: m.MemberReport) -> list[Effect]:

@@ -30,9 +30,20 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replaying:
+    """How far a rank's replay is."""
+
+    version: int
+    target: int
+    seconds_left: float | None
+    """None: nobody knows yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
     sender: Sender
     version: int
+    replay: Replaying | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

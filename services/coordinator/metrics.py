@@ -48,6 +48,18 @@ FAMILIES = (
     Family("swift_coordinator_lost_log_servers", GAUGE, "Log servers given up and not replaced.", _JOB),
     Family("swift_coordinator_version", GAUGE, "Optimizer steps done, by the rank that is furthest.", _JOB),
     Family("swift_coordinator_measured_ranks", GAUGE, "Ranks that have told what their steps take.", _JOB),
+    Family(
+        "swift_coordinator_replay_left_steps",
+        GAUGE,
+        "Steps that the replay under way still has to do.",
+        _JOB,
+    ),
+    Family(
+        "swift_coordinator_replay_left_seconds",
+        GAUGE,
+        "How long it will take; not there while nobody knows.",
+        _JOB,
+    ),
     Family("swift_coordinator_checkpoint_version", GAUGE, "The newest complete checkpoint.", _JOB),
     Family(
         "swift_coordinator_checkpoint_age_seconds",
@@ -143,6 +155,9 @@ class CoordinatorMetrics:
         out: dict[str, Mapping[tuple[str, ...], Value]] = {
             name: {(job.job,): getattr(job, field) for job in jobs} for name, field in _JOB_FIELDS.items()
         }
+        out["swift_coordinator_replay_left_seconds"] = {
+            (job.job,): job.replay_seconds_left for job in jobs if job.replay_seconds_left is not None
+        }
         saved = [(job.job, job.checkpoint) for job in jobs if job.checkpoint is not None]
         out["swift_coordinator_checkpoint_version"] = {(job,): version for job, version in saved}
         with self._lock:
@@ -172,4 +187,5 @@ _JOB_FIELDS = {
     "swift_coordinator_lost_log_servers": "lost_log_servers",
     "swift_coordinator_version": "newest_version",
     "swift_coordinator_measured_ranks": "measured_ranks",
+    "swift_coordinator_replay_left_steps": "replay_steps_left",
 }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from swift.recovery import Help, Plan, RankPlan, Refusals, Report, Strategy
+from swift.recovery import Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
 
 FORMAT = 3
 
@@ -214,4 +214,5 @@ def _plan(values: dict[str, Any]) -> Plan:
         Help(**{**h, "helpers": tuple(h["helpers"]), "together": tuple(h.get("together", ()))})
         for h in values.get("help", ())
     )
-    return Plan(**{**values, "ranks": ranks, "help": help})
+    predictions = tuple(Prediction(**one) for one in values.get("predictions", ()))
+    return Plan(**{**values, "ranks": ranks, "help": help, "predictions": predictions})

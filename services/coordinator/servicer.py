@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802  (gRPC names its methods so)
 
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -68,7 +69,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             yield view
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
-        command = m.Heartbeat(sender=_sender(request), version=request.version)
+        command = m.Heartbeat(sender=_sender(request), version=request.version, replay=_replaying(request))
         job = await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=self._driver.timing.heartbeat_s)
 
@@ -224,6 +225,16 @@ _FromMember = (
 
 def _sender(request: _FromMember) -> m.Sender:
     return m.Sender(rank=request.rank, incarnation=request.incarnation)
+
+
+def _replaying(request: pb.HeartbeatRequest) -> m.Replaying | None:
+    if not request.HasField("replay"):
+        return None
+    replay = request.replay
+    known = replay.HasField("seconds_left") and 0.0 <= replay.seconds_left < math.inf
+    return m.Replaying(
+        version=replay.version, target=replay.target, seconds_left=replay.seconds_left if known else None
+    )
 
 
 async def _check_name(context: Context, job: str) -> None:

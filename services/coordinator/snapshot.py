@@ -25,6 +25,10 @@ class JobSnapshot:
     """Of which it is known what their steps take."""
     checkpoint: int | None
     """The newest complete checkpoint's version."""
+    replay_steps_left: int = 0
+    """Of the rank that replays most; 0: none does."""
+    replay_seconds_left: float | None = 0.0
+    """Of the one that takes longest; None: nobody knows."""
 
     @classmethod
     def of(cls, job: Job, now: float) -> Self:
@@ -45,4 +49,10 @@ class JobSnapshot:
             newest_version=max((job.steps.version(rank) for rank in row.holders), default=0),
             measured_ranks=len(job.measured),
             checkpoint=row.checkpoints[-1] if row.checkpoints else None,
+            replay_steps_left=max((max(0, r.target - r.version) for r in job.replays.values()), default=0),
+            replay_seconds_left=_longest([r.seconds_left for r in job.replays.values()]),
         )
+
+
+def _longest(seconds: list[float | None]) -> float | None:
+    return max((one for one in seconds if one is not None), default=None if seconds else 0.0)

@@ -1,6 +1,7 @@
 """From a row to the messages that show it."""
 
 from services.coordinator.core import Job
+from services.coordinator.messages import Replaying
 from services.coordinator.row import Holder, JobRow, State
 from services.coordinator.words import waiting_for
 from swift._pb import coordinator_pb2 as pb
@@ -44,6 +45,7 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
             version=job.steps.version(rank),
             lease_age_s=job.leases.age_s(rank, now),
             stages=job.row.stages.get(rank, []),
+            replay=_replay(job.replays.get(rank)),
         )
         for rank in sorted(job.row.holders)
     ]
@@ -64,6 +66,12 @@ def measurements_of(job: Job) -> pb.MeasurementsReply:
         for rank, measured in sorted(job.measured.items())
     ]
     return pb.MeasurementsReply(world_size=job.row.world_size, config=job.row.config, ranks=ranks)
+
+
+def _replay(replay: Replaying | None) -> pb.ReplayProgress | None:
+    if replay is None:
+        return None
+    return pb.ReplayProgress(version=replay.version, target=replay.target, seconds_left=replay.seconds_left)
 
 
 def _member(holder: Holder) -> pb.Member:
@@ -101,4 +109,14 @@ def _plan(plan: Plan, row: JobRow) -> pb.Plan:
             for h in plan.help
         ],
         saves=plan.saves,
+        predictions=[
+            pb.ReplayPrediction(
+                rank=one.rank,
+                workers=one.workers,
+                steps=one.steps,
+                seconds=one.seconds,
+                alone_s=one.alone_s,
+            )
+            for one in plan.predictions
+        ],
     )

@@ -1,6 +1,7 @@
 """What the coordinator says to people."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 
 from services.coordinator.row import JobRow, State
 from swift.recovery import Help, Plan, RankPlan, Report
@@ -52,6 +53,7 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         "ranks": [_rank_fields(r) for r in plan.ranks],
         **({"help": [_help_fields(h) for h in plan.help]} if plan.help else {}),
         **({"saves": True} if plan.saves else {}),
+        **({"predictions": [asdict(one) for one in plan.predictions]} if plan.predictions else {}),
         "reason": plan.reason,
     }
 

@@ -189,6 +189,7 @@ class Plan(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     HELP_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
+    PREDICTIONS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     target_version: _builtins.int
     collective_source: _builtins.int
@@ -206,6 +207,10 @@ class Plan(_message.Message):
 
     @_builtins.property
     def help(self) -> _containers.RepeatedCompositeFieldContainer[Global___Help]: ...
+    @_builtins.property
+    def predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplayPrediction]:
+        """of the replays whose costs are known"""
+
     def __init__(
         self,
         *,
@@ -218,14 +223,80 @@ class Plan(_message.Message):
         sources: _abc.Iterable[Global___StreamSources] | None = ...,
         help: _abc.Iterable[Global___Help] | None = ...,
         saves: _builtins.bool = ...,
+        predictions: _abc.Iterable[Global___ReplayPrediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "ranks", b"ranks", "reason", b"reason", "saves", b"saves", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "predictions", b"predictions", "ranks", b"ranks", "reason", b"reason", "saves", b"saves", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class ReplayPrediction(_message.Message):
+    """How long one rank's replay takes, from the moment that it has the state to begin with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    ALONE_S_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    workers: _builtins.int
+    """ranks that do it: its own, and helpers"""
+    steps: _builtins.int
+    seconds: _builtins.float
+    alone_s: _builtins.float
+    """if nobody helped"""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        workers: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        alone_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone_s", b"alone_s", "rank", b"rank", "seconds", b"seconds", "steps", b"steps", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayPrediction: _TypeAlias = ReplayPrediction  # noqa: Y015
+
+@_typing.final
+class ReplayProgress(_message.Message):
+    """How far a replay is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    target: _builtins.int
+    seconds_left: _builtins.float
+    """by its pace once two steps are done, by the plan's prediction before"""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        target: _builtins.int = ...,
+        seconds_left: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left", "seconds_left", b"seconds_left", "target", b"target", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seconds_left: _TypeAlias = _typing.Literal["seconds_left"]  # noqa: Y015
+    _WhichOneofArgType__seconds_left: _TypeAlias = _typing.Literal["_seconds_left", b"_seconds_left"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds_left) -> _WhichOneofReturnType__seconds_left | None: ...
+
+Global___ReplayProgress: _TypeAlias = ReplayProgress  # noqa: Y015
 
 @_typing.final
 class Help(_message.Message):
@@ -546,11 +617,16 @@ class HeartbeatRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     version: _builtins.int
     """optimizer steps done, for status and hang suspicion"""
+    @_builtins.property
+    def replay(self) -> Global___ReplayProgress:
+        """only while this rank replays"""
+
     def __init__(
         self,
         *,
@@ -558,10 +634,11 @@ class HeartbeatRequest(_message.Message):
         rank: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         version: _builtins.int = ...,
+        replay: Global___ReplayProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "replay", b"replay", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1286,11 +1363,16 @@ class RankStatus(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     LEASE_AGE_S_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     version: _builtins.int
     lease_age_s: _builtins.float
     @_builtins.property
     def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def replay(self) -> Global___ReplayProgress:
+        """only while it replays"""
+
     def __init__(
         self,
         *,
@@ -1298,10 +1380,11 @@ class RankStatus(_message.Message):
         version: _builtins.int = ...,
         lease_age_s: _builtins.float = ...,
         stages: _abc.Iterable[_builtins.int] | None = ...,
+        replay: Global___ReplayProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_age_s", b"lease_age_s", "rank", b"rank", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_age_s", b"lease_age_s", "rank", b"rank", "replay", b"replay", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,11 +6,14 @@ beside it is computed again as well, and the rest, where the two feed each other
 
 A recovery group of w stages is helped by whole copies of w ranks, one for each of its stages: what passes inside the
 group is in no log, so who computes a microbatch of one stage needs somebody who computes it of the next.
+
+How many help is a matter of what the replay costs (`swift.recovery.cost`); where that is not known, as many as may.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.prediction import Predictor
 from swift.recovery.types import REPLAYS, Help, Layout, RankPlan, Report, Strategy
 
 STEPS_MIN = 2
@@ -24,8 +27,10 @@ def helps(
     reports: Iterable[Report],
     at_most: int,
     groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
+    predictor: Predictor | None = None,
 ) -> tuple[Help, ...]:
-    """At most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one replay only."""
+    """At most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one replay only.
+    Fewer if the `predictor` knows that more would not make it shorter."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
     if at_most < 1 or layout.columns() > 1:
         return ()
@@ -35,10 +40,11 @@ def helps(
         if (until := _until(owners, target, layout, by_rank)) - by_rank[owners[0]].from_version >= STEPS_MIN
     }
     free = [r.rank for r in reports if r.can_help and by_rank[r.rank].strategy is Strategy.KEEP]
+    wanted = predictor.wanted(spans, at_most, len(free)) if predictor is not None else {}
     chosen: dict[tuple[int, ...], list[tuple[int, ...]]] = {owners: [] for owners in spans}
     for _ in range(at_most):  # in turns: the slowest replay is what all wait for
         for owners, copies in chosen.items():
-            if len(free) >= len(owners):
+            if len(free) >= len(owners) and len(copies) < wanted.get(owners, at_most):
                 copies.append(_nearest(owners, free))
                 free = [rank for rank in free if rank not in copies[-1]]
     return tuple(

@@ -70,7 +70,8 @@ class RankMeasured:
     step_s: float
     """A whole step, waits for others included."""
     update_s: float
-    """What a step takes behind its last microbatch and its last wait, as for the optimizer."""
+    """What a step takes behind its last microbatch and its last wait, as for the optimizer; what it does besides
+    its microbatches in all, if that is more."""
     stages: tuple[StageMeasured, ...]
     """By their index."""
     other_bytes: int = 0

@@ -28,10 +28,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from swift.recovery.cost import StageCost, costs_of
 from swift.recovery.coverage import collective_source, uncovered
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.helping import helps, words
 from swift.recovery.measured import RankMeasured
+from swift.recovery.prediction import Predictor, predicted_words
 from swift.recovery.reach import WAYS, Reach, Way
 from swift.recovery.types import (
     Checkpoints,
@@ -70,7 +72,8 @@ def plan(
     if config.strategy == "checkpoint":
         return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
     ways = WAYS - {*refused.strategies, *([Strategy.REPLICA] if config.strategy == "replay" else [])}
-    situation = _Situation(reports, layout, log_inventory, checkpoints, ways, config.groups)
+    costs = costs_of(measured, config.groups)
+    situation = _Situation(reports, layout, log_inventory, checkpoints, ways, config.groups, costs)
     reach = situation.reach(inexact=config.inexact_undo)
     if not reach.anywhere():
         return _restore(reports, checkpoints, _but(refused, "no rank holds a state"))
@@ -103,7 +106,9 @@ class _Situation:
         checkpoints: Checkpoints,
         ways: Iterable[Strategy],
         together: RecoveryGroups,
+        costs: Mapping[int, StageCost],
     ) -> None:
+        self._costs = costs
         self._reports = {report.rank: report for report in reports}
         self._layout = layout
         self._log = log
@@ -142,11 +147,14 @@ class _Situation:
         return None, problem
 
     def _helped(self, found: Plan, at_most: int) -> Plan:
-        reports = self._reports.values()
-        sharing = helps(
-            found.ranks, found.target_version, self._layout, reports, at_most, self._recovery_groups
-        )
-        return replace(found, help=sharing, reason="; ".join([found.reason, *words(sharing)]))
+        ranks, target, reports = found.ranks, found.target_version, self._reports.values()
+        predictor = Predictor(ranks, target, self._layout, self._costs)
+        groups = self._recovery_groups
+        sharing = helps(ranks, target, self._layout, reports, at_most, groups, predictor)
+        possible = {help.owner for help in helps(ranks, target, self._layout, reports, at_most, groups)}
+        found = replace(found, help=sharing, predictions=predictor.of(sharing))
+        said = [found.reason, *words(sharing), *predicted_words(found, possible)]
+        return replace(found, reason="; ".join(said))
 
     def disagreement(self, reach: Reach) -> str:
         return f"no version is reached by every stage without replay ({self._reached(reach)})"

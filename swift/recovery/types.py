@@ -261,6 +261,19 @@ class Help:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Of one rank's replay, from the moment that it has the state to begin with."""
+
+    rank: int
+    workers: int
+    """Ranks that do it: its own, and helpers."""
+    steps: int
+    seconds: float
+    alone_s: float
+    """If nobody helped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """How all ranks get to `target_version`."""
 
@@ -275,6 +288,8 @@ class Plan:
     help: tuple[Help, ...] = ()
     saves: bool = False
     """Every rank saves the target before it is Ready; the next generation gives up the log (swift.recovery.off_log)."""
+    predictions: tuple[Prediction, ...] = ()
+    """Of the replays whose costs are known."""
 
     @property
     def restores(self) -> bool:

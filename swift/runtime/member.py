@@ -33,6 +33,8 @@ class Member:
             rank=rank, incarnation=incarnation, pid=os.getpid(), host=socket.gethostname()
         )
         self.version = 0  # for heartbeats
+        self.replay: Callable[[], pb.ReplayProgress] | None = None
+        """While this rank replays: how far it is."""
         self._entered = 0
         self._noticed = 0
         self._on_notice: Callable[[int], None] = lambda _generation: None
@@ -83,7 +85,8 @@ class Member:
     def _beat(self, interval_s: float) -> None:
         while not self._closed.wait(interval_s):
             try:
-                self.client.heartbeat(self.version)
+                replay = self.replay
+                self.client.heartbeat(self.version, replay() if replay is not None else None)
                 self._say_wanted()
                 if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
                     self.say_measured()

@@ -37,6 +37,14 @@ FAMILIES = (
     Family("swift_trainer_steps_total", COUNTER, "Steps done, without those replayed."),
     Family("swift_trainer_step_seconds", HISTOGRAM, "One step, without those replayed."),
     Family("swift_trainer_replayed_steps_total", COUNTER, "Steps done again out of the log."),
+    Family(
+        "swift_trainer_replay_left_steps",
+        GAUGE,
+        "Steps that its replay still has to do; 0: it does not replay.",
+    ),
+    Family(
+        "swift_trainer_replay_left_seconds", GAUGE, "How long it will take; not there while nobody knows."
+    ),
     Family("swift_trainer_recoveries_total", COUNTER, "Recoveries that this rank took part in to their end."),
     Family("swift_trainer_recovery_seconds", HISTOGRAM, "From the notice of a loss to training again."),
     Family("swift_trainer_commit_vote_seconds_total", COUNTER, "Time in the barrier before updates."),
@@ -91,15 +99,21 @@ class TrainerMetrics:
         self._recovery_s = Distribution(DURATION_S)
         self._step_began: float | None = None
         self._noticed: float | None = None
+        self._replay_left: tuple[int, float | None] = (0, 0.0)
+        """Steps and seconds."""
         self.stop = events.listen(self.heard)
 
     def heard(self, event: str, said: Mapping[str, Any]) -> None:
         """(any thread of the rank) An event."""
         now = events.now()
         with self._lock:
+            if event in ("replay_end", "notice"):
+                self._replay_left = (0, 0.0)
             match event:
                 case "step_begin":
                     self._step_began = now
+                case "replay_progress":
+                    self._replay_left = (said["steps_left"], said["seconds_left"])
                 case "step_end" if said["replay"]:
                     self._replayed += 1
                 case "step_end" if self._step_began is not None:
@@ -123,6 +137,12 @@ class TrainerMetrics:
                 "swift_trainer_steps_total": plain(self._steps),
                 "swift_trainer_step_seconds": plain(self._step_s),
                 "swift_trainer_replayed_steps_total": plain(self._replayed),
+                "swift_trainer_replay_left_steps": plain(self._replay_left[0]),
+                **(
+                    {"swift_trainer_replay_left_seconds": plain(self._replay_left[1])}
+                    if self._replay_left[1] is not None
+                    else {}
+                ),
                 "swift_trainer_recoveries_total": plain(self._recoveries),
                 "swift_trainer_recovery_seconds": plain(self._recovery_s),
                 "swift_trainer_commit_vote_seconds_total": plain(done.vote_seconds),

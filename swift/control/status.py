@@ -1,0 +1,71 @@
+"""`swift-ft status`: what a job does now, as its coordinator sees it."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from swift._pb import coordinator_pb2 as pb
+from swift.arguments import Parser
+from swift.control.client import CoordinatorClient
+from swift.errors import SwiftError
+
+PATIENCE_S = 10.0
+"""Somebody waits for it: a coordinator that is being started again is waited for no longer."""
+DESCRIPTION = """\
+Shows what a job does: its state and what that waits for, the version of each rank, how far a replay is and how long it
+will still take, and what ranks suspect."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser(prog="swift-ft status", description=DESCRIPTION)
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--job", required=True, metavar="NAME")
+    parser.add_argument("--json", action="store_true", help="print the coordinator's whole answer as JSON")
+    arguments = parser.parse_args(argv)
+    client = CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S)
+    try:
+        status = client.status()
+    finally:
+        client.close()
+    print(json.dumps(as_json(status), indent=2) if arguments.json else "\n".join(lines(status)))
+    return 0
+
+
+def as_json(status: pb.StatusReply) -> dict[str, Any]:
+    found: dict[str, Any] = MessageToDict(status, preserving_proto_field_name=True)
+    return found
+
+
+def lines(status: pb.StatusReply) -> list[str]:
+    """For people."""
+    view = status.view
+    out = [f"job {view.job}: {pb.State.Name(view.state)}, generation {view.generation}"]
+    if view.reason:
+        out.append(f"because {view.reason}")
+    if view.waiting_for:
+        out.append(f"waits for {view.waiting_for}")
+    if view.state == pb.RECOVERING:
+        out.append(f"plan: {view.plan.reason}")
+    for rank in status.ranks:
+        said = f"rank {rank.rank}: version {rank.version}, heard {rank.lease_age_s:.1f} s ago"
+        if rank.HasField("replay"):
+            said += f"; {replay_words(rank.replay)}"
+        out.append(said)
+    out += [f"rank {one.rank} is suspected: {one.reason}" for one in status.suspicions]
+    return out
+
+
+def replay_words(replay: pb.ReplayProgress) -> str:
+    left = f"about {replay.seconds_left:.1f} s left" if replay.HasField("seconds_left") else "no pace yet"
+    return f"replays: version {replay.version} of {replay.target}, {left}"

@@ -1,0 +1,108 @@
+"""How far a replay is: from a heartbeat to the status and the metrics, while it runs, and no longer."""
+
+import math
+
+import pytest
+
+from services.coordinator import messages as m
+from services.coordinator.core import Job
+from services.coordinator.messages import Replaying
+from services.coordinator.metrics import CoordinatorMetrics
+from services.coordinator.row import JobRow, State
+from services.coordinator.servicer import _replaying
+from services.coordinator.snapshot import JobSnapshot
+from services.coordinator.store import MemoryStore
+from services.coordinator.views import status_of, view_of
+from services.coordinator.words import plan_fields
+from swift._pb import coordinator_pb2 as pb
+from swift.recovery import Plan, Prediction
+from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender
+
+HALF_WAY = Replaying(version=7, target=15, seconds_left=3.5)
+
+
+def beat(job: Job, replay: Replaying | None) -> None:
+    job.step(m.Heartbeat(sender=sender(), version=7, replay=replay), 1.0)
+
+
+async def recovering(logs: FakeLogs, store: MemoryStore) -> Job:
+    driver = driver_of(logs, store, ("l0",))
+    await run_to_running(driver)
+    job = driver.apply("j", m.Heartbeat(sender=sender(), version=7))
+    driver.stop()
+    job.row.state = State.RECOVERING
+    return job
+
+
+@scenario
+async def test_in_the_status_while_it_replays(logs: FakeLogs, store: MemoryStore) -> None:
+    job = await recovering(logs, store)
+    assert not status_of(job, 1.0).ranks[0].HasField("replay")
+    beat(job, HALF_WAY)
+    (rank,) = status_of(job, 1.0).ranks
+    assert (rank.replay.version, rank.replay.target, rank.replay.seconds_left) == (7, 15, 3.5)
+    revision = job.row.revision
+    beat(job, Replaying(version=8, target=15, seconds_left=None))
+    assert not status_of(job, 1.0).ranks[0].replay.HasField("seconds_left")
+    assert job.row.revision == revision  # nobody watches for it, and nothing is written
+    beat(job, None)
+    assert not status_of(job, 1.0).ranks[0].HasField("replay")
+
+
+@scenario
+async def test_gone_with_the_recovery(logs: FakeLogs, store: MemoryStore) -> None:
+    job = await recovering(logs, store)
+    beat(job, HALF_WAY)
+    job.become_fencing({}, "another rank is gone")
+    assert not status_of(job, 1.0).ranks[0].HasField("replay")
+    beat(job, HALF_WAY)  # said before it had heard of that
+    assert not status_of(job, 1.0).ranks[0].HasField("replay")
+
+
+@scenario
+async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
+    job = await recovering(logs, store)
+    metrics = CoordinatorMetrics()
+    try:
+        for replay, steps, seconds in (
+            (None, 0, {("j",): 0.0}),
+            (HALF_WAY, 8, {("j",): 3.5}),
+            (Replaying(version=5, target=15, seconds_left=None), 10, {}),
+        ):
+            beat(job, replay)
+            samples = metrics.samples([JobSnapshot.of(job, 1.0)])
+            assert samples["swift_coordinator_replay_left_steps"] == {("j",): steps}
+            assert samples["swift_coordinator_replay_left_seconds"] == seconds
+        beat(job, HALF_WAY)
+        job.replays[9] = Replaying(version=14, target=15, seconds_left=4.5)
+        taken = JobSnapshot.of(job, 1.0)
+        assert (taken.replay_steps_left, taken.replay_seconds_left) == (
+            8,
+            4.5,
+        )  # each of the one that has most
+    finally:
+        metrics.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [(2.0, 2.0), (0.0, 0.0), (None, None), (math.nan, None), (math.inf, None), (-1.0, None)],
+)
+def test_what_a_rank_says_is_a_time_or_nothing(said: float | None, known: float | None) -> None:
+    request = pb.HeartbeatRequest(replay=pb.ReplayProgress(version=1, target=2, seconds_left=said))
+    assert _replaying(request) == Replaying(version=1, target=2, seconds_left=known)
+    assert _replaying(pb.HeartbeatRequest()) is None
+
+
+@scenario
+async def test_a_prediction_is_durable_and_shown(logs: FakeLogs, store: MemoryStore) -> None:
+    job = await recovering(logs, store)
+    one = Prediction(rank=0, workers=3, steps=8, seconds=2.5, alone_s=6.0)
+    job.row.plan = Plan(target_version=15, ranks=(), collective_source=-1, reason="r", predictions=(one,))
+    again = JobRow.from_json(job.row.to_json())
+    assert again.plan == job.row.plan
+    (shown,) = view_of(again).plan.predictions
+    assert (shown.rank, shown.workers, shown.steps, shown.seconds, shown.alone_s) == (0, 3, 8, 2.5, 6.0)
+    assert plan_fields(job.row.plan)["predictions"] == [
+        {"rank": 0, "workers": 3, "steps": 8, "seconds": 2.5, "alone_s": 6.0}
+    ]
