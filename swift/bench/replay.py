@@ -139,6 +139,9 @@ def case(shape: Mapping[str, Any], found: Mapping[str, Any], size: int = 1) -> d
         "met": over <= goal,
         "then_s": found["then_s"] if found["then_s"] is None else round(found["then_s"], 6),
         "waited_for_log_share": round(found["log_wait_s"] / found["replay_s"], 4),
+        "bottleneck": found["bottleneck"],
+        "split": found["split"],
+        "waits": found["waits"],
         **{name: [round(value, 6) for value in found[name]] for name in ("steps_s", "replayed_s")},
     }
 
@@ -153,7 +156,7 @@ def table(result: Mapping[str, Any]) -> str:
         "w: stages of the group; d: copies of it that share the microbatches",
         "",
         f"{'w':>3}{'d':>3}{'combine':>9}{'step':>11}{'replayed':>11}{'ratio':>8}{'bound':>8}{'over':>7}{'goal':>7}"
-        f"{'for the log':>13}{'then':>9}",
+        f"{'for the log':>13}{'the line':>10}{'then':>9}  paced by",
     ]
     for one in result["cases"]:
         combine = one["combine"] if one["workers"] > 1 else ""
@@ -162,9 +165,14 @@ def table(result: Mapping[str, Any]) -> str:
             f"{one['group_stages']:>3}{one['workers']:>3}{combine:>9}"
             f"{one['step_s'] * 1000:>8.1f} ms{one['replayed_step_s'] * 1000:>8.1f} ms"
             f"{one['ratio']:>8.3f}{one['bound']:>8.3f}{one['over_bound']:>7.2f}{one['goal']:>7.2f}"
-            f"{one['waited_for_log_share']:>12.0%}{then:>10} {'met' if one['met'] else 'NOT MET'}"
+            f"{one['waited_for_log_share']:>13.0%}{_line_share(one):>10.0%}{then:>9}  {one['bottleneck']}"
+            f"{'' if one['met'] else '  NOT MET'}"
         )
     return "\n".join(lines)
+
+
+def _line_share(one: Mapping[str, Any]) -> float:
+    return float(one["split"]["line"]) / (sum(one["split"].values()) or 1.0)
 
 
 # --- one run ---
@@ -218,6 +226,10 @@ def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int, combine: str = 
         raise ServiceError("the lost rank was not replayed")
     begun = next((event for event in mine if event["event"] == "help_begin"), None)
     given = len(begun["helpers"]) if begun is not None else 0
+    if helpers and not given:
+        raise ServiceError(
+            "nobody helped: by the plan it would take longer; give more --milliseconds or less --width"
+        )
     if helpers and end["shared_steps"] != end["steps"]:
         raise ServiceError(f"{end['shared_steps']} of {end['steps']} steps were shared")
     if begun is not None and begun["combine"] != combine:
@@ -234,6 +246,8 @@ def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int, combine: str = 
         "replayed_s": _gaps(ended[True]),
         "replay_s": ended[True][-1] - ended[True][0],
         "log_wait_s": end["log_wait_s"],
+        # Of the whole replay, by what set its pace, and of each rank: `swift.runtime.help.waits`.
+        **{name: end[name] for name in ("bottleneck", "split", "waits")},
     }
 
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from swift.drill import helped
+from swift.drill import helped, replaying
 
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 PHASE_COLOURS = {
@@ -107,6 +107,8 @@ class LiveProgress:
             self._progress.update(self._task, note=f"rank {event['rank']} killed in {event['phase']}")
         elif name == "state":
             self._progress.update(self._task, note=f"generation {event['generation']}: {event['state']}")
+        elif name == "replay_progress":
+            self._progress.update(self._task, note=describe(event))
         elif name == "service_killed":
             self._progress.update(self._task, note=f"{event['service']} killed")
 
@@ -170,13 +172,13 @@ def describe(event: Mapping[str, Any]) -> str:
                 f"rank {rank} has helped rank {event.get('owner')}: {event.get('microbatches')} microbatches"
             )
         case "replay_progress":
-            left = f"{event.get('steps_left')} steps, {seconds(event.get('seconds_left', 0.0))}"
-            return f"rank {rank} is at version {event.get('version')}; left: {left}"
+            left = f"{event.get('steps_left')} steps, {seconds(event.get('seconds_left'))}"
+            return f"rank {rank} replays, at version {event.get('version')}; left: {left}"
         case "replay_end":
             return (
                 f"rank {rank} replayed {event.get('steps')} steps: {event.get('records')} records read, "
                 f"{event.get('verified')} sends verified, {event.get('filled')} filled; "
-                f"{seconds(event.get('log_wait_s', 0.0))} for the log"
+                f"{seconds(event.get('log_wait_s', 0.0))} for the log; paced by {event.get('bottleneck', '?')}"
             )
         case "undone":
             return f"rank {rank} took {event.get('buckets')} buckets back ({event.get('mode')})"
@@ -262,6 +264,15 @@ def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     shared = [helped.words(one) for recovery in result["recoveries"] for one in recovery["shared_replays"]]
     if shared:
         found.append(("replayed by", "\n".join(shared)))
+    ended = [one for recovery in result["recoveries"] for one in recovery["replays"]]
+    cut = [replaying.cut_short(one) for recovery in result["recoveries"] for one in recovery["interruptions"]]
+    for name, lines in (
+        ("paced by", [replaying.paced_by(one) for one in ended]),
+        ("replay took", [line for one in ended if (line := replaying.took(one))]),
+        ("interrupted", cut),
+    ):
+        if lines:
+            found.append((name, "\n".join(lines)))
     if undo["mode"]:
         found.append(("taken back", _undone(undo)))
     done = f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "

@@ -196,27 +196,31 @@ def _times(
         return [], None
     try:
         profile = measured_profile(config, events, measured)
-    except _Missing as missing:
+    except Missing as missing:
         return [_unjudged(recovery, str(missing)) for recovery in replayed], None
     return [_compared(config, events, recovery, profile, measured) for recovery in replayed], profile
 
 
-class _Missing(Exception):
+def before_the_first_failure(events: Sequence[Event]) -> list[Event]:
+    until = min((e["t"] for e in events if e["event"] == "fault"), default=float("inf"))
+    return [event for event in events if event["t"] < until]
+
+
+class Missing(Exception):
     """Something was not measured in this run."""
 
 
 def measured_profile(config: DrillConfig, events: Sequence[Event], measured: Measured) -> Profile:
     """Of the steps before the first failure; what the log gives to a replay is measured in the replays."""
     shape, model = config.topology, MODELS[config.model]
-    until = min((e["t"] for e in events if e["event"] == "fault"), default=float("inf"))
-    before = [event for event in events if event["t"] < until]
+    before = before_the_first_failure(events)
     boundary = shape.microbatches * model.boundary_bytes
     sizes = measured.checkpoint_bytes or {}
     if any(rank not in sizes for rank in range(shape.ranks)):
-        raise _Missing("no checkpoint is left to measure")
+        raise Missing("no checkpoint is left to measure")
     saves = [(sizes[rank], seconds) for rank, seconds in _saves(before)]
     if not saves:
-        raise _Missing("no checkpoint was saved before the failure")
+        raise Missing("no checkpoint was saved before the failure")
     wanted = predicted_streams(config)
     other = [size for stream, size in wanted.items() if stream[-1] not in "FB"]
     rate = min(_read_rate(events), RATE_MAX)
@@ -225,11 +229,9 @@ def measured_profile(config: DrillConfig, events: Sequence[Event], measured: Mea
             name=f"drill, {config.model} model",
             source="measured in the drill; how often machines fail, and how quickly the log is written, is not",
             microbatches=shape.microbatches,
-            forward_s=tuple(_compute_s(before, rank, "F", shape.microbatches) for rank in range(shape.ranks)),
-            backward_s=tuple(
-                _compute_s(before, rank, "B", shape.microbatches) for rank in range(shape.ranks)
-            ),
-            update_s=tuple(_update_s(before, rank) for rank in range(shape.ranks)),
+            forward_s=tuple(compute_s(before, rank, "F", shape.microbatches) for rank in range(shape.ranks)),
+            backward_s=tuple(compute_s(before, rank, "B", shape.microbatches) for rank in range(shape.ranks)),
+            update_s=tuple(update_s(before, rank) for rank in range(shape.ranks)),
             step_s=_step_s(before),
             forward_bytes=(boundary,) * (shape.stages - 1),
             backward_bytes=(boundary,) * (shape.stages - 1),
@@ -243,7 +245,7 @@ def measured_profile(config: DrillConfig, events: Sequence[Event], measured: Mea
             machine_mtbf_s=(_UNKNOWN_MTBF_S,) * shape.stages,
         )
     except UsageError as error:
-        raise _Missing(str(error)) from None
+        raise Missing(str(error)) from None
 
 
 def _steps(before: Sequence[Event], rank: int) -> list[Event]:
@@ -253,16 +255,16 @@ def _steps(before: Sequence[Event], rank: int) -> list[Event]:
         if event["event"] == "profiled" and event["rank"] == rank and event["step"] >= _WARM_STEPS
     ]
     if not found:
-        raise _Missing(f"rank {rank} has done too few steps before the failure")
+        raise Missing(f"rank {rank} has done too few steps before the failure")
     return found
 
 
-def _compute_s(before: Sequence[Event], rank: int, kind: str, microbatches: int) -> float:
+def compute_s(before: Sequence[Event], rank: int, kind: str, microbatches: int) -> float:
     seconds = [float(event["seconds"].get(f"s{rank}.{kind}", 0.0)) for event in _steps(before, rank)]
     return median(seconds) / microbatches
 
 
-def _update_s(before: Sequence[Event], rank: int) -> float:
+def update_s(before: Sequence[Event], rank: int) -> float:
     return median(float(event["update_s"]) for event in _steps(before, rank))
 
 
@@ -323,7 +325,7 @@ def _compared(
     )
     took = recovery.seconds["restore"] + _replay_s(events, recovery)
     ratio = took / predicted
-    why = _why_not(config, measured)
+    why = why_not(config, measured)
     return {
         "generation": recovery.generation,
         "replayed": runs,
@@ -367,7 +369,7 @@ def _unjudged(recovery: Recovery, why: str) -> dict[str, Any]:
     return {"generation": recovery.generation, "ratio": None, "within": None, "why": f"INCONCLUSIVE: {why}"}
 
 
-def _why_not(config: DrillConfig, measured: Measured) -> str:
+def why_not(config: DrillConfig, measured: Measured) -> str:
     """Why the times cannot be compared; empty: they can."""
     if MODELS[config.model].forward_s:
         return ""

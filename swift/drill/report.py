@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import difference, helped, logs, loss, prediction, replicas, timeline
+from swift.drill import difference, helped, logs, loss, prediction, replaying, replicas, timeline
 from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -65,6 +65,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
     )
     survivors = timeline.survivors_kept(evidence.events, config.topology.ranks)
     predicted, prediction_checks = prediction.section(config, evidence.events, found, evidence.measured)
+    shown = [_recovery(config, evidence, recovery) for recovery in found]
     checks = [
         *_run_checks(config, evidence, found),
         *(comparison.check() for comparison in (*at_recovery, at_end)),
@@ -76,6 +77,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         *logs.checks(config, found),
         *helped.check(config.helpers, found),
         *prediction_checks,
+        *replaying.checks(config, shown),
         _negative_control_check(config, evidence),
     ]
     verdict = _verdict(checks)
@@ -101,7 +103,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         "reduction": replicas.reduction(config, evidence.events),
         "loss": curves,
         **({"difference": {"tolerance": difference.TOLERANCE, "at": apart}} if apart else {}),
-        "recoveries": [_recovery(config, recovery) for recovery in found],
+        "recoveries": shown,
         "survivors_kept": None if survivors is None else all(survivors.values()),
         "survivors_freed_seconds": max(
             (r.freed_seconds for r in found if r.freed_seconds is not None), default=None
@@ -328,7 +330,7 @@ def _cost_of(strategy: str) -> int:
     return _COST.index(strategy) if strategy in _COST else len(_COST)
 
 
-def _recovery(config: DrillConfig, recovery: Recovery) -> dict[str, Any]:
+def _recovery(config: DrillConfig, evidence: Evidence, recovery: Recovery) -> dict[str, Any]:
     return {
         "generations": recovery.generations,
         "reasons": recovery.reasons,
@@ -341,6 +343,8 @@ def _recovery(config: DrillConfig, recovery: Recovery) -> dict[str, Any]:
         **replicas.copies([recovery]),
         "undo": replicas.undo(config, [recovery]),
         "shared_replays": helped.replays([recovery]),
+        "replays": replaying.replays(config, evidence.events, recovery, evidence.measured),
+        "interruptions": replaying.interruptions(evidence.events, recovery),
         "verified_sends": recovery.replayed("verified"),
         "filled_sends": recovery.replayed("filled"),
         "records_read": recovery.replayed("records"),

@@ -128,7 +128,7 @@ class FaultedRun:
             # Costs copies of what is in flight: a drill wants to know how far an undo is off.
             settings={
                 **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
-                **({"SWIFT_PROFILE": "1"} if config.groups.starts else {}),
+                **({"SWIFT_PROFILE": "1"} if config.groups.starts or config.helpers else {}),
             },
             security=Security(directory / "security", JOB) if config.secure else None,
             check_stop=check_stop,
@@ -168,10 +168,11 @@ class FaultedRun:
         )
 
     def _measured(self) -> prediction.Measured:
+        cores = len(os.sched_getaffinity(0))
         if not self._config.groups.starts:
-            return prediction.Measured()
+            return prediction.Measured(cores=cores)
         return prediction.Measured(
-            cores=len(os.sched_getaffinity(0)),
+            cores=cores,
             in_log=control.logged_bytes(self._cluster.log_directories),
             checkpoint_bytes=control.checkpoint_bytes(self.directory / "checkpoints" / JOB),
             fetched=None if self._not_fetched else read_profile(self.directory / "profile.json"),

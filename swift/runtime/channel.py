@@ -11,7 +11,8 @@ process had not got out. So two ranks that replay at once feed each other throug
 import copy
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
+from swift.runtime.help.waits import ReplayClock
 from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import OUTSIDE_STAGES, seed_for
 from swift.runtime.tensors import fill, to_tensor
@@ -99,8 +101,9 @@ class Channel:
         self.records_read = 0
         self.microbatches_replayed = 0
         self.profile = StepProfile(self._rank)
-        self.log_wait_s = 0.0
-        """(replay) Of the trainer's thread, for records."""
+        self.clock = ReplayClock()
+        """(replay) Of the trainer's thread."""
+        self._replayed_too: Mapping[int, int] = {}
 
     @property
     def replaying(self) -> bool:
@@ -115,6 +118,10 @@ class Channel:
         """The name of a boundary's stream in this rank's column, or in another one's."""
         column = self._column if rank is None else rank % self._columns
         return streams.boundary(stage, kind, column, self._columns)
+
+    def rank_at(self, pipeline_rank: int) -> int:
+        """Of this column."""
+        return pipeline_rank * self._columns + self._column
 
     def open(self, writer: LogWriter | SidecarWriter) -> None:
         self._capture = capture_for(writer, self._device)
@@ -139,13 +146,21 @@ class Channel:
 
     # --- replay ---
 
-    def begin_replay(self, reader: LogReader, from_step: int, collective_source: int) -> None:
+    def begin_replay(
+        self,
+        reader: LogReader,
+        from_step: int,
+        collective_source: int,
+        replayed_too: Mapping[int, int] = {},
+    ) -> None:
+        """`replayed_too`: other stages that replay, and from which step on."""
         self._reader = reader
+        self._replayed_too = replayed_too
         self._replay_from = from_step
         self._collective_source = collective_source
         self.records_read = 0
         self.microbatches_replayed = 0
-        self.log_wait_s = 0.0
+        self.clock = ReplayClock()
 
     def end_replay(self) -> None:
         self._reader = None
@@ -160,11 +175,18 @@ class Channel:
             cursor.close()
         self._cursors.clear()
 
+    def read_ahead(self, names: Iterable[str]) -> None:
+        """(replay) These streams will be asked for: all are read from here on, at the same time."""
+        for name in names:
+            with suppress(RecordMissing):  # no server has anything of it yet
+                self._cursor(name, self._share if name[-1] in streams.KINDS else None)
+
     def beside(self, capture: Capture) -> "Channel":
         """Another one, for a stage that is replayed here for its owner; what it sends goes to `capture`."""
         other = copy.copy(self)
         other._capture = capture
         other._cursors = {}
+        other.clock = ReplayClock()
         other.off_log = False  # whatever this rank's own state is
         other.profile = StepProfile(self._rank)
         return other
@@ -172,7 +194,8 @@ class Channel:
     def receive(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
         """(replay) Fills a receive buffer with what `stage` sent. Waits for a record that is still to come."""
         stream = self.stream(stage, direction)
-        record = self._read(stream, RecordKey(self._step, microbatch, slot), self._share)
+        too = self._step >= self._replayed_too.get(stage, self._step + 1)
+        record = self._read(stream, RecordKey(self._step, microbatch, slot), self._share, replayed_too=too)
         fill(buffer, record, f"{stream}@{self._step} microbatch {microbatch}")
 
     def external(self, stage: int, kind: str, microbatch: int, slot: int) -> torch.Tensor:
@@ -180,11 +203,17 @@ class Channel:
         key = RecordKey(self._step, microbatch, slot)
         return to_tensor(self._read(self.stream(stage, kind), key, self._share)).to(self._device)
 
-    def _read(self, stream: str, key: RecordKey, share: Share | None = None) -> Any:
+    def _cursor(self, stream: str, share: Share | None) -> StreamCursor:
         assert self._reader is not None
         cursor = self._cursors.get(stream)
         if cursor is None:
             cursor = self._cursors[stream] = self._reader.follow(stream, self._replay_from, share)
+        return cursor
+
+    def _read(
+        self, stream: str, key: RecordKey, share: Share | None = None, *, replayed_too: bool = False
+    ) -> Any:
+        cursor = self._cursor(stream, share)
         began = time.perf_counter()
         try:
             record = cursor.get(key, RECORD_TIMEOUT_S, self._cancelled)
@@ -193,8 +222,9 @@ class Channel:
         finally:
             self._check()  # a wait that was cancelled ends as Interrupted, whatever the cursor raised
         waited_s = time.perf_counter() - began
-        self.log_wait_s += waited_s
-        self.profile.read(record.body.nbytes, waited_s)
+        self.clock.read(waited_s, replayed_too=replayed_too)
+        if not replayed_too:
+            self.profile.read(record.body.nbytes, waited_s)
         self.records_read += 1
         return record
 
@@ -229,6 +259,14 @@ class Channel:
     def hand_in(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
         """(replay) What a helper has computed, and the log lacks."""
         self._record(stream, key, tensor, now=True)
+
+    @contextmanager
+    def computing(self, stage: int, direction: str) -> Iterator[None]:
+        """Around what a stage computes for one microbatch."""
+        began = time.perf_counter()
+        with self.profile.computing(stage, direction):
+            yield
+        self.clock.computed(time.perf_counter() - began)
 
     def computed(self, direction: str, microbatch: int) -> None:
         """A microbatch's forward or backward is done: the place where drills kill."""

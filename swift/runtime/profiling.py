@@ -30,15 +30,16 @@ FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 class _Stopwatch:
     """Around what a stage computes for one microbatch, in one direction."""
 
-    __slots__ = ("_began", "_profile", "seconds", "times")
+    __slots__ = ("_began", "_busy", "_profile", "seconds", "times")
 
     def __init__(self, profile: "StepProfile") -> None:
         self._profile = profile
         self.seconds = 0.0
         self.times = 0
-        self._began = 0.0
+        self._began = self._busy = 0.0
 
     def __enter__(self) -> None:
+        self._busy = time.thread_time()
         self._began = time.perf_counter()
 
     def __exit__(
@@ -48,6 +49,7 @@ class _Stopwatch:
         self.seconds += now - self._began
         self.times += 1
         self._profile.settled_at = now
+        self._profile.computed_busy_s += time.thread_time() - self._busy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,7 @@ class StepProfile:
         self._read = [0.0, 0.0]
         self._began = 0.0
         self.settled_at = 0.0
+        self._busy = self.computed_busy_s = 0.0
         self._lock = threading.Lock()
         self._done = 0
         self._recent: deque[_Step] = deque(maxlen=STEPS_KEPT)
@@ -92,6 +95,7 @@ class StepProfile:
         self._other = 0
         self._logged.clear()
         self._read = [0.0, 0.0]
+        self._busy, self.computed_busy_s = time.thread_time(), 0.0
         self._began = self.settled_at = time.perf_counter()
 
     def computing(self, stage: int, direction: str) -> _Stopwatch:
@@ -124,7 +128,8 @@ class StepProfile:
 
     def end(self, step: int, *, replay: bool) -> None:
         now = time.perf_counter()
-        update_s = now - self.settled_at
+        # Between its microbatches a step waits for others. What its thread does itself there counts as well.
+        update_s = max(now - self.settled_at, time.thread_time() - self._busy - self.computed_busy_s)
         with self._lock:
             if replay:
                 size, waited_s = self._replayed if self._replaying else (0.0, 0.0)

@@ -37,12 +37,13 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import Helper, MakeModule
 from swift.runtime.help.owner import Helped, Owner, send_away, why_alone, why_no_help
+from swift.runtime.help.waits import bottleneck, split
 from swift.runtime.member import Member
+from swift.runtime.pace import Pace
 from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
 from swift.runtime.state import TrainerState
 
 FLUSH_TIMEOUT_S = 60.0
-_PROGRESS_S = 0.5
 
 Writer = LogWriter | SidecarWriter
 
@@ -100,25 +101,6 @@ class _Arriving:
 class _Copied(NamedTuple):
     version: int
     witnesses: tuple[int, ...]
-
-
-class _Pace:
-    """Says from time to time how far a replay is, and how long it will take."""
-
-    def __init__(self, rank: int, first: int, target: int):
-        self._rank, self._first, self._target = rank, first, target
-        self._began = self._said = time.monotonic()
-
-    def at(self, version: int) -> None:
-        now = time.monotonic()
-        if now - self._said < _PROGRESS_S:
-            return
-        self._said = now
-        each = (now - self._began) / (version - self._first)
-        left = self._target - version
-        events.emit(
-            "replay_progress", rank=self._rank, version=version, steps_left=left, seconds_left=each * left
-        )
 
 
 class Restorer:
@@ -311,10 +293,15 @@ class Restorer:
         events.emit("replay_begin", rank=self._rank, generation=plan.generation, version=from_version)
         reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, self._member.client.job)
         try:
-            self._channel.begin_replay(reader, from_version, plan.collective_source)
+            too = self._replayed_too(plan)
+            self._channel.begin_replay(reader, from_version, plan.collective_source, too)
             if sharing is not None:
                 sharing.gather(from_version, plan.generation)
-            pace = _Pace(self._rank, from_version, target)
+            self._channel.read_ahead(self._streams_read(plan))
+            began = time.monotonic()
+            predicted = next((one.seconds for one in plan.predictions if one.rank == self._rank), None)
+            pace = Pace(self._rank, from_version, target, predicted)
+            self._member.replay = pace.progress
             with freed_memory_kept():
                 while self._state.version < target:
                     self._member.check()
@@ -324,7 +311,9 @@ class Restorer:
                     pace.at(self._state.version)
             if sharing is not None:
                 sharing.at(target)
+            seconds = time.monotonic() - began
         finally:
+            self._member.replay = None
             if sharing is not None:
                 sharing.close()
             self._channel.end_replay()
@@ -343,9 +332,31 @@ class Restorer:
             microbatches=self._channel.microbatches_replayed + helped.microbatches,
             verified=after["verified"] - before["verified"] + helped.verified,
             shared_steps=helped.steps,
-            log_wait_s=self._channel.log_wait_s,
             filled=after["records"] - before["records"],
+            **self._where_time_went(seconds, helped),
         )
+
+    def _where_time_went(self, seconds: float, helped: Helped) -> dict[str, Any]:
+        own = self._channel.clock.told()
+        shares = split(seconds, own, helped.seconds)
+        return {
+            "seconds": seconds,
+            "bottleneck": bottleneck(shares),
+            "split": shares,
+            "waits": {str(rank): spent for rank, spent in {self._rank: own, **helped.seconds}.items()},
+            "log_wait_s": own["log"],
+        }
+
+    def _streams_read(self, plan: pb.Plan) -> list[str]:
+        found = [stream for stage in self._state.stages for stream in stage.streams_read()]
+        return found if plan.collective_source < 0 else [*found, collectives(plan.collective_source)]
+
+    def _replayed_too(self, plan: pb.Plan) -> dict[int, int]:
+        """Stages of other ranks -> the version from which they are replayed as well."""
+        begun = {e.rank: e.from_version for e in plan.ranks if e.from_version < plan.target_version}
+        homes = self._state.stages[0].stage_index_to_group_rank
+        ranks = {stage: self._channel.rank_at(home) for stage, home in homes.items()}
+        return {stage: begun[rank] for stage, rank in ranks.items() if rank in begun and rank != self._rank}
 
     def _help(self, owner: int, plan: pb.Plan) -> None:
         assert self.make_module is not None, "nobody plans with a rank that has not said that it can"

@@ -186,6 +186,15 @@ class _Logged(_Base):
         ]
         return self._sent(BACKWARD, bwd_chunk_id, destinations if ops else [], ops)
 
+    def streams_read(self) -> list[str]:
+        """(replay) What it receives out of the log."""
+        beside = ((self.stage_index - 1, FORWARD), (self.stage_index + 1, BACKWARD))
+        return [
+            self._channel.stream(source, direction)
+            for source, direction in beside
+            if 0 <= source < self.num_stages and self._logged_between(source, self.stage_index)
+        ]
+
     def _sent(
         self, direction: str, mb: int, destinations: list[int], ops: list[dist.P2POp]
     ) -> list[dist.P2POp]:
@@ -229,7 +238,7 @@ class _Logged(_Base):
         self._channel.entered(self.stage_index, mb, [t for t in external if isinstance(t, torch.Tensor)])
         if self.skipped is not None:
             return None
-        with self._channel.profile.computing(self.stage_index, FORWARD):
+        with self._channel.computing(self.stage_index, FORWARD):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._channel.computed(FORWARD, fwd_chunk_id)
         return output
@@ -243,7 +252,7 @@ class _Logged(_Base):
             self._awaiting_backward.discard(bwd_chunk_id)
             self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
         self.last_backward = last_backward
-        with self._channel.profile.computing(self.stage_index, BACKWARD):
+        with self._channel.computing(self.stage_index, BACKWARD):
             result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.last_backward = False
         self._channel.computed(BACKWARD, bwd_chunk_id)
@@ -254,7 +263,7 @@ class _Logged(_Base):
         if self._skips(bwd_chunk_id):
             return
         weighing = nullcontext() if self.share is None else self.share.weighing()
-        with self._channel.profile.computing(self.stage_index, WEIGHTS), weighing:
+        with self._channel.computing(self.stage_index, WEIGHTS), weighing:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _skips(self, mb: int) -> bool:

@@ -11,6 +11,8 @@ from tests.integration.trainer_world import Run, run_trainer
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 8
+LEASE_S = 10.0
+"""Of a rank, as the coordinator has it: 20 heartbeats."""
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +52,85 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     assert report["exact"] is True
     assert len(report["recoveries"]) == 1
     assert len(report["recoveries"][0]["generations"]) == 2
-    names = [
-        (event["event"], event["rank"]) for event in report["timeline"] if event["event"] == "help_begin"
-    ]
-    assert ("help_begin", 2) in names
+    interrupted(report, helper=1, owner=2)
 
 
-def helping(directory: Path, mode: str, rank: int = 2) -> Run:
+def interrupted(report: dict[str, Any], helper: int, owner: int) -> dict[str, Any]:
+    """What the report says of it: the owner did nothing twice, and whoever was left helped it again."""
+    (cut,) = report["recoveries"][0]["interruptions"]
+    assert (cut["helper"], cut["owner"], cut["steps_again"]) == (helper, owner, 0)
+    # No longer than it takes to notice a death, to fork a process and to build groups: no lease, and no timeout.
+    assert cut["seconds"] is None or cut["seconds"] < LEASE_S / 2
+    found: dict[str, Any] = cut
+    return found
+
+
+def test_a_helper_is_killed_in_the_last_step(twins: Twins, tmp_path: Path) -> None:
+    """All but that step are done, and are kept; what is left is too little to help with."""
+    specs = ["rank=2,step=9,phase=idle", "rank=1,step=8,phase=replay,microbatch=1"]
+    arguments = ["--helpers", "2", "--microbatches", "7", "--spares", "2"]
+    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
+    cut = interrupted(report, helper=1, owner=2)
+    assert cut["steps_kept"] == 8 - newest(report)
+    assert cut["seconds"] is not None
+
+
+def newest(report: dict[str, Any]) -> int:
+    """The version from which the first replay began."""
+    return int(next(e["version"] for e in report["timeline"] if e["event"] == "replay_begin"))
+
+
+@pytest.mark.matrix
+def test_a_helper_of_a_stage_that_is_no_neighbour_is_killed(twins: Twins, tmp_path: Path) -> None:
+    """Then two stages are replayed that do not need each other: both are helped."""
+    specs = ["rank=0,step=9,phase=idle", "rank=3,step=5,phase=replay,microbatch=1"]
+    arguments = ["--helpers", "3", "--microbatches", "8", "--spares", "2"]
+    report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
+    cut = interrupted(report, helper=3, owner=0)
+    assert cut["helpers_after"]
+    last = report["recoveries"][0]["generations"][-1]
+    begun = {
+        event["rank"]: event["helpers"]
+        for event in report["timeline"]
+        if event["event"] == "help_begin" and event["generation"] == last
+    }
+    assert sorted(begun) == [0, 3]
+    assert all(begun.values())
+
+
+def helping(directory: Path, mode: str, rank: int = 2, spares: int = 1) -> Run:
     # By then all ranks are in that step.
     fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward"}
-    return run_trainer(directory, "helping.py", mode, STEPS, ranks=4, faults=[fault])
+    return run_trainer(directory, "helping.py", mode, STEPS, ranks=4, faults=[fault], spares=spares)
+
+
+def once(run: Run, rank: int) -> list[int]:
+    """The steps that a rank has replayed, each of them once."""
+    steps = [e["step"] for e in said(run, "step_end") if e["replay"] and e["rank"] == rank]
+    assert len(set(steps)) == len(steps)
+    return sorted(steps)
+
+
+def test_a_helper_dies_before_it_has_the_stage(twin: Run, tmp_path: Path) -> None:
+    """Its owner waits for it to say whether it helps: that wait ends with the helper."""
+    run = helping(tmp_path, "dying", rank=3, spares=2)
+    assert once(run, 3) == [4, 5, 6]
+    first, last = said(run, "plan")
+    assert 1 in next(help["helpers"] for help in first["help"] if help["owner"] == 3)
+    begun = [event for event in said(run, "help_begin") if event["rank"] == 3]
+    assert [event["generation"] for event in begun] == [last["generation"]]  # the first line was never made
+    same(run, twin)
+
+
+def test_a_helper_hangs(twin: Run, tmp_path: Path) -> None:
+    """Its lease ends that, as everywhere else; what its owner had replayed by then is kept."""
+    run = helping(tmp_path, "hanging", spares=2)
+    (expired,) = said(run, "lease_expired")
+    assert expired["rank"] == 1
+    assert once(run, 2) == [4, 5, 6]
+    hung = max(e["t"] for e in said(run, "help_begin") if e["t"] < expired["t"])
+    assert expired["t"] - hung < 2 * LEASE_S
+    same(run, twin)
 
 
 def said(run: Run, name: str) -> list[dict[str, Any]]:

@@ -22,12 +22,14 @@ def run_trainer(
     ranks: int,
     faults: list[dict[str, Any]],
     code_wanted: int = 0,
+    spares: int | None = None,
+    make: type[Cluster] = Cluster,
 ) -> Run:
     """``digests`` by file name, ``events`` and ``output`` of one run; a warm spare for every fault."""
-    cluster = Cluster(
+    cluster = make(
         directory,
         ranks=ranks,
-        spares=len(faults),
+        spares=len(faults) if spares is None else spares,
         trainer=[str(TRAINERS / trainer)],
         trainer_arguments=[str(argument) for argument in arguments],
         faults=json.dumps([{"id": f"f{index}", **fault} for index, fault in enumerate(faults)]),

@@ -178,10 +178,16 @@ class _Work:
                 self._logged[stream] = reader.digests(stream, self._from)
         self._channel.begin_replay(reader, self._from, -1)
         self._channel.want(self._share, self._from)
-        while (note := self._post.read(owner)[0]) is not None:
-            self._post.settle()
+        self._channel.read_ahead(stream for stage in self._stages for stream in stage.streams_read())
+        while (note := self._next(owner)) is not None:
             self._step(owner, note)
-        self._post.settle()
+
+    def _next(self, owner: int) -> dict[str, Any] | None:
+        with self._channel.clock.line():
+            note, _ = self._post.read(owner)
+            self._post.settle()
+        found: dict[str, Any] | None = note
+        return found
 
     def _streams(self) -> Iterator[str]:
         """What the stages send to other ranks."""
@@ -198,12 +204,12 @@ class _Work:
             stage.begin_step()
         self._checked.compares = note["compared"]
         tensors = [tensor for _, tensor in named(self._module)]
-        with torch.no_grad():
+        with torch.no_grad(), self._channel.clock.line():
             self._line.pass_down(tensors)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         losses, addends = self._compute(note)
         strides = first_strides(addends)
-        with torch.no_grad():
+        with torch.no_grad(), self._channel.clock.line():
             self._line.pass_up(list(self._module.parameters()), addends)
         check_buffers(buffers)
         self._tell(owner, losses, strides)
@@ -254,6 +260,7 @@ class _Work:
             "records": self._channel.records_read - self._told,
             "microbatches": len(self._own) * len(self._stages),
             "strides": strides,
+            "seconds": self._channel.clock.told(),
         }
         self._verified, self._told = self._checked.verified, self._channel.records_read
         self._post.note(owner, told, [*losses.values(), *(tensor for _, _, tensor in lacking)])
@@ -266,7 +273,7 @@ class _Work:
             "microbatches": self._channel.microbatches_replayed,
             "verified": self._checked.verified,
             "records": self._channel.records_read,
-            "log_wait_s": self._channel.log_wait_s,
+            "log_wait_s": self._channel.clock.seconds["log"],
         }
 
     def close(self) -> None:

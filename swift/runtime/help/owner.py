@@ -9,7 +9,7 @@ Whatever others cannot do as this rank would is found out before anything is com
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -113,6 +113,8 @@ class Helped:
     """Sends that were compared with the log."""
     records: int = 0
     """Read from the log."""
+    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of each helper: where its time went (`swift.runtime.help.waits`)."""
 
 
 class Owner:
@@ -268,7 +270,7 @@ class Owner:
         }
         for helper in self._helpers:
             self._post.note(helper, note)
-        with torch.no_grad():
+        with torch.no_grad(), self._channel.clock.line():
             self._line.pass_down([tensor for _, tensor in named(self._module)])
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         parameters = list(self._module.parameters())
@@ -308,14 +310,21 @@ class Owner:
         parameters = list(self._module.parameters())
         own = gradients.taken()
         strides = first_strides(own)
-        with torch.no_grad():
+        with torch.no_grad(), self._channel.clock.line():
             sums = line.pass_up(parameters, own)
-        told = [self._take(*self._post.read(helper)) for helper in self._helpers]
-        self._post.settle()
+        told = [self._told(helper) for helper in self._helpers]
+        with self._channel.clock.line():
+            self._post.settle()
         check_buffers(self._buffers)
         for parameter, total, *found in zip(parameters, sums, *told, strides, strict=True):
             first = next((one for one in found if one is not None), None)
             parameter.grad = None if total is None or first is None else laid_out(total, first)
+
+    def _told(self, helper: int) -> Strides:
+        with self._channel.clock.line():
+            told, payload = self._post.read(helper)
+        self.helped.seconds[helper] = told["seconds"]
+        return self._take(told, payload)
 
     def _take(self, told: dict[str, Any], payload: torch.Tensor) -> Strides:
         """What a helper has besides gradients: losses, and what the log lacked; and how its gradients are laid out."""

@@ -12,9 +12,12 @@ half      rank 1 cannot make a module for others
 hooked    somebody looks at the gradients of rank 2 from step 5 on
 fast      gradients are added up on each rank first
 blocked   the same, and rank 0 cannot save version 7
+dying     rank 1 is killed the first time that it makes a stage for another rank
+hanging   rank 1 stands still (SIGSTOP) in the first microbatch that it computes for another rank
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,22 @@ class Part(nn.Module):
         return x if self.last else x.bfloat16()
 
 
+class Hanging(Part):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled() and first_time("hung"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(x, scale)
+
+
+def first_time(what: str) -> bool:
+    """In this run, whoever asks."""
+    try:
+        (Path(os.environ["SWIFT_FAULTS_DIR"]) / what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 class Data:
     def __init__(self) -> None:
         self.position = 0
@@ -104,6 +123,10 @@ def main() -> None:
             raise MemoryError("no room")
         if MODE == "unable":
             return nn.Linear(WIDTH, WIDTH)
+        if MODE == "dying" and rank == 1 and first_time("died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if MODE == "hanging" and rank == 1:
+            return Hanging(index)
         return Part(index, stateful=stateful)
 
     stages = [

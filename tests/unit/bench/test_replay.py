@@ -9,6 +9,11 @@ import pytest
 from swift.bench import replay
 from swift.errors import ServiceError, UsageError
 
+SPENT: dict[str, Any] = {
+    "bottleneck": "line",
+    "split": {"compute": 0.1, "log": 0.1, "neighbour": 0.0, "line": 0.2},
+    "waits": {"1": {"compute": 0.1, "log": 0.1, "neighbour": 0.0, "line": 0.2}},
+}
 SHAPE = {"microbatches": 12, "stages": 4}
 
 
@@ -28,7 +33,7 @@ def trace(helpers: int, replayed: float = 0.1, shared: int = 4) -> list[dict[str
     for step in range(4):
         t += replayed if step else 2.0
         found.append({"t": t, "event": "step_end", "rank": 1, "step": step, "replay": True})
-    end = {"steps": 4, "shared_steps": shared if helpers else 0, "log_wait_s": 0.03}
+    end = {"steps": 4, "shared_steps": shared if helpers else 0, "log_wait_s": 0.03, **SPENT}
     return [*found, {"t": t, "event": "replay_end", "rank": 1, **end}]
 
 
@@ -42,6 +47,7 @@ def test_the_first_steps_do_not_count() -> None:
     assert one["over_bound"] == pytest.approx(1.25, abs=1e-3)
     assert one["waited_for_log_share"] == pytest.approx(0.1)
     assert one["then_s"] is None
+    assert {name: one[name] for name in SPENT} == SPENT
 
 
 def test_what_comes_between_the_replay_and_the_run() -> None:
@@ -71,6 +77,8 @@ def test_goals(replayed: float, met: bool) -> None:
         }
     )
     assert ("NOT MET" in shown) is not met
+    assert shown.splitlines()[-1].split()[-1 if met else -3] == "line"
+    assert "50%" in shown.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +110,8 @@ def test_sizes_of_groups() -> None:
 def test_a_replay_that_was_not_shared_is_no_measurement() -> None:
     with pytest.raises(ServiceError, match="3 of 4 steps were shared"):
         replay.from_trace(trace(2, shared=3), 2, "ordered")
+    with pytest.raises(ServiceError, match="nobody helped"):
+        replay.from_trace([event for event in trace(2) if event["event"] != "help_begin"], 2, "ordered")
     with pytest.raises(ServiceError, match="not replayed"):
         replay.from_trace([event for event in trace(0) if event["event"] != "replay_end"], 0, "ordered")
 

@@ -1,0 +1,159 @@
+"""What sets the pace of a replay: a log that is read slowly, or what is computed. Real processes, a real log."""
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift._pb import coordinator_pb2 as pb
+from swift.control.client import CoordinatorClient
+from swift.drill.cluster import COORDINATOR, JOB, Cluster
+from swift.errors import ServiceError
+from tests.integration.trainer_world import Run, run_trainer
+
+pytestmark = pytest.mark.timeout(200)
+
+STEPS, VICTIM = 6, 1
+READ_BYTES = 2 * 4 * 32 * 1024 * 4
+"""Of a step, by the victim: activations and gradients of four microbatches."""
+SLOW_BYTES_PER_S = 4 * READ_BYTES
+
+
+class _Slow:
+    """A way to a server, whose answers come at so many bytes a second on each connection."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._sockets = [self._listening]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                for pair in ((near, far, None), (far, near, SLOW_BYTES_PER_S)):
+                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, to: socket.socket, bytes_per_s: int | None) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if bytes_per_s is not None:
+                    time.sleep(len(data) / bytes_per_s)
+                to.sendall(data)
+        for one in (source, to):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.close()
+
+
+PROGRESS: list[pb.ReplayProgress | None] = []
+"""Of the victim, as the coordinator told it; None: it did not replay."""
+
+
+class Watched(Cluster):
+    """Its coordinator is asked again and again, as an operator would."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._asked = 0.0
+        PROGRESS.clear()
+
+    def poll(self) -> int | None:
+        code = super().poll()
+        if COORDINATOR in self._addresses and time.monotonic() - self._asked > 0.1:
+            self._asked = time.monotonic()
+            self._look()
+        return code
+
+    def _look(self) -> None:
+        client = CoordinatorClient(self._addresses[COORDINATOR], JOB, patience_s=5.0)
+        try:
+            with contextlib.suppress(ServiceError):  # nobody has joined yet
+                ranks = {rank.rank: rank for rank in client.status().ranks}
+                if VICTIM in ranks:
+                    PROGRESS.append(ranks[VICTIM].replay if ranks[VICTIM].HasField("replay") else None)
+        finally:
+            client.close()
+
+
+class SlowLog(Cluster):
+    """Everybody is told an address at which the log server answers slowly."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._ways: list[_Slow] = []
+
+    @property
+    def log_addresses(self) -> list[str]:
+        if not self._ways:
+            self._ways = [_Slow(address) for address in super().log_addresses]
+        return [way.address for way in self._ways]
+
+    def stop(self) -> None:
+        super().stop()
+        for way in self._ways:
+            way.close()
+
+
+def replay(
+    directory: Path, microbatch_s: float, helpers: int, make: type[Cluster]
+) -> tuple[dict[str, Any], Run]:
+    fault = {"rank": VICTIM, "step": STEPS - 1, "microbatch": 0, "phase": "forward"}
+    run = run_trainer(
+        directory, "reading.py", microbatch_s, helpers, STEPS, ranks=3, faults=[fault], make=make
+    )
+    ends = [e for e in run["events"] if e["event"] == "replay_end" and e["rank"] == VICTIM]
+    assert len(ends) == 1
+    assert ends[0]["steps"] == STEPS - 1
+    assert ends[0]["shared_steps"] == (ends[0]["steps"] if helpers else 0)
+    return ends[0], run
+
+
+@pytest.mark.parametrize("helpers", [0, 1])
+def test_a_slow_log_is_found_out(helpers: int, tmp_path: Path) -> None:
+    """A step's bytes take a quarter of a second, its microbatches 12 ms."""
+    end, _ = replay(tmp_path, 0.003, helpers, SlowLog)
+    assert end["bottleneck"] == "log"
+    assert end["split"]["log"] > end["seconds"] / 2
+    assert set(end["waits"]) == ({"0", "1"} if helpers else {"1"})
+    if helpers:
+        # Each reads what it computes, no more: two of four microbatches, on connections of their own.
+        shares = [spent["log"] for spent in end["waits"].values()]
+        assert max(shares) < 0.75 * READ_BYTES * end["steps"] / SLOW_BYTES_PER_S
+
+
+def test_with_a_quick_one_it_is_what_is_computed(tmp_path: Path) -> None:
+    end, _ = replay(tmp_path, 0.06, 1, Cluster)
+    assert end["bottleneck"] == "compute"
+    # Once it has begun, a replay does not wait for the log.
+    assert end["split"]["log"] < end["seconds"] / 10
+
+
+def test_how_far_it_is_can_be_asked_for(tmp_path: Path) -> None:
+    """Of five steps of half a second each a heartbeat tells most."""
+    end, _ = replay(tmp_path, 0.12, 0, Watched)
+    assert end["bottleneck"] == "compute"
+    assert end["split"]["log"] < end["seconds"] / 10
+    said = [one for one in PROGRESS if one is not None]
+    assert {one.target for one in said} == {STEPS - 1}
+    versions = [one.version for one in said]
+    assert versions == sorted(versions)
+    by_pace = [one for one in said if 2 <= one.version < STEPS - 1]
+    assert by_pace
+    # What is left is less than what the steps that are not done take, and something.
+    each_s = end["seconds"] / end["steps"]
+    assert all(0 < one.seconds_left < (STEPS - 1 - one.version) * 1.5 * each_s for one in by_pace)
+    assert PROGRESS[-1] is None  # nothing is replayed any more

@@ -1,0 +1,215 @@
+"""Replays in the report: what set their pace, what was predicted, what an interruption cost."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swift.drill import replaying, report, timeline
+from swift.drill.config import DrillConfig
+from swift.drill.prediction import Measured
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, RANKS, STEPS, Trace, config, good, kept
+
+SPLIT = {"compute": 0.2, "log": 0.05, "neighbour": 0.0, "line": 0.05}
+STEPS_REPLAYED = KILL_STEP - CHECKPOINT
+ALONE = Measured(cores=RANKS)
+"""Nobody shares a core."""
+
+
+def told(seconds: float = 0.3, bottleneck: str = "compute") -> dict[str, Any]:
+    waits = {"2": {"compute": 0.2, "log": 0.05, "line": 0.05, "neighbour": 0.0}}
+    return {"seconds": seconds, "bottleneck": bottleneck, "split": SPLIT, "waits": waits}
+
+
+def paced(**changes: Any) -> DrillConfig:
+    return config(helpers=2, model="paced", **changes)
+
+
+def with_replay(**fields: Any) -> Any:
+    """The evidence of a run that went well, its replay saying more."""
+    evidence = good()
+    events = [{**e, **fields} if e["event"] == "replay_end" else e for e in evidence.events]
+    return replace(evidence, events=events)
+
+
+def shown(evidence: Any, made: DrillConfig, measured: Measured = ALONE) -> dict[str, Any]:
+    (recovery,) = timeline.recoveries(evidence.events)
+    (one,) = replaying.replays(made, evidence.events, recovery, measured)
+    return one
+
+
+def with_plan(evidence: Any, **fields: Any) -> Any:
+    return replace(evidence, events=[{**e, **fields} if e["event"] == "plan" else e for e in evidence.events])
+
+
+def promised(seconds: float) -> list[dict[str, Any]]:
+    return [{"rank": 2, "workers": 3, "steps": STEPS_REPLAYED, "seconds": seconds, "alone_s": 9.0}]
+
+
+def test_what_set_the_pace() -> None:
+    one = shown(with_replay(**told()), paced())
+    assert (one["rank"], one["steps"], one["bottleneck"], one["split"]) == (
+        2,
+        STEPS_REPLAYED,
+        "compute",
+        SPLIT,
+    )
+    assert one["predicted_seconds"] is None
+    assert replaying.paced_by(one) == (
+        "rank 2: computing (0.20 s computing, 0.05 s the log, 0.05 s the line of 0.30 s)"
+    )
+    slow = shown(with_replay(**told(bottleneck="log")), paced())
+    assert replaying.paced_by(slow).startswith("rank 2: the log (")
+
+
+@pytest.mark.parametrize(("promise", "within"), [(0.31, True), (0.25, True), (0.23, False), (0.41, False)])
+def test_the_plans_prediction_is_judged(promise: float, within: bool) -> None:
+    evidence = with_plan(with_replay(**told()), predictions=promised(promise))
+    one = shown(evidence, paced())
+    assert (one["predicted_seconds"], one["predicted_by"], one["within"]) == (promise, "plan", within)
+    assert one["ratio"] == pytest.approx(0.3 / promise)
+    result = report.build(paced(), replace(evidence, measured=ALONE))
+    (check,) = [c for c in result["checks"] if c["name"] == "a replay takes what was predicted"]
+    assert check["answer"] is within
+    assert (result["verdict"] == "FAIL") is not within
+    assert ("NOT within a quarter" in replaying.took(one)) is not within
+
+
+def test_not_where_ranks_share_cores() -> None:
+    evidence = with_plan(with_replay(**told()), predictions=promised(9.0))
+    crowded = config(helpers=2)
+    one = shown(evidence, crowded, Measured(cores=2))
+    assert one["within"] is None
+    assert one["why"].startswith("INCONCLUSIVE: 4 ranks compute on 2 cores")
+    assert shown(evidence, crowded, Measured(cores=8))["within"] is False
+    assert not [c for c in report.build(crowded, evidence)["checks"] if "predicted" in c["name"]]
+
+
+def test_not_where_a_step_is_too_short_for_shared_cores() -> None:
+    crowded = Measured(cores=2)
+    evidence = with_plan(with_replay(**told(seconds=0.5)), predictions=promised(STEPS_REPLAYED * 0.09))
+    one = shown(evidence, paced(), crowded)
+    assert one["within"] is None
+    assert "a step of 90 ms" in one["why"]
+    assert shown(evidence, paced())["within"] is False
+    longer = with_plan(evidence, predictions=promised(STEPS_REPLAYED * 0.11))
+    assert shown(longer, paced(), crowded)["within"] is False
+
+
+def test_without_a_word_of_the_plan_the_drills_own_profile_predicts() -> None:
+    evidence = with_replay(**told(seconds=0.5))
+    killed = next(e["t"] for e in evidence.events if e["event"] == "fault")
+    profiled = [
+        {
+            "t": killed - 0.001,
+            "who": "r",
+            "pid": 1,
+            "event": "profiled",
+            "rank": rank,
+            "step": 3,
+            "replay": False,
+            "seconds": {f"s{rank}.F": 4 * 0.01, f"s{rank}.B": 4 * 0.02},
+            "update_s": 0.03,
+        }
+        for rank in range(RANKS)
+    ]
+    evidence = replace(evidence, events=sorted([*evidence.events, *profiled], key=lambda e: float(e["t"])))
+    one = shown(evidence, paced())
+    assert one["predicted_by"] == "profile"
+    assert one["predicted_seconds"] == pytest.approx(STEPS_REPLAYED * (4 * 0.03 + 0.03))
+    assert one["within"] is True
+    helped = with_plan(evidence, help=[{"owner": 2, "helpers": [1], "until": KILL_STEP}])
+    assert shown(helped, paced())["predicted_seconds"] == pytest.approx(STEPS_REPLAYED * (2 * 0.03 + 0.03))
+
+
+def test_only_the_one_that_was_to_take_longest_is_judged() -> None:
+    """A rank that lags behind waits for the one that replays more."""
+    evidence = with_replay(**told())
+    both = [*promised(0.3), {"rank": 1, "workers": 1, "steps": 1, "seconds": 0.1, "alone_s": 0.1}]
+    end = next(e for e in evidence.events if e["event"] == "replay_end")
+    at = evidence.events.index(end)
+    events = [*evidence.events[:at], {**end, "rank": 1, "steps": 1}, *evidence.events[at:]]
+    (recovery,) = timeline.recoveries(with_plan(replace(evidence, events=events), predictions=both).events)
+    found = {one["rank"]: one for one in replaying.replays(paced(), evidence.events, recovery, ALONE)}
+    assert found[2]["within"] is True
+    assert found[1]["within"] is None
+    assert found[1]["ratio"] == pytest.approx(3.0)
+
+
+def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
+    """Rank 1 helps rank 2, and is killed in it."""
+    trace = Trace()
+    trace.state("FORMING", 1)
+    trace.state("RUNNING", 1)
+    for step in range(KILL_STEP):
+        trace.step(step)
+    trace.kill(2, KILL_STEP)
+    trace.state("FENCING", 2, 0.02, "rank 2 was killed")
+    trace.state("PLANNING", 2)
+    trace.plan(2, KILL_STEP, kept())
+    trace.state("RECOVERING", 2)
+    trace.rank(2, "replay_begin", generation=2, version=CHECKPOINT)
+    trace.rank(2, "help_begin", generation=2, helpers=[1, 3], shares=[2, 1, 1])
+    for step in range(CHECKPOINT, CHECKPOINT + kept_steps):
+        trace.rank(2, "step_begin", step=step, replay=True)
+        trace.rank(2, "step_end", 0.1, step=step, replay=True)
+    trace.rank(2, "step_begin", step=CHECKPOINT + kept_steps, replay=True)
+    trace.rank(1, "fault", id="fault1", phase="replay", step=CHECKPOINT + kept_steps, microbatch=1)
+    trace.add("launcher", "child_exit", 0.1, rank=1, pid=trace.pids[1], code=-9)
+    trace.pids[1] = NEW_PID + 1
+    trace.state("FENCING", 3, 0.1, "rank 1 was killed")
+    trace.state("PLANNING", 3, 0.1)
+    trace.plan(3, KILL_STEP, {**kept(), 1: ("REPLAY", CHECKPOINT), 2: ("CATCH_UP", CHECKPOINT + kept_steps)})
+    trace.state("RECOVERING", 3, 0.1)
+    trace.rank(2, "replay_begin", 0.3, generation=3, version=CHECKPOINT + kept_steps)
+    trace.rank(2, "help_begin", 0.2, generation=3, helpers=[3], shares=[2, 2])
+    for step in range(CHECKPOINT + kept_steps - again, KILL_STEP):
+        trace.rank(2, "step_begin", 0.05, step=step, replay=True)
+        trace.rank(2, "step_end", 0.1, step=step, replay=True)
+    trace.rank(
+        2, "replay_end", generation=3, steps=1, records=1, microbatches=4, verified=1, filled=0, **told()
+    )
+    trace.state("RUNNING", 3, 0.1)
+    for step in range(KILL_STEP, STEPS):
+        trace.step(step)
+    trace.finish()
+    return trace
+
+
+def cut(trace: Trace) -> dict[str, Any]:
+    (recovery,) = timeline.recoveries(trace.events)
+    (one,) = replaying.interruptions(trace.events, recovery)
+    return one
+
+
+class TestAHelperThatDied:
+    def test_what_it_cost(self) -> None:
+        one = cut(interrupted())
+        assert (one["helper"], one["owner"], one["steps_kept"], one["steps_again"]) == (1, 2, 2, 0)
+        assert one["helpers_after"] == [3]
+        assert one["seconds"] == pytest.approx(0.96)
+        assert one["phases"] == pytest.approx({"detect": 0.2, "plan": 0.21, "rebuild": 0.3, "begin": 0.25})
+        assert replaying.cut_short(one) == (
+            "rank 1 died while it helped rank 2: 2 steps were done and kept, 0 done again; it went on after 0.96 s"
+        )
+
+    def test_a_step_that_was_done_twice_is_told(self) -> None:
+        one = cut(interrupted(again=True))
+        assert one["steps_again"] == 1
+        (check,) = [
+            c
+            for c in replaying.checks(paced(), [{"replays": [], "interruptions": [one]}])
+            if c.name == "no replayed step was done twice"
+        ]
+        assert check.answer is False
+
+    def test_one_that_had_done_all_by_then(self) -> None:
+        one = cut(interrupted(kept_steps=STEPS_REPLAYED))
+        assert one["steps_kept"] == STEPS_REPLAYED
+        assert one["seconds"] is None
+        assert replaying.cut_short(one).endswith("it did not go on")
+
+    def test_a_death_in_another_recovery_or_of_another_rank_is_none(self) -> None:
+        evidence = good()
+        (recovery,) = timeline.recoveries(evidence.events)
+        assert replaying.interruptions(evidence.events, recovery) == []

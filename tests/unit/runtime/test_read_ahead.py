@@ -1,0 +1,136 @@
+"""What a replay will need of the log is read before it is asked for, from all servers at the same time."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from services.logserver.storage import Place
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey
+from swift.log.share import Share
+from swift.log.writer import LogWriter
+from swift.runtime.channel import Channel
+from swift.runtime.faults import FaultInjector
+from swift.runtime.groups import Mesh
+from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.service import JOB, InProcess, eventually
+
+TIMEOUT_S = 10.0
+STEPS, MICROBATCHES, SIZE = 6, 4, 1000
+LEFT, RIGHT, BOTH = "s1.F", "s3.B", ("s1.F", "s3.B")
+
+
+class Gated(MemoryStorage):
+    """Nothing is read from it unless something is read from another one at the same moment."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        super().__init__()
+        self._together = together
+        self.met = False
+
+    def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
+        if not self.met:
+            self._together.wait(TIMEOUT_S)  # BrokenBarrierError, in both, if the other one does not come
+            self.met = True
+        return super().read(place, size, buffer)
+
+
+@pytest.fixture
+def servers() -> Iterator[dict[str, InProcess]]:
+    together = threading.Barrier(2)
+    with ExitStack() as stack:
+        found = {stream: stack.enter_context(InProcess(Gated(together))) for stream in BOTH}
+        for stream, server in found.items():
+            writer = LogWriter([server.address], JOB, 1)
+            for step in range(STEPS):
+                for microbatch in range(MICROBATCHES):
+                    body = bytes([step, microbatch]) * (SIZE // 2)
+                    writer.append(stream, RecordKey(step, microbatch, 0), "uint8", (SIZE,), body)
+            writer.flush(TIMEOUT_S)
+            writer.close(0.0)
+        yield found
+
+
+def replaying(reader: LogReader) -> Channel:
+    """Rank 2 of four, from the first step on."""
+    found = Channel(
+        Mesh(2, 4), 3, torch.device("cpu"), FaultInjector(2), HashStore(), lambda: None, lambda: None
+    )
+    found.begin_replay(reader, 0, -1)
+    return found
+
+
+def cursor(channel: Channel, stream: str) -> Any:
+    return channel._cursors[stream]
+
+
+def test_two_servers_are_read_at_once_and_before_anything_is_asked_for(servers: dict[str, InProcess]) -> None:
+    reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
+    channel = replaying(reader)
+    try:
+        channel.read_ahead([LEFT, RIGHT])
+        for stream in BOTH:
+            eventually(lambda stream=stream: len(cursor(channel, stream)._records) == STEPS * MICROBATCHES)  # type: ignore[misc]
+        for stream in BOTH:
+            storage = servers[stream].storage
+            assert isinstance(storage, Gated)
+            assert storage.met
+        waits = channel.clock.told()
+        assert waits["log"] == 0.0
+        room = torch.empty(SIZE, dtype=torch.uint8)
+        channel.receive(1, "F", 3, 0, room)
+        assert room[:2].tolist() == [0, 3]
+        assert channel.clock.told()["log"] < 1.0
+    finally:
+        channel.end_replay()
+        reader.close()
+
+
+def test_each_rank_reads_its_share_only(servers: dict[str, InProcess]) -> None:
+    reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
+    channel = replaying(reader)
+    try:
+        channel.want(Share(first=1, behind=3, of=MICROBATCHES, below_step=4), 0)
+        channel.read_ahead([LEFT, RIGHT])
+        for stream in BOTH:
+            # Two of four up to step 4, and everything behind it.
+            eventually(lambda stream=stream: len(cursor(channel, stream)._records) == 4 * 2 + 2 * 4)  # type: ignore[misc]
+            assert {key.microbatch for key in cursor(channel, stream)._records if key.step < 4} == {1, 2}
+    finally:
+        channel.end_replay()
+        reader.close()
+
+
+def test_a_stream_that_no_server_has_is_not_missed_before_it_is_wanted(servers: dict[str, InProcess]) -> None:
+    reader = LogReader({LEFT: [servers[LEFT].address]}, JOB)
+    channel = replaying(reader)
+    try:
+        channel.read_ahead([RIGHT])
+        assert channel._cursors == {}
+    finally:
+        channel.end_replay()
+        reader.close()
+
+
+def test_a_wait_for_a_stage_that_replays_too_is_not_the_logs(servers: dict[str, InProcess]) -> None:
+    reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
+    channel = replaying(reader)
+    channel.begin_replay(reader, 0, -1, {1: 2})
+    try:
+        channel.read_ahead([LEFT, RIGHT])
+        room = torch.empty(SIZE, dtype=torch.uint8)
+        for step, name, other in ((1, "log", "neighbour"), (2, "neighbour", "log")):
+            channel.begin_step(step)
+            before = channel.clock.told()
+            channel.receive(1, "F", 0, 0, room)
+            after = channel.clock.told()
+            assert after[name] > before[name]
+            assert after[other] == before[other]
+    finally:
+        channel.end_replay()
+        reader.close()
