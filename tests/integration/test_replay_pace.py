@@ -13,6 +13,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
 from swift.drill.cluster import COORDINATOR, JOB, Cluster
 from swift.errors import ServiceError
+from tests.integration.drill_world import Twins, drill, kills, passed
 from tests.integration.trainer_world import Run, run_trainer
 
 pytestmark = pytest.mark.timeout(200)
@@ -157,3 +158,23 @@ def test_how_far_it_is_can_be_asked_for(tmp_path: Path) -> None:
     each_s = end["seconds"] / end["steps"]
     assert all(0 < one.seconds_left < (STEPS - 1 - one.version) * 1.5 * each_s for one in by_pace)
     assert PROGRESS[-1] is None  # nothing is replayed any more
+
+
+@pytest.mark.matrix
+def test_a_shared_replay_takes_the_time_that_the_plan_predicts(twins: Twins, tmp_path: Path) -> None:
+    """With stages that take a fixed time, as two cores do not hold four ranks. On a machine with nothing else to do."""
+    shape = ["--model", "paced", "--microbatches", "12", "--steps", "14", "--checkpoint-every", "20"]
+    words = [*shape, "--helpers", "2", *kills("rank=2,step=11")]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    (recovery,) = report["recoveries"]
+    (one,) = [one for one in recovery["replays"] if one["rank"] == 2]
+    assert (one["predicted_by"], one["within"], one["why"], one["bottleneck"]) == (
+        "plan",
+        True,
+        "",
+        "compute",
+    )
+    # Four of twelve microbatches of stages that sleep for 30 ms and compute a little.
+    assert 11 * 4 * 0.03 < one["predicted_seconds"] < 11 * 4 * 0.045
+    assert "3 ranks; alone in" in recovery["plan_reason"]
+    assert any(check["name"] == "a replay takes what was predicted" for check in report["checks"])

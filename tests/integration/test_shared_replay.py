@@ -83,7 +83,7 @@ def newest(report: dict[str, Any]) -> int:
 @pytest.mark.matrix
 def test_a_helper_of_a_stage_that_is_no_neighbour_is_killed(twins: Twins, tmp_path: Path) -> None:
     """Then two stages are replayed that do not need each other: both are helped."""
-    specs = ["rank=0,step=9,phase=idle", "rank=3,step=5,phase=replay,microbatch=1"]
+    specs = ["rank=0,step=9,phase=idle", "rank=3,step=6,phase=replay,microbatch=4"]
     arguments = ["--helpers", "3", "--microbatches", "8", "--spares", "2"]
     report = passed(drill(*arguments, *kills(*specs), twins=twins, at=tmp_path))
     cut = interrupted(report, helper=3, owner=0)
