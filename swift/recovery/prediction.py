@@ -93,6 +93,6 @@ def predicted_words(plan: Plan, possible: Iterable[int]) -> list[str]:
         if one.workers > 1:
             line += f", {one.workers} ranks; alone in {one.alone_s:.3g} s"
         elif one.rank in possible:
-            line += ": help would not make it quicker"
+            line += ": with help nobody would be back sooner"
         said.append(line)
     return said
