@@ -69,11 +69,11 @@ def test_auto_follows_the_bandwidth(
     server: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(events.ENV_EVENTS_DIR, str(tmp_path))
-    rates = iter([None, LinkRate(20e6, 1.0, 1.0), LinkRate(1e12, 1.0, 1.2)])
-    monkeypatch.setattr(Link, "rate", lambda _self: next(rates))
+    stored: list[int] = []
+    rates = [None, LinkRate(20e6, 1.0, 1.0), LinkRate(1e12, 1.0, 1.2)]
+    monkeypatch.setattr(Link, "rate", lambda _self: rates[min(len(stored) // 2, 2)])
     monkeypatch.setattr("swift.log.choice.SAMPLE_EVERY", 2)
     writer = writer_with(server, "auto")
-    stored = []
     for step in range(6):
         before = writer.stats.stored_bytes
         append(writer, step)
