@@ -84,6 +84,18 @@ def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
         raise Refusal(Refused.INVALID, "name a log server that is lost, one that has come, or one of each")
 
 
+def check_ready(row: JobRow, ready: m.Ready) -> None:
+    """Raises Refusal unless it may be said now, of the plan's target, with stages that fit."""
+    if row.state not in (State.FORMING, State.RECOVERING):
+        raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
+    if row.plan is not None and ready.version != row.plan.target_version:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {ready.sender.rank} is ready at version {ready.version}, the plan says {row.plan.target_version}",
+        )
+    check_stages(row, ready)
+
+
 def check_stages(row: JobRow, ready: m.Ready) -> None:
     rank = ready.sender.rank
     if any(not 0 <= stage < ready.num_stages for stage in ready.stages):

@@ -15,7 +15,7 @@ Invariants: the generation only grows, and with every death or refusal; granted 
 with all ranks ready at one version; a View is a function of the row, so it shows only what is durable.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.coordinator import messages as m
@@ -25,7 +25,7 @@ from services.coordinator.checks import (
     check_first,
     check_holder,
     check_join,
-    check_stages,
+    check_ready,
     is_stale,
 )
 from services.coordinator.hang import StepClock, Suspicions
@@ -34,6 +34,7 @@ from services.coordinator.log_end import ends_next, is_ready, leave_recovering
 from services.coordinator.messages import Effect, Refusal, Refused
 from services.coordinator.places import Places
 from services.coordinator.planning import count_refusal, decide, forget_recovery, give_up_log, layout_problem
+from services.coordinator.regroup import Regroup
 from services.coordinator.row import LEGAL, Holder, IllegalTransition, JobRow, LogServer, State
 from services.coordinator.timing import Timing
 from services.coordinator.words import exit_words, plan_fields, report_fields, versions_words
@@ -50,6 +51,7 @@ class Job:
         self.steps = StepClock(timing)
         self.checkpoints = Checkpoints(row, self.steps, timing)
         self.places = Places(row, timing, now)
+        self.regroup = Regroup(row)
         self.leases = Leases(row.holders, now)
         self._timing = timing
         self._looked = now
@@ -72,6 +74,7 @@ class Job:
             fingerprint=dict(join.fingerprint),
             log_servers=[replace(server) for server in log_servers],
             copies=copies,
+            groups=join.config.get("groups", ""),
         )
         return Job(row, timing, now)
 
@@ -125,6 +128,8 @@ class Job:
                 return []
             case m.ChangeLogServers():
                 return self._change_log_servers(command, now)
+            case m.ChangeGroups():
+                return self._told([self._groups_event()]) if self.regroup.ask(command) else []
 
     def resume(self) -> list[Effect]:
         """The effects of the state this row is in, said again after a restart."""
@@ -291,14 +296,7 @@ class Job:
         rank = ready.sender.rank
         if is_stale(row, ready.sender, ready.generation) or row.state is State.RUNNING or row.state.is_over:
             return []
-        if row.state not in (State.FORMING, State.RECOVERING):
-            raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
-        if row.plan is not None and ready.version != row.plan.target_version:
-            raise Refusal(
-                Refused.INVALID,
-                f"rank {rank} is ready at version {ready.version}, the plan says {row.plan.target_version}",
-            )
-        check_stages(row, ready)
+        check_ready(row, ready)
         if row.ready.get(rank) == ready.version:
             return []
         if row.state is State.FORMING:
@@ -336,24 +334,19 @@ class Job:
 
     def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
         check_holder(self.row, durable.sender)
-        complete = self.checkpoints.count(durable)
-        if complete is None:
-            return []
-        if not complete:
-            return [self._persist()]
-        event = self._event("checkpoint_complete", version=durable.version)
-        return [self._persist(), event, m.PublishView(), *self._trim()]
+        logged, complete = self.regroup.logged(durable), self.checkpoints.count(durable)
+        in_force = [self._groups_event()] if self.regroup.settle() else []
+        if not (complete or logged):
+            return [] if complete is None else [self._persist()]
+        event = [self._event("checkpoint_complete", version=durable.version)] if complete else []
+        return [self._persist(), *event, *in_force, m.PublishView(), *(self._trim() if complete else [])]
 
     def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:
         if is_stale(self.row, ask.sender, ask.generation) or self.row.state.is_over:
             return []
-        return self._early(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}")
+        return self._told(self._asked(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}"))
 
-    def _early(self, after_version: int, reason: str) -> list[Effect]:
-        asked = self._asked(after_version, reason)
-        return [self._persist(), *asked, m.PublishView()] if asked else []
-
-    def _asked(self, after_version: int, reason: str) -> list[Effect]:
+    def _asked(self, after_version: int, reason: str) -> list[m.Emit]:
         if not reason or not self.checkpoints.ask(after_version, reason):
             return []
         return [self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)]
@@ -445,8 +438,7 @@ class Job:
             return []
         if not self.places.block(blocked.address, blocked.reason):
             return []
-        event = self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)
-        return [self._persist(), event, m.PublishView()]
+        return self._told([self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)])
 
     def _logs_refused(self, refused: m.LogsRefused) -> list[Effect]:
         if refused.generation != self.row.generation or self.row.state.is_over:
@@ -488,7 +480,8 @@ class Job:
             return []
         row.blocked = {}
         self.places.empty()
-        return self.become_recovering()
+        in_force = [self._groups_event()] if self.regroup.empty(row.plan.target_version) else []
+        return [*self.become_recovering(), *in_force]
 
     def _logs_pressed(self, pressed: m.LogsPressed) -> list[Effect]:
         """A checkpoint that is complete already helps first: its trim is under way, or is tried again."""
@@ -497,7 +490,7 @@ class Job:
         if pressed.trimmed_below_step < max(self.row.checkpoints, default=0):
             return self._trim()
         reason = f"log server {pressed.address}: {pressed.reason}"
-        return self._early(self.checkpoints.newest_known(), reason)
+        return self._told(self._asked(self.checkpoints.newest_known(), reason))
 
     # --- ---
 
@@ -509,6 +502,14 @@ class Job:
         if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
             return []
         return [m.TrimLogs(below_step=self.row.checkpoints[-1])]
+
+    def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
+        """The row has changed, of which these tell; nothing without any."""
+        return [self._persist(), *events, m.PublishView()] if events else []
+
+    def _groups_event(self) -> m.Emit:
+        row = self.row
+        return self._event("groups", in_force=row.groups, since=row.groups_since, wanted=row.groups_next)
 
     def _persist(self, entered: State | None = None) -> m.Persist:
         self.row.revision += 1

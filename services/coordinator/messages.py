@@ -83,6 +83,10 @@ class CheckpointDurable:
     version: int
     generation: int
     """0: not said."""
+    groups_number: int = 0
+    """Of the wanted groups, if it logs by them; 0: it does not."""
+    groups_since: int = 0
+    """The version since when."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +189,13 @@ class ChangeLogServers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeGroups:
+    """(operator) Other recovery groups."""
+
+    groups: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogsPressed:
     """A log server needs a trim of this job soon."""
 
@@ -223,6 +234,7 @@ Command = (
     | LogsPressed
     | LogHeard
     | ChangeLogServers
+    | ChangeGroups
 )
 
 # --- effects, to be carried out in their order; all idempotent ---

@@ -60,6 +60,8 @@ FAMILIES = (
         "How long it will take; not there while nobody knows.",
         _JOB,
     ),
+    Family("swift_coordinator_recovery_groups", GAUGE, "In force; 0: every rank is one by itself.", _JOB),
+    Family("swift_coordinator_groups_wanted", GAUGE, "1 while other groups are to come into force.", _JOB),
     Family("swift_coordinator_checkpoint_version", GAUGE, "The newest complete checkpoint.", _JOB),
     Family(
         "swift_coordinator_checkpoint_age_seconds",
@@ -188,4 +190,6 @@ _JOB_FIELDS = {
     "swift_coordinator_version": "newest_version",
     "swift_coordinator_measured_ranks": "measured_ranks",
     "swift_coordinator_replay_left_steps": "replay_steps_left",
+    "swift_coordinator_recovery_groups": "groups",
+    "swift_coordinator_groups_wanted": "groups_wanted",
 }

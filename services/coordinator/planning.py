@@ -58,7 +58,9 @@ def decide(
         layout_of(row),
         streams,
         Checkpoints(versions=tuple(row.checkpoints)),
-        config_of(row.config),
+        replace(
+            config_of(row.config), groups=RecoveryGroups.parse(row.groups), groups_since=row.groups_since
+        ),
         row.refused,
         measured,
         log_ends=row.log_ends,

@@ -162,6 +162,17 @@ class JobRow:
     """The last generation that restored a checkpoint, or undid a step inexactly: what was saved after that version,
     and what is saved in older generations, belongs to a history that was given up."""
 
+    groups: str = ""
+    """The recovery groups in force; empty: every rank by itself."""
+    groups_since: int = 0
+    """The version since when the log has what crosses these."""
+    groups_next: str = ""
+    """Those that are wanted; empty: none are."""
+    groups_number: int = 0
+    """Of the last wish."""
+    groups_from: dict[int, int] = field(default_factory=dict)
+    """rank -> the version since when it logs by the wanted ones."""
+
     def living(self) -> list[int]:
         """The log servers that are in use."""
         return [number for number, server in enumerate(self.log_servers) if not server.lost]
@@ -192,8 +203,9 @@ class JobRow:
             int(rank): RankLogs(**{**logs, "copies": [Copy(**copy) for copy in logs["copies"]]})
             for rank, logs in values["placement"].items()
         }
-        for name in ("stages", "stage_shards", "reports", "ready", "finished", "shards"):
-            values[name] = {int(key): value for key, value in values[name].items()}
+        values.setdefault("groups", values["config"].get("groups", ""))
+        for name in ("stages", "stage_shards", "reports", "ready", "finished", "shards", "groups_from"):
+            values[name] = {int(key): value for key, value in values.get(name, {}).items()}
         values["reports"] = {rank: Report(**report) for rank, report in values["reports"].items()}
         values["refused"] = Refusals(
             strategies=tuple(Strategy(name) for name in values["refused"]["strategies"]),
@@ -201,7 +213,7 @@ class JobRow:
             help=values["refused"].get("help", False),
         )
         if values["plan"] is not None:
-            values["plan"] = _plan(values["plan"])
+            values["plan"] = _plan({"groups": values["groups"], **values["plan"]})
         return JobRow(**values)
 
 

@@ -21,6 +21,7 @@ from swift.names import check_job
 
 LONGEST_REASON = 2000
 LONGEST_ID = 128
+LONGEST_GROUPS = 1 << 16
 WORLD_SIZE_MAX = 1 << 16
 CODES = {
     Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
@@ -118,7 +119,11 @@ class Servicer(pb_grpc.CoordinatorServicer):
             context,
             request.job,
             m.CheckpointDurable(
-                sender=_sender(request), version=request.version, generation=request.generation
+                sender=_sender(request),
+                version=request.version,
+                generation=request.generation,
+                groups_number=request.groups_number,
+                groups_since=request.groups_since,
             ),
         )
 
@@ -169,6 +174,9 @@ class Servicer(pb_grpc.CoordinatorServicer):
             request.job,
             m.ChangeLogServers(lost=request.lost, add=request.add, add_host=request.add_host[:LONGEST_ID]),
         )
+
+    async def ChangeGroups(self, request: pb.ChangeGroupsRequest, context: Context) -> pb.Ack:
+        return await self._ack(context, request.job, m.ChangeGroups(groups=request.groups[:LONGEST_GROUPS]))
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.Ack:
         command = m.Suspect(sender=_sender(request), reason=request.reason[:LONGEST_REASON])

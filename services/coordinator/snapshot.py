@@ -5,6 +5,7 @@ from typing import Self
 
 from services.coordinator.core import Job
 from services.coordinator.places import unreplaced
+from swift.recovery import RecoveryGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,10 @@ class JobSnapshot:
     """Of all ranks, by their heartbeats."""
     measured_ranks: int
     """Of which it is known what their steps take."""
+    groups: int
+    """Recovery groups in force; 0: every rank is one by itself."""
+    groups_wanted: bool
+    """Others are to come into force."""
     checkpoint: int | None
     """The newest complete checkpoint's version."""
     replay_steps_left: int = 0
@@ -48,6 +53,8 @@ class JobSnapshot:
             lost_log_servers=0 if row.state.is_over else len(unreplaced(row)),
             newest_version=max((job.steps.version(rank) for rank in row.holders), default=0),
             measured_ranks=len(job.measured),
+            groups=len(RecoveryGroups.parse(row.groups).starts),
+            groups_wanted=bool(row.groups_next),
             checkpoint=row.checkpoints[-1] if row.checkpoints else None,
             replay_steps_left=max((max(0, r.target - r.version) for r in job.replays.values()), default=0),
             replay_seconds_left=_longest([r.seconds_left for r in job.replays.values()]),

@@ -35,6 +35,11 @@ def view_of(row: JobRow) -> pb.View:
         waiting_for=waiting_for(row),
         checkpoint_at=row.checkpoint_at,
         checkpoint_reason=row.checkpoint_reason,
+        groups=row.groups,
+        groups_since=row.groups_since,
+        groups_next=row.groups_next,
+        groups_number=row.groups_number if row.groups_next else 0,
+        groups_from=row.groups_from,
     )
 
 
@@ -104,6 +109,7 @@ def _plan(plan: Plan, row: JobRow) -> pb.Plan:
             pb.StreamSources(stream=stream, servers=_addresses(row, numbers))
             for stream, numbers in sorted(row.sources.items())
         ],
+        groups=plan.groups,
         help=[
             pb.Help(owner=h.owner, helpers=h.helpers, until=h.until, together=h.together, fast=h.fast)
             for h in plan.help

@@ -54,6 +54,7 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         **({"help": [_help_fields(h) for h in plan.help]} if plan.help else {}),
         **({"saves": True} if plan.saves else {}),
         **({"predictions": [asdict(one) for one in plan.predictions]} if plan.predictions else {}),
+        **({"groups": plan.groups} if plan.groups else {}),
         "reason": plan.reason,
     }
 

@@ -190,6 +190,7 @@ class Plan(_message.Message):
     HELP_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
     PREDICTIONS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     target_version: _builtins.int
     collective_source: _builtins.int
@@ -199,6 +200,8 @@ class Plan(_message.Message):
     """false: an undo that is not bit for bit is used, or a replay that is not"""
     saves: _builtins.bool
     """Every rank saves the target and says CheckpointDurable before it is Ready; the next generation gives up the log."""
+    groups: _builtins.str
+    """by which stages replay together"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlan]: ...
     @_builtins.property
@@ -224,10 +227,11 @@ class Plan(_message.Message):
         help: _abc.Iterable[Global___Help] | None = ...,
         saves: _builtins.bool = ...,
         predictions: _abc.Iterable[Global___ReplayPrediction] | None = ...,
+        groups: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "predictions", b"predictions", "ranks", b"ranks", "reason", b"reason", "saves", b"saves", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "groups", b"groups", "help", b"help", "predictions", b"predictions", "ranks", b"ranks", "reason", b"reason", "saves", b"saves", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -421,6 +425,26 @@ Global___LogCopies: _TypeAlias = LogCopies  # noqa: Y015
 class View(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class GroupsFromEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -438,6 +462,11 @@ class View(_message.Message):
     LOG_PLACES_FIELD_NUMBER: _builtins.int
     LOG_COPIES_FIELD_NUMBER: _builtins.int
     COPIES_WANTED_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    GROUPS_SINCE_FIELD_NUMBER: _builtins.int
+    GROUPS_NEXT_FIELD_NUMBER: _builtins.int
+    GROUPS_NUMBER_FIELD_NUMBER: _builtins.int
+    GROUPS_FROM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -453,6 +482,13 @@ class View(_message.Message):
     checkpoint_reason: _builtins.str
     copies_wanted: _builtins.int
     """so many servers for each rank; there may be fewer"""
+    groups: _builtins.str
+    """Recovery groups: those in force, and the version since when the log has what crosses them. Those that an operator
+    wants; a number other than 0, another one each time; and the version since when each rank logs by them as well.
+    """
+    groups_since: _builtins.int
+    groups_next: _builtins.str
+    groups_number: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -481,6 +517,8 @@ class View(_message.Message):
     def log_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogCopies]:
         """by rank; from the moment that all have joined"""
 
+    @_builtins.property
+    def groups_from(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -501,10 +539,15 @@ class View(_message.Message):
         log_places: _abc.Iterable[Global___LogServerPlace] | None = ...,
         log_copies: _abc.Iterable[Global___LogCopies] | None = ...,
         copies_wanted: _builtins.int = ...,
+        groups: _builtins.str = ...,
+        groups_since: _builtins.int = ...,
+        groups_next: _builtins.str = ...,
+        groups_number: _builtins.int = ...,
+        groups_from: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
@@ -819,12 +862,18 @@ class CheckpointRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    GROUPS_NUMBER_FIELD_NUMBER: _builtins.int
+    GROUPS_SINCE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     version: _builtins.int
     generation: _builtins.int
     """in which it was saved; 0: not said. Older than a rollback: ignored"""
+    groups_number: _builtins.int
+    """View.groups_number, if this rank logs by those groups ..."""
+    groups_since: _builtins.int
+    """... since this version"""
     def __init__(
         self,
         *,
@@ -833,10 +882,12 @@ class CheckpointRequest(_message.Message):
         incarnation: _builtins.str = ...,
         version: _builtins.int = ...,
         generation: _builtins.int = ...,
+        groups_number: _builtins.int = ...,
+        groups_since: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "groups_number", b"groups_number", "groups_since", b"groups_since", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -970,6 +1021,29 @@ class ChangeLogServersRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChangeLogServersRequest: _TypeAlias = ChangeLogServersRequest  # noqa: Y015
+
+@_typing.final
+class ChangeGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    groups: _builtins.str
+    """stages of each group: 0-1,2-3"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        groups: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeGroupsRequest: _TypeAlias = ChangeGroupsRequest  # noqa: Y015
 
 @_typing.final
 class FinishRequest(_message.Message):

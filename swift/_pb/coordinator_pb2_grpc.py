@@ -99,6 +99,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.ChangeGroups = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/ChangeGroups',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.ChangeGroupsRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
         self.Fail = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Fail',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
@@ -220,6 +225,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeGroups(self, request, context):
+        """(operator) Other recovery groups: in force from the next checkpoint on before which all ranks know of them.
+        INVALID_ARGUMENT: FORMING, the job is over, or it cannot have such groups.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fail(self, request, context):
         """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left).
         """
@@ -307,6 +320,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'ChangeLogServers': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeLogServers,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'ChangeGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeGroups,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.ChangeGroupsRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
             ),
             'Fail': grpc.unary_unary_rpc_method_handler(
@@ -675,6 +693,33 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/ChangeLogServers',
             swift_dot___pb_dot_coordinator__pb2.ChangeLogServersRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/ChangeGroups',
+            swift_dot___pb_dot_coordinator__pb2.ChangeGroupsRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -84,6 +84,10 @@ class CoordinatorStub:
     """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
     INVALID_ARGUMENT: there is no such log server.
     """
+    ChangeGroups: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeGroupsRequest, _coordinator_pb2.Ack]
+    """(operator) Other recovery groups: in force from the next checkpoint on before which all ranks know of them.
+    INVALID_ARGUMENT: FORMING, the job is over, or it cannot have such groups.
+    """
     Fail: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
     Measurements: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeasurementsRequest, _coordinator_pb2.MeasurementsReply]
@@ -136,6 +140,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     ChangeLogServers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeLogServersRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
     INVALID_ARGUMENT: there is no such log server.
+    """
+    ChangeGroups: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ChangeGroupsRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(operator) Other recovery groups: in force from the next checkpoint on before which all ranks know of them.
+    INVALID_ARGUMENT: FORMING, the job is over, or it cannot have such groups.
     """
     Fail: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
@@ -264,6 +272,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(operator) A log server is lost for good, another one has come, or both at once. Not while FORMING.
         INVALID_ARGUMENT: there is no such log server.
+        """
+
+    @_abc_1.abstractmethod
+    def ChangeGroups(
+        self,
+        request: _coordinator_pb2.ChangeGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(operator) Other recovery groups: in force from the next checkpoint on before which all ranks know of them.
+        INVALID_ARGUMENT: FORMING, the job is over, or it cannot have such groups.
         """
 
     @_abc_1.abstractmethod

@@ -221,11 +221,21 @@ class CoordinatorClient:
             pb.RefuseRequest(job=self.job, **self._me(), generation=generation, reason=reason),
         )
 
-    def checkpoint_durable(self, version: int, generation: int = 0) -> None:
-        """My shard of the checkpoint of `version` is durable. `generation`: the one it was saved in."""
+    def checkpoint_durable(
+        self, version: int, generation: int = 0, groups_number: int = 0, groups_since: int = 0
+    ) -> None:
+        """My shard of the checkpoint of `version` is durable. `generation`: the one it was saved in. With a number:
+        this rank logs by the View's `groups_next` as well, since version `groups_since`."""
         self._call(
             self._stub.CheckpointDurable,
-            pb.CheckpointRequest(job=self.job, **self._me(), version=version, generation=generation),
+            pb.CheckpointRequest(
+                job=self.job,
+                **self._me(),
+                version=version,
+                generation=generation,
+                groups_number=groups_number,
+                groups_since=groups_since,
+            ),
         )
 
     def ask_checkpoint(self, generation: int, after_version: int, reason: str) -> None:
@@ -255,6 +265,10 @@ class CoordinatorClient:
             self._stub.ChangeLogServers,
             pb.ChangeLogServersRequest(job=self.job, lost=lost, add=add, add_host=add_host),
         )
+
+    def change_groups(self, groups: str) -> None:
+        """(operator) Other recovery groups: in force from a checkpoint on. UsageError: the job cannot have them."""
+        self._call(self._stub.ChangeGroups, pb.ChangeGroupsRequest(job=self.job, groups=groups))
 
     def suspect(self, generation: int, reason: str) -> None:
         """A communication error. It is shown; it never fences anybody."""

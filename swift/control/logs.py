@@ -61,6 +61,12 @@ def as_json(status: pb.StatusReply) -> dict[str, Any]:
         "state": pb.State.Name(view.state),
         "waiting_for": view.waiting_for,
         "copies_wanted": view.copies_wanted,
+        "groups": {
+            "in_force": view.groups,
+            "since": view.groups_since,
+            "wanted": view.groups_next or None,
+            "logged_by": sorted(view.groups_from),
+        },
         "log_servers": [
             {
                 "address": server.address,
@@ -84,6 +90,8 @@ def lines(status: pb.StatusReply) -> list[str]:
     out = [f"job {view.job}: {pb.State.Name(view.state)}, generation {view.generation}"]
     if view.waiting_for:
         out.append(f"waits for {view.waiting_for}")
+    if view.groups or view.groups_next:
+        out.append(f"recovery groups {view.groups or 'of one rank each'}{_wanted(view)}")
     fewest = min((len(logs.servers) for logs in view.log_copies), default=view.copies_wanted)
     if fewest < view.copies_wanted:
         out.append(f"{fewest} of {view.copies_wanted} copies are kept: add a log server")
@@ -95,6 +103,13 @@ def lines(status: pb.StatusReply) -> list[str]:
             what += f"; has not answered for {silent[server.address]:.0f} s"
         out.append(f"{server.address} on {server.host or 'an unknown machine'}: {what}")
     return out
+
+
+def _wanted(view: pb.View) -> str:
+    if not view.groups_next:
+        return f" since version {view.groups_since}" if view.groups_since else ""
+    told = f"{len(view.groups_from)} of {view.world_size} ranks log by them"
+    return f"; {view.groups_next} from the next checkpoint on ({told})"
 
 
 def _silent(status: pb.StatusReply) -> dict[str, float]:

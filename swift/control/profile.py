@@ -24,6 +24,10 @@ class MeasuredJob:
     def profile(self, given: Given) -> tuple[Profile, list[str]]:
         return profile_of(self._client.job, self._client.measurements(), given)
 
+    def regroup(self, groups: str) -> bool:
+        self._client.change_groups(groups)
+        return bool(self._client.status().view.groups_next)
+
     def close(self) -> None:
         self._client.close()
 

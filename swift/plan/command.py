@@ -28,6 +28,10 @@ class Running:
     job: str
     given: Given
     save: Path | None
+    apply: bool
+    """The job is to have the groups that are chosen."""
+    groups: str
+    """Chosen already; empty: by the plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +85,10 @@ def _parser() -> Parser:
     job.add_argument("--job", metavar="NAME")
     job.add_argument("--save-profile", type=Path, metavar="PATH", help="what was measured, as JSON")
     job.add_argument(
+        "--apply", action="store_true", help="give the job the chosen groups, from the next checkpoint on"
+    )
+    job.add_argument("--groups", metavar="0-1,2-3", help="with --apply: these, without a plan")
+    job.add_argument(
         "--machine-per-rank",
         action="store_true",
         help="as if each rank had a machine; else one for each host",
@@ -130,6 +138,8 @@ def _running(options: argparse.Namespace) -> Running | None:
         for name in (
             "job",
             "save_profile",
+            "apply",
+            "groups",
             "machine_per_rank",
             "log_read_rate",
             "log_write_rate",
@@ -149,6 +159,8 @@ def _running(options: argparse.Namespace) -> Running | None:
         raise UsageError(f"give PROFILE ({options.profile}) or --coordinator, not both")
     if options.job is None:
         raise UsageError("--coordinator needs --job NAME")
+    if options.groups is not None:
+        _check_groups(options)
 
     def rate(text: str | None, flag: str) -> float | None:
         return None if text is None else float(_bytes(text, flag))
@@ -164,7 +176,24 @@ def _running(options: argparse.Namespace) -> Running | None:
         fixed_s=seconds(options.fixed, "--fixed"),
         machine_per_rank=options.machine_per_rank,
     )
-    return Running(coordinator=options.coordinator, job=options.job, given=given, save=options.save_profile)
+    return Running(
+        coordinator=options.coordinator,
+        job=options.job,
+        given=given,
+        save=options.save_profile,
+        apply=options.apply,
+        groups=options.groups or "",
+    )
+
+
+def _check_groups(options: argparse.Namespace) -> None:
+    """They are said by hand: nothing is planned."""
+    if not options.apply:
+        raise UsageError("--groups needs --apply: it says what the job is to have")
+    for name in vars(options):
+        if name not in ("coordinator", "job", "apply", "groups") and getattr(options, name):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--groups says what the job is to have: --{flag} has no use with it")
 
 
 def read(path: Path) -> Profile:
@@ -199,8 +228,11 @@ def _write(path: Path, content: str) -> None:
 
 
 def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
-    if config.running is not None:
-        profile = measured(config.running, connect)
+    running = config.running
+    if running is not None and running.groups:
+        return applied(running, running.groups, connect)
+    if running is not None:
+        profile = measured(running, connect)
     else:
         assert config.profile is not None
         profile = read(config.profile)
@@ -218,6 +250,18 @@ def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
     if not document["met"]:
         print(f"swift: {document['problem']}", file=sys.stderr)
         return EXIT_NOT_MET
+    if running is not None and running.apply:
+        return applied(running, document["chosen"]["text"], connect)
+    return 0
+
+
+def applied(running: Running, groups: str, connect: Callable[[str, str], RunningJob]) -> int:
+    with contextlib.closing(connect(running.coordinator, running.job)) as job:
+        changes = job.regroup(groups)
+    if changes:
+        print(f'job {running.job} gets groups="{groups}", from the next checkpoint on')
+    else:
+        print(f'job {running.job} has groups="{groups}"')
     return 0
 
 

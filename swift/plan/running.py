@@ -33,4 +33,7 @@ class RunningJob(Protocol):
         ServiceError: there is nothing yet. UsageError: such a job cannot be planned.
         """
 
+    def regroup(self, groups: str) -> bool:
+        """Other recovery groups, in force from a checkpoint on. False: it has these. UsageError: they cannot be."""
+
     def close(self) -> None: ...

@@ -30,7 +30,6 @@ from types import MappingProxyType
 
 from swift.recovery.cost import StageCost, costs_of
 from swift.recovery.coverage import collective_source, uncovered
-from swift.recovery.groups import RecoveryGroups
 from swift.recovery.helping import helps, words
 from swift.recovery.measured import RankMeasured
 from swift.recovery.prediction import Predictor, predicted_words
@@ -73,7 +72,7 @@ def plan(
         return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
     ways = WAYS - {*refused.strategies, *([Strategy.REPLICA] if config.strategy == "replay" else [])}
     costs = costs_of(measured, config.groups)
-    situation = _Situation(reports, layout, log_inventory, checkpoints, ways, config.groups, costs)
+    situation = _Situation(reports, layout, log_inventory, checkpoints, ways, config, costs)
     reach = situation.reach(inexact=config.inexact_undo)
     if not reach.anywhere():
         return _restore(reports, checkpoints, _but(refused, "no rank holds a state"))
@@ -105,7 +104,7 @@ class _Situation:
         log: Mapping[str, StreamSummary],
         checkpoints: Checkpoints,
         ways: Iterable[Strategy],
-        together: RecoveryGroups,
+        config: PlanConfig,
         costs: Mapping[int, StageCost],
     ) -> None:
         self._costs = costs
@@ -113,8 +112,8 @@ class _Situation:
         self._layout = layout
         self._log = log
         self._checkpoints = checkpoints
-        self._recovery_groups = together
-        self._together = together.together(layout.groups(), layout.stages)
+        self._recovery_groups, self._since = config.groups, config.groups_since
+        self._together = config.groups.together(layout.groups(), layout.stages)
         self._allowed = frozenset(ways)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
         self._has_choice = layout.columns() > 1 or any(
@@ -167,7 +166,10 @@ class _Situation:
 
     def _replay_to(self, target: int, reach: Reach, higher: str) -> tuple[Plan | None, str]:
         """`higher`: why a higher target was given up; "": there was none."""
+        since = self._since
         checkpoint = self._checkpoints.newest_at_most(target)
+        if checkpoint is not None and checkpoint < since:
+            checkpoint = None
         bases: dict[tuple[int, ...], _Base] = {}
         lacking: list[int] = []
         for members in self._together:
@@ -176,7 +178,7 @@ class _Situation:
             if reached and newest is None:
                 name = self._name(members)
                 return None, f"{name} holds a version above {target}, and nothing takes it back"
-            if newest is not None and (checkpoint is None or newest >= checkpoint):
+            if newest is not None and newest >= (since if checkpoint is None else checkpoint):
                 bases |= {g: _Base(version=newest, ways=reach.ways(g, newest)) for g in members}
             elif checkpoint is not None:
                 bases |= {g: _Base(version=checkpoint, older=newest, members=members) for g in members}
@@ -184,8 +186,14 @@ class _Situation:
                 ranks_of = [rank for group in members for rank in group]
                 lacking += [rank for rank in ranks_of if not reach.of_rank(rank)] or ranks_of
         if lacking:
-            who = f"rank {_listed(sorted(lacking))}, which holds no state"
-            return None, f"no complete checkpoint at version {target} or before for {who}"
+            who = f"rank {_listed(sorted(lacking))}"
+            if since:
+                groups = f"recovery groups are {self._recovery_groups} since version {since}"
+                return None, f"{groups}, and no complete checkpoint from there to {target} is there for {who}"
+            return (
+                None,
+                f"no complete checkpoint at version {target} or before for {who}, which holds no state",
+            )
         ranks = self._ranks(bases, target)
         problem = uncovered(ranks, target, self._layout, self._log)
         if problem:
@@ -213,7 +221,12 @@ class _Situation:
         if inexact:
             reason += f"; not bit for bit: the undo of {_ranks(inexact)}"
         return Plan(
-            target_version=target, ranks=ranks, collective_source=source, reason=reason, exact=not inexact
+            target_version=target,
+            ranks=ranks,
+            collective_source=source,
+            reason=reason,
+            exact=not inexact,
+            groups=str(self._recovery_groups),
         )
 
     def _ranks(self, bases: Mapping[tuple[int, ...], "_Base"], target: int) -> tuple[RankPlan, ...]:

@@ -188,6 +188,8 @@ class PlanConfig:
     """An undo that is not bit for bit may be used."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
     """Stages that recover together."""
+    groups_since: int = 0
+    """The version since when the log has what crosses these."""
     helpers: int = 0
     """So many other ranks, at most, share a replay with its owner."""
     fast_help: bool = False
@@ -290,6 +292,8 @@ class Plan:
     """Every rank saves the target before it is Ready; the next generation gives up the log (swift.recovery.off_log)."""
     predictions: tuple[Prediction, ...] = ()
     """Of the replays whose costs are known."""
+    groups: str = ""
+    """By which stages replay together; empty: each rank by itself."""
 
     @property
     def restores(self) -> bool:

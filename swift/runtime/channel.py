@@ -26,6 +26,7 @@ from swift.log.share import Share
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.regroup import LoggedGroups
 from swift.runtime import _torch
 from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
@@ -77,7 +78,11 @@ class Channel:
         groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
     ):
         self.groups = groups
-        """Between which what is sent is logged; inside of one it is sent in a replay as well."""
+        """By which stages replay together: what is sent inside of one is sent in a replay as well."""
+        self.logged_groups = LoggedGroups(mesh.rank, groups)
+        """By which it is logged; not always the same ones (`swift.recovery.regroup`)."""
+        self.logged_by = self.logged_groups.at(0)
+        """In the step under way."""
         self._rank = mesh.rank
         self._column, self._columns = mesh.column, mesh.columns
         self._seed = seed
@@ -139,6 +144,8 @@ class Channel:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._ordinal = 0
+        # What replays side by side feeds each other through the log, whatever is wanted of it later.
+        self.logged_by = self.logged_groups.at(step, [self.groups] if self.replaying else [])
         self.profile.begin()
         for cursor in self._cursors.values():
             cursor.drop_below(step)  # what was sent to other stages is never asked for, and would stay
@@ -237,6 +244,10 @@ class Channel:
 
     # --- what the stages tell ---
 
+    def logs(self, source: int, destination: int) -> bool:
+        """What the first stage sends to the other one in this step is logged."""
+        return any(groups.crosses(source, destination) for groups in self.logged_by)
+
     def entered(self, stage: int, microbatch: int, external: list[torch.Tensor]) -> None:
         """A forward begins: what enters from outside is recorded, the generator is set to its counter."""
         self._microbatch = microbatch
@@ -283,7 +294,7 @@ class Channel:
         self._check_whole()
         if now:
             self.profile.beside(tensor.nbytes)
-        if self.groups.logs:
+        if any(groups.logs for groups in self.logged_by):
             self.profile.logged(stream, tensor.nbytes)
             self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
 

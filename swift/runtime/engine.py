@@ -107,7 +107,7 @@ class Engine:
         self._unlogged = UnloggedSteps(member)
         self._gradient_bytes: dict[int, int] = {}  # of each stage
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
-        self._saving = Saving(rank, member, state, store)
+        self._saving = Saving(rank, member, state, store, channel.logged_groups)
 
     def help_replay(self, make_module: MakeModule) -> None:
         """This rank can build any stage."""
@@ -356,6 +356,7 @@ class Engine:
     def _step(self, train_step: TrainStep) -> None:
         step = self._state.version
         replaying = self._channel.replaying
+        self._saving.learn_groups()
         events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
         self._channel.begin_step(step)
         self._state.begin_step()
@@ -365,7 +366,7 @@ class Engine:
         self._state.end_step()
         version = self._member.version = self._state.version
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
-        self._channel.profile.end(step, replay=replaying)
+        self._channel.profile.end(step, replay=replaying, logged_by=self._channel.logged_by)
         if os.environ.get(ENV_DIGESTS_EVERY):
             self._write_digests(f"rank{self._rank}-v{version}.json")
         due = version % self._config.checkpoint_every == 0

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Any
 
 from swift import events
 from swift.checkpoint.store import Saved
+from swift.recovery.groups import RecoveryGroups
 from swift.recovery.measured import RankMeasured, Sent, StageMeasured
 
 ENV_PROFILE = "SWIFT_PROFILE"
@@ -126,7 +127,7 @@ class StepProfile:
         self._read[0] += size
         self._read[1] += waited_s
 
-    def end(self, step: int, *, replay: bool) -> None:
+    def end(self, step: int, *, replay: bool, logged_by: Iterable[RecoveryGroups] = ()) -> None:
         now = time.perf_counter()
         # Between its microbatches a step waits for others. What its thread does itself there counts as well.
         update_s = max(now - self.settled_at, time.thread_time() - self._busy - self.computed_busy_s)
@@ -152,6 +153,7 @@ class StepProfile:
                 },
                 update_s=update_s,
                 logged=dict(self._logged),
+                logged_by=[str(groups) for groups in logged_by],
                 read=self._read,
             )
 

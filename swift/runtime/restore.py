@@ -32,6 +32,7 @@ from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
 from swift.log.unlogged import Steps, declared
 from swift.log.writer import LogWriter
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
@@ -178,6 +179,8 @@ class Restorer:
         if self._copied is not None:
             self._declare_gaps(writer, log_servers, self._copied)
             self._copied = None
+        if mine.from_version < target or shared is not None:
+            self._channel.groups = RecoveryGroups.parse(plan.groups)
         if mine.from_version < target:
             self._replay(plan, mine, writer, step, sharing)
         elif shared is not None:

@@ -147,7 +147,7 @@ class _Logged(_Base):
         if not ops or not self._channel.replaying:
             return ops
         pairs = list(zip(_arriving(infos[mb]), ops, strict=True))
-        live = [op for info, op in pairs if not self._logged_between(info.source, self.stage_index)]
+        live = [op for info, op in pairs if not self._from_log(info.source, self.stage_index)]
         if len(live) < len(pairs):
             awaiting.add(mb)
         return live
@@ -160,7 +160,8 @@ class _Logged(_Base):
         for work in self._arriving.pop(mb, ()):
             work.wait()
 
-    def _logged_between(self, source: int, destination: int) -> bool:
+    def _from_log(self, source: int, destination: int) -> bool:
+        """In a replay."""
         return self._channel.groups.crosses(source, destination)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -192,7 +193,7 @@ class _Logged(_Base):
         return [
             self._channel.stream(source, direction)
             for source, direction in beside
-            if 0 <= source < self.num_stages and self._logged_between(source, self.stage_index)
+            if 0 <= source < self.num_stages and self._from_log(source, self.stage_index)
         ]
 
     def _sent(
@@ -201,16 +202,16 @@ class _Logged(_Base):
         live = []
         for destination, slot, op in zip(destinations, _slots(destinations), ops, strict=True):
             self._channel.profile.sent(self.stage_index, destination, op.tensor.nbytes)
-            if self._logged_between(self.stage_index, destination):
+            if self._channel.logs(self.stage_index, destination):
                 self._channel.sent(self.stage_index, direction, self._microbatch(mb), slot, op.tensor)
-            else:
+            if not self._from_log(self.stage_index, destination):
                 live.append(op)
         return live if self._channel.replaying else ops
 
     def _fill(self, infos: tuple[Any, ...], direction: str, mb: int) -> None:
         positions: dict[int, int] = {}
         for info in _arriving(infos):
-            if not self._logged_between(info.source, self.stage_index):
+            if not self._from_log(info.source, self.stage_index):
                 continue
             position = positions.get(info.source, 0)
             positions[info.source] = position + 1

@@ -50,6 +50,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "MemberExited": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Suspect": _MEMBER,
         COORDINATOR + "Finish": _MEMBER,
+        COORDINATOR + "ChangeGroups": frozenset({Role.OPERATOR}),
         COORDINATOR + "ChangeLogServers": frozenset({Role.OPERATOR}),
         COORDINATOR + "Fail": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Status": _SEE,

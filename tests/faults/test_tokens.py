@@ -61,6 +61,7 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     COORDINATOR + "MemberExited": lambda job: pb.ExitRequest(job=job, incarnation="i", exit_code=1),
     COORDINATOR + "Suspect": lambda job: pb.SuspectRequest(job=job, incarnation="i", generation=1),
     COORDINATOR + "Finish": lambda job: pb.FinishRequest(job=job, incarnation="i"),
+    COORDINATOR + "ChangeGroups": lambda job: pb.ChangeGroupsRequest(job=job, groups="0"),
     COORDINATOR + "ChangeLogServers": lambda job: pb.ChangeLogServersRequest(job=job, add="127.0.0.1:1"),
     COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
     COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),

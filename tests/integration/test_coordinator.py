@@ -15,7 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift import control
 from swift.control import CoordinatorClient, View
+from swift.control.profile import MeasuredJob
 from swift.errors import JoinRefused, ServiceError, UsageError
+from swift.plan import command as plan
 from tests.integration.coordinator_world import (
     CONFIG,
     FINGERPRINT,
@@ -137,6 +139,33 @@ def test_status_shows_versions_leases_and_suspicions(job: Job) -> None:
     assert all(rank.lease_age_s < 2.5 for rank in status.ranks)
     assert [(s.rank, s.reason) for s in status.suspicions] == [(2, "connection reset by rank 1")]
     assert status.view.state == control.RUNNING  # shown, and nobody is fenced for it
+
+
+def test_an_operator_gives_a_running_job_other_groups(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = job.coordinator()
+    members = [job.member(rank, stages=[rank], num_stages=RANKS) for rank in range(RANKS)]
+    job.wait(members[0], lambda view: view.state == control.RUNNING)
+
+    def apply(groups: str) -> tuple[int, str]:
+        words = ["--coordinator", coordinator.address, "--job", "a", "--apply", "--groups", groups]
+        code = plan.main(words, MeasuredJob)
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    assert apply("0-1") == (2, "swift: groups 0-1 are of 2 stages, the pipeline has 3\n")
+    wanted = 'job a gets groups="0-1,2", from the next checkpoint on\n'
+    assert apply("0-1,2") == (0, wanted)
+    told = job.wait(members[0], lambda view: view.groups_next == "0-1,2")
+    coordinator.kill()
+    coordinator.start()
+    assert apply("0-1,2") == (0, wanted)
+    for member in members:
+        member.client.checkpoint_durable(5, 1, told.groups_number, 5)
+    view = job.wait(members[0], lambda view: view.groups == "0-1,2")
+    assert (view.groups_since, view.groups_next, view.groups_number) == (5, "", 0)
+    assert apply("0-1,2") == (0, 'job a has groups="0-1,2"\n')
+    finish(job, members)
+    assert apply("0,1,2") == (2, "swift: job a is FINISHED: its groups cannot be changed now\n")
 
 
 def test_the_log_server_is_fenced_and_waited_for(job: Job, tmp_path: Path) -> None:

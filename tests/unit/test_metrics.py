@@ -155,6 +155,8 @@ def snapshot(checkpoint: int | None) -> JobSnapshot:
         lost_log_servers=0,
         newest_version=0,
         measured_ranks=0,
+        groups=0,
+        groups_wanted=False,
         checkpoint=checkpoint,
     )
 

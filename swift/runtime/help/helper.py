@@ -21,6 +21,7 @@ from swift.errors import RecordMissing, ReplayRefused, SwiftError
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.share import Share
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.communicator import Interrupted
@@ -200,6 +201,7 @@ class _Work:
     def _step(self, owner: int, note: dict[str, Any]) -> None:
         step = note["step"]
         self._channel.begin_step(step)
+        self._channel.logged_by = tuple(map(RecoveryGroups.parse, note["logged_by"]))  # as its owner would
         for stage in self._stages:
             stage.begin_step()
         self._checked.compares = note["compared"]

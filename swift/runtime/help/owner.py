@@ -266,6 +266,7 @@ class Owner:
             "args": len(args) if first else 0,
             "kwargs": list(kwargs),
             "compared": not self._channel.off_log,
+            "logged_by": [str(groups) for groups in self._channel.logged_by],
             **standing(self._module),
         }
         for helper in self._helpers:

@@ -50,7 +50,7 @@ class Scripted:
             yield from fresh
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
-    Finish = Fail = Status = AskCheckpoint = ChangeLogServers = Measure = Measurements = _next
+    Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = _next
 
 
 class Served:

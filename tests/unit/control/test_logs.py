@@ -47,6 +47,28 @@ def test_for_programs() -> None:
     assert [server["silent_seconds"] for server in shown["log_servers"]] == [None, 0.5, 12.4]
 
 
+def test_recovery_groups_those_in_force_and_those_to_come() -> None:
+    told = status()
+    told.view.groups, told.view.world_size = "0,1,2,3", 4
+    assert logs.lines(told)[1] == "recovery groups 0,1,2,3"
+    told.view.groups_next, told.view.groups_number = "0-1,2-3", 1
+    told.view.groups_from[2] = 10
+    assert (
+        logs.lines(told)[1]
+        == "recovery groups 0,1,2,3; 0-1,2-3 from the next checkpoint on (1 of 4 ranks log by them)"
+    )
+    assert logs.as_json(told)["groups"] == {
+        "in_force": "0,1,2,3",
+        "since": 0,
+        "wanted": "0-1,2-3",
+        "logged_by": [2],
+    }
+    told.view.ClearField("groups_next")
+    told.view.groups, told.view.groups_since = "0-1,2-3", 10
+    assert logs.lines(told)[1] == "recovery groups 0-1,2-3 since version 10"
+    assert logs.as_json(told)["groups"]["wanted"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

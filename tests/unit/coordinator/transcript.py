@@ -8,6 +8,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
          [help_combine=]                                 refuse rank= generation= reason=
     report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
+         [number= since=]                                regroup groups=
     ask rank= generation= after= reason=                 pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
     beat rank= version=                                  suspect rank= reason=
@@ -146,10 +147,22 @@ class World:
     def do_refuse(self, rank: str, generation: str, reason: str) -> list[str]:
         return self.step(m.Refuse(sender=self.sender(rank), generation=int(generation), reason=reason))
 
-    def do_durable(self, rank: str, version: str, generation: str = "0", inc: str = "") -> list[str]:
+    def do_durable(
+        self,
+        rank: str,
+        version: str,
+        generation: str = "0",
+        inc: str = "",
+        number: str = "0",
+        since: str = "0",
+    ) -> list[str]:
         return self.step(
             m.CheckpointDurable(
-                sender=self.sender(rank, inc), version=int(version), generation=int(generation)
+                sender=self.sender(rank, inc),
+                version=int(version),
+                generation=int(generation),
+                groups_number=int(number),
+                groups_since=int(since),
             )
         )
 
@@ -162,6 +175,9 @@ class World:
                 reason=reason,
             )
         )
+
+    def do_regroup(self, groups: str) -> list[str]:
+        return self.step(m.ChangeGroups(groups=groups))
 
     def do_finish(self, rank: str, version: str) -> list[str]:
         return self.step(m.Finish(sender=self.sender(rank), version=int(version)))
@@ -326,6 +342,13 @@ def _view(row: JobRow) -> str:
         parts.append(f"checkpoints {','.join(map(str, view.checkpoints))}")
     if view.HasField("checkpoint_at"):
         parts.append(f"checkpoint at {view.checkpoint_at} for {view.checkpoint_reason}")
+    if view.groups_next or view.groups_since:
+        parts.append(f"groups {view.groups} since {view.groups_since}")
+    if view.groups_next:
+        logged = ",".join(f"{rank}@{since}" for rank, since in sorted(view.groups_from.items()))
+        parts.append(f"wanted {view.groups_number}: {view.groups_next}, logged from {logged or 'nowhere'}")
+    if view.HasField("plan") and view.groups_number:
+        parts.append(f"planned by {view.plan.groups}")
     if view.reason:
         parts.append(f"because {view.reason}")
     if view.waiting_for:

@@ -13,6 +13,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused
 from swift.log.record import RecordKey
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.regroup import LoggedGroups
 from swift.runtime.help.actions import Action, ahead
 from swift.runtime.help.agreement import Together, copy_of
 from swift.runtime.help.inner import InCopy, Inner
@@ -144,7 +145,8 @@ class Copy:
         self.schedules = [self._schedule(rank, network) for rank in self.ranks]
 
     def _schedule(self, rank: Rank, network: Network) -> Any:
-        rank.channel.groups = RecoveryGroups.parse("0-1,2")
+        rank.channel.groups = groups = RecoveryGroups.parse("0-1,2")
+        rank.channel.logged_groups = LoggedGroups(rank.rank, groups)
         rank.channel.begin_replay(self.log, STEP, -1)  # type: ignore[arg-type]
         rank.channel.begin_step(STEP)
         return InCopy(rank.stages, MICROBATCHES, loss_fn, Inner(Gloo(network, rank.rank), rank.rank, (0, 1)))
