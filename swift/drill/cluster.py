@@ -314,6 +314,12 @@ class Cluster:
             **({"lost": True, "number": server, "address": self._addresses[name]} if for_good else {}),
         )
 
+    def start_plan(self, name: str, words: Sequence[str]) -> Process:
+        """An operator's `swift-ft plan` of the running job; its output is in a file of that name."""
+        arguments = ["swift.cli", "plan", "--coordinator", self._addresses[COORDINATOR], "--job", JOB]
+        self._spawn(name, [*arguments, *words])
+        return self._processes[name]
+
     def fetch_profile(self, path: Path) -> str:
         """What `swift-ft plan` gets of the job, as if each rank had a machine, into `path`. Why not; empty: it did."""
         env = self._env | (self._security.environment(LAUNCHER) if self._security is not None else {})
@@ -328,7 +334,8 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends and reaps all processes: first those that would complain about the others' end."""
-        for name in (LAUNCHER, COORDINATOR, *self._log_servers):
+        ours = (LAUNCHER, COORDINATOR, *self._log_servers)
+        for name in (*(self._processes.keys() - ours), *ours):
             if name in self._processes:
                 self._processes[name].stop(STOP_GRACE_S.get(name, STOP_GRACE_S_DEFAULT))
         for pid in self.strays():

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from swift.arguments import Parser
-from swift.drill import faults, html, report, run
+from swift.drill import faults, html, regroup, report, run
 from swift.drill.config import (
     DATA_PARALLEL,
     IMPLEMENTATIONS,
@@ -89,6 +89,13 @@ def make_parser() -> Parser:
         metavar="RUNS",
         help="stages that recover together, between which alone the log is kept, such as 0-1,2-3 (default: none)",
     )
+    add(
+        "--regroup",
+        action="append",
+        metavar="SPEC",
+        help="other ones from a step on: step=8,groups=0-1,2-3 or step=8,storage-cap=BYTES (by a plan); with until=12 "
+        "or by=12 behind the step training waits there until they are asked for, or in force",
+    )
     add("--seed", type=int, default=0, metavar="S", help="of everything random (default %(default)s)")
     add("--log-servers", type=int, default=1, metavar="N", help="as if on N machines (default %(default)s)")
     add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
@@ -159,6 +166,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         faults=_faults(args, topology, updates),
         strategy=args.strategy.lower(),
         groups=_groups(args.groups),
+        regroups=tuple(regroup.parse(spec) for spec in args.regroup or ()),
         seed=args.seed,
         spares=args.spares,
         helpers=args.helpers,

@@ -11,6 +11,8 @@ from pathlib import Path
 from swift.drill import faults as fault_specs
 from swift.drill import sizes
 from swift.drill.faults import Fault
+from swift.drill.regroup import Regroup
+from swift.drill.regroup import check as check_regroups
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
@@ -51,6 +53,8 @@ class DrillConfig:
     strategy: str = "auto"
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
     """Stages that recover together; empty: every rank by itself."""
+    regroups: tuple[Regroup, ...] = ()
+    """Other ones while the job runs."""
     seed: int = 0
     log_servers: int = 1
     """Each as if on a machine of its own."""
@@ -117,6 +121,7 @@ class DrillConfig:
         stages = {rank: shape.stages_of(rank) for rank in range(shape.ranks)}
         if problem := self.groups.problem(shape.stages, stages):
             raise UsageError(f"--{problem}")
+        self._check_regroups()
         self._check_optimizer()
         self._check_data_parallelism()
         fault_specs.check(
@@ -133,6 +138,18 @@ class DrillConfig:
             raise UsageError(
                 f"--kill {corrupt}: with --copies {self.copies} a replay reads another copy: leave --copies out"
             )
+
+    def _check_regroups(self) -> None:
+        shape = self.topology
+        for flag, there in (
+            (f"--replicas {shape.replicas}", shape.replicas > 1),
+            (f"--schedule {shape.schedule}", shape.stages_per_rank > 1),
+            ("--secure", self.secure),
+            ("--kill corrupt=log", any(isinstance(f, fault_specs.CorruptFault) for f in self.faults)),
+        ):
+            if self.regroups and there:
+                raise UsageError(f"--regroup does not go with {flag}: leave one of them out")
+        check_regroups(self.regroups, self.groups, shape.stages, shape.steps)
 
     def _check_optimizer(self) -> None:
         versions = OPTIMIZERS[self.optimizer]
@@ -183,6 +200,8 @@ class DrillConfig:
         words += ["--spares", str(self.spares), "--strategy", self.strategy]
         if self.groups.starts:
             words += ["--groups", str(self.groups)]
+        for regroup in self.regroups:
+            words += ["--regroup", str(regroup)]
         if self.topology.replicas > 1:
             words += ["--undo", self.undo]
         if self.helpers:

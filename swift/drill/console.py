@@ -312,6 +312,8 @@ def _predicted(prediction: Mapping[str, Any]) -> list[str]:
     per_step = sizes["per_step"]
     equal = {True: "yes", False: "NO", None: "?"}[sizes["equal"]]
     said = [f"{equal}: {per_step['predicted']} bytes a step between groups {prediction['groups']}"]
+    for entry in prediction.get("regroups", {}).get("in_force", [])[1:]:
+        said.append(f"groups {entry['groups']} in force since version {entry['since']}")
     for recovery in prediction["recoveries"]:
         if recovery["ratio"] is None:
             said.append(recovery["why"])

@@ -23,8 +23,9 @@ victims of one step die at once.
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from swift.drill.topology import Topology
 from swift.errors import UsageError
@@ -437,8 +438,9 @@ def held_together(faults: Sequence[Fault]) -> list[list[int]]:
     return [group for step, group in by_step.items() if len(group) > 1 or step in beside]
 
 
-def to_environment(faults: Sequence[Fault]) -> str:
-    """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves."""
+def to_environment(faults: Sequence[Fault], pauses: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves. `pauses`: id -> the step before which
+    rank 0 waits for ``<id>.go``."""
     held = {index for group in held_together(faults) for index in group}
     return json.dumps(
         [
@@ -457,5 +459,9 @@ def to_environment(faults: Sequence[Fault]) -> str:
             {"id": fault_id(index), "rank": fault.rank, "phase": "flip"}
             for index, fault in enumerate(faults)
             if isinstance(fault, CorruptCopyFault)
+        ]
+        + [
+            {"id": pause, "rank": 0, "step": step, "phase": "pause", "hold": True}
+            for pause, step in pauses.items()
         ]
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from swift.drill import regroup
 from swift.drill.checks import Check, all_of
 from swift.drill.config import DrillConfig
 from swift.drill.faults import LogLossFault
@@ -53,9 +54,10 @@ def section(
     if not config.groups.starts:
         return None, []
     sizes, bytes_check = _bytes(config, events, measured)
+    regroups, regroup_checks = regroup.section(config.regroups, config.groups, events)
     times, profile = _times(config, events, found, measured)
     of_job, of_job_checks = _of_job(config, measured)
-    checks = [bytes_check, *of_job_checks]
+    checks = [bytes_check, *of_job_checks, *regroup_checks]
     judged = [time for time in times if time["within"] is not None]
     if judged:
         apart = ", ".join(f"{time['ratio']:.2f} of what was predicted" for time in judged)
@@ -66,6 +68,7 @@ def section(
         "recoveries": times,
         "profile": None if profile is None else profile.document(),
         "of_job": of_job,
+        **({"regroups": regroups} if regroups is not None else {}),
     }
     return shown, checks
 
@@ -101,20 +104,27 @@ def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None)
 
 
 def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> tuple[dict[str, Any], Check]:
-    wanted = predicted_streams(config)
+    of_groups = _OfGroups(config)
+    groups = (regroup.history(config.groups, events)[-1].groups,)
+    wanted = of_groups.streams(groups)
     given: defaultdict[str, Counter[int]] = defaultdict(Counter)
     steps: Counter[int] = Counter()
+    other: dict[str, list[int]] = {}
     for event in events:
         if event["event"] != "profiled":
             continue
+        by = regroup.logged_by(event, config.groups)
+        expected = of_groups.streams(by)
         steps[event["rank"]] += 1
-        for stream in {*event["logged"], *_written_by(config, event["rank"], wanted)}:
-            given[stream][event["logged"].get(stream, 0)] += 1
-    other = {
-        stream: sorted(sizes) for stream, sizes in given.items() if set(sizes) != {wanted.get(stream, 0)}
-    }
+        for stream in {*event["logged"], *_written_by(config, event["rank"], expected)}:
+            size = event["logged"].get(stream, 0)
+            if size != expected.get(stream, 0):
+                other[stream] = sorted({*other.get(stream, []), size})
+            if by == groups:
+                given[stream][size] += 1
+            of_groups.see(by, int(event["step"]), stream, size)
     unseen = sorted(set(wanted) - set(given))
-    kept, wrong_in_log = _in_log(config, events, wanted, measured)
+    kept, wrong_in_log = _in_log(config, events, of_groups, measured)
     equal = None if not steps or unseen else not (other or wrong_in_log)
     shown = {
         "per_step": {
@@ -126,6 +136,7 @@ def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> 
             for stream in sorted({*wanted, *given})
         },
         "steps": sum(steps.values()),
+        **({"by_groups": of_groups.shown()} if config.regroups else {}),
         "in_log": kept,
         "equal": equal,
     }
@@ -135,6 +146,47 @@ def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> 
         wrong[_SHOWN:] = [f"and {len(wrong) - _SHOWN} more"]
     detail = "; ".join(wrong) or (f"nothing was told of {', '.join(unseen)}" if unseen else "")
     return shown, Check("the log takes the predicted bytes", equal, detail or "no step was measured")
+
+
+class _OfGroups:
+    """What the steps log that are logged by one or several groups."""
+
+    def __init__(self, config: DrillConfig) -> None:
+        self._config = config
+        self._streams: dict[tuple[str, ...], dict[str, int]] = {}
+        self._sizes: dict[tuple[str, ...], dict[str, int]] = {}
+        self._by_step: defaultdict[int, dict[str, int]] = defaultdict(dict)
+
+    def streams(self, by: tuple[str, ...]) -> dict[str, int]:
+        """Whatever crosses any of them."""
+        if by not in self._streams:
+            self._streams[by] = {
+                stream: size
+                for groups in by
+                for stream, size in predicted_streams(self._config, RecoveryGroups.parse(groups)).items()
+            }
+        return self._streams[by]
+
+    def see(self, by: tuple[str, ...], step: int, stream: str, size: int) -> None:
+        seen = self._sizes.setdefault(by, {})
+        seen[stream] = max(size, seen.get(stream, 0))
+        if stream in self.streams(by):
+            self._by_step[step][stream] = self.streams(by)[stream]
+
+    def of_step(self, step: int) -> Mapping[str, int]:
+        """stream -> bytes, by whatever groups its writer has logged the step at any time."""
+        return self._by_step[step] if self._config.regroups else self.streams((str(self._config.groups),))
+
+    def shown(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "logged_by": list(by),
+                "predicted": sum(self.streams(by).values()),
+                # Not all ranks go from one to the next in the same step: what nobody logged so is not known.
+                "measured": sum(sizes.values()) if set(sizes) >= set(self.streams(by)) else None,
+            }
+            for by, sizes in self._sizes.items()
+        ]
 
 
 def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> list[str]:
@@ -149,7 +201,7 @@ def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> li
 
 
 def _in_log(
-    config: DrillConfig, events: Sequence[Event], wanted: Mapping[str, int], measured: Measured
+    config: DrillConfig, events: Sequence[Event], of_groups: "_OfGroups", measured: Measured
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """What of the log was kept at the end: the steps behind the newest complete checkpoint. And what is wrong."""
     lossy = any(isinstance(fault, LogLossFault) for fault in config.faults)
@@ -159,10 +211,10 @@ def _in_log(
     steps = list(range(max(complete, default=0), config.topology.steps))
     wrong = [
         f"{stream} of step {step} is in the log with {measured.in_log.get(stream, {}).get(step, 0)} bytes, "
-        f"not {wanted.get(stream, 0)}"
-        for stream in sorted({*wanted, *measured.in_log})
+        f"not {of_groups.of_step(step).get(stream, 0)}"
         for step in steps
-        if measured.in_log.get(stream, {}).get(step, 0) != wanted.get(stream, 0)
+        for stream in sorted({*of_groups.of_step(step), *measured.in_log})
+        if measured.in_log.get(stream, {}).get(step, 0) != of_groups.of_step(step).get(stream, 0)
     ]
     return {"steps": steps, "equal": not wrong if steps else None}, wrong
 

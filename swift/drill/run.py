@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swift import events
-from swift.drill import control, faults, loss, prediction, timeline
+from swift.drill import control, faults, loss, prediction, regroup, timeline
 from swift.drill.checks import Digest
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.faults import CoordinatorFault, CorruptFault, LogLossFault, LogServerFault, fault_id
+from swift.drill.operator import Operator
 from swift.drill.report import Evidence
 from swift.drill.security import Security
 from swift.errors import UsageError
@@ -68,6 +69,8 @@ class _Watch:
         """The highest that any rank has begun."""
         self.replayed = False
         """A replay has begun."""
+        self.settled = True
+        """No other recovery groups are wanted than those in force."""
         self.stalled = False
         self._progress = progress
         self._moved = time.monotonic()
@@ -91,6 +94,8 @@ class _Watch:
         if event["event"] == "step_begin" and not event.get("replay"):
             self.step = max(self.step, int(event["step"]))
         self.replayed = self.replayed or event["event"] == "replay_begin"
+        if event["event"] == "groups":
+            self.settled = not event["wanted"]
         if event["event"] not in _NO_PROGRESS:
             self._moved = time.monotonic()
         self._progress.see(event)
@@ -119,7 +124,7 @@ class FaultedRun:
             ranks=config.topology.ranks,
             spares=config.spares,
             trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
-            faults=faults.to_environment(config.faults),
+            faults=faults.to_environment(config.faults, regroup.pauses(config.regroups)),
             die_at=[
                 (fault_id(index), fault.state.upper())
                 for index, fault in enumerate(config.faults)
@@ -137,6 +142,7 @@ class FaultedRun:
             log_lost_s=LOG_LOST_S if any(isinstance(f, LogLossFault) for f in config.faults) else None,
         )
         self._watch = _Watch(self._cluster, progress)
+        self._operator = Operator(self._cluster, config.regroups)
 
     def run(self, twin: Callable[[], Twin]) -> Evidence:
         """All of the evidence; `twin` is asked for its part once this run is over."""
@@ -193,6 +199,7 @@ class FaultedRun:
                     self._cluster.kill_log_server(fault_id(index), fault.server, for_good=True)
             elif isinstance(fault, CorruptFault):
                 self._corrupt(index, fault)
+        self._operator.turn(self._watch.step, settled=self._watch.settled)
         self._held = [group for group in self._held if not self._let_go(group)]
         # In the third step the records of the first ones have long been acknowledged.
         if self._copy is None and self._watch.step >= 2 and time.monotonic() - self._copy_tried > 0.2:

@@ -4,7 +4,8 @@ The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", 
 "hold"}``. At its coordinates a rank sends SIGKILL to itself: the kernel ends it in the middle of what it does,
 as a lost machine would. A fault fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
 With the phase "flip" it lives, and a bit of the replica's state that it receives is flipped on arrival.
-With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that the drill can prepare the log.
+With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that the drill can prepare the log. With the
+phase "pause", which is before the step, it does nothing else.
 """
 
 import json
@@ -61,7 +62,7 @@ class FaultInjector:
         """Does not return if a fault of this rank has these coordinates and has not fired yet."""
         for fault in self._mine:
             if (
-                fault.phase == phase
+                (fault.phase == phase or (fault.phase == "pause" and phase == "idle"))
                 and fault.step in (None, step)
                 and (fault.microbatch == microbatch or phase in ("optimizer", "idle", "reduce", "update"))
             ):
@@ -137,6 +138,8 @@ class FaultInjector:
                 if time.monotonic() > deadline:
                     raise ServiceError(f"fault {fault.id}: nobody made {fault.id}.go")
                 time.sleep(0.005)
+        if fault.phase == "pause":
+            return
         events.emit(
             "fault", rank=self._rank, id=fault.id, phase=fault.phase, step=step, microbatch=fault.microbatch
         )
