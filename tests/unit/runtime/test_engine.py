@@ -1,5 +1,6 @@
 """What a rank makes of the log's servers between two generations."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from swift.errors import (
     SwiftError,
     UsageError,
 )
+from swift.recovery import RecoveryGroups
+from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine, own_servers
 from swift.runtime.state import TrainerState
@@ -62,7 +65,8 @@ def engine_of(told: Told) -> Engine:
     nothing: Any = None
     member: Any = nothing
     state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
-    engine = Engine(1, SessionConfig(), member, nothing, nothing, state, nothing, nothing, nothing)
+    channel: Any = SimpleNamespace(logged_groups=LoggedGroups(1, RecoveryGroups()))
+    engine = Engine(1, SessionConfig(), member, nothing, channel, state, nothing, nothing, nothing)
     engine._member = type("Member", (), {"client": told})()  # type: ignore[assignment]
     return engine
 

@@ -8,6 +8,8 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused, ServiceError
+from swift.recovery import RecoveryGroups
+from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine
 from swift.runtime.saving import Saving
@@ -41,24 +43,26 @@ class Client:
     def __init__(self, deaf: int = 0) -> None:
         self.deaf = deaf
         self.told: list[tuple[int, int]] = []
+        self.groups: list[tuple[int, int]] = []
 
-    def checkpoint_durable(self, version: int, generation: int) -> None:
+    def checkpoint_durable(self, version: int, generation: int, number: int, since: int) -> None:
         if self.deaf:
             self.deaf -= 1
             raise ServiceError("nobody answers")
         self.told.append((version, generation))
+        self.groups.append((number, since))
 
 
-def saving(store: Store, client: Client) -> Saving:
+def saving(store: Store, client: Client, wanted: str = "") -> Saving:
     nothing: Any = None
     state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
     state.version = 17
-    view = pb.View(generation=9)
+    view = pb.View(generation=9, groups_next=wanted, groups_number=3 if wanted else 0)
     member: Any = SimpleNamespace(
         client=client, watcher=SimpleNamespace(latest=view, wait_for=lambda _test, _timeout: view)
     )
     kept: Any = store
-    return Saving(2, member, state, kept)
+    return Saving(2, member, state, kept, LoggedGroups(2, RecoveryGroups()))
 
 
 def test_it_is_of_the_generation_that_is_under_way() -> None:
@@ -73,6 +77,17 @@ def test_whoever_is_ready_behind_it_has_told(deaf: int) -> None:
     client = Client(deaf)
     saving(Store(), client).save_before_ready(8)
     assert set(client.told) == {(17, 8)}
+
+
+@pytest.mark.parametrize("generation", [0, 9])
+def test_with_a_checkpoint_goes_since_when_the_groups_that_are_wanted_are_logged(generation: int) -> None:
+    client = Client()
+    one = saving(Store(), client, "0-1,2-3")
+    if generation:
+        one.save_before_ready(generation)
+    else:
+        one.save()
+    assert set(client.groups) == {(3, 17)}
 
 
 def test_a_coordinator_that_stays_away_is_an_error() -> None:
@@ -104,7 +119,13 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
 
     profile = SimpleNamespace(end=ignored)
     channel: Any = SimpleNamespace(
-        replaying=replaying, begin_step=ignored, settle=ignored, profile=profile, off_log=saves
+        replaying=replaying,
+        begin_step=ignored,
+        settle=ignored,
+        profile=profile,
+        off_log=saves,
+        logged_by=(),
+        logged_groups=LoggedGroups(2, RecoveryGroups()),
     )
     state: Any = SimpleNamespace(version=9, begin_step=ignored, check_updated=ignored, state_dict=dict)
 
