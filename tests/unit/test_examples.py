@@ -246,7 +246,7 @@ def test_only_known_labels_and_base_units() -> None:
     bounded = {"job", "reason", "strategy"}
     units = ("_seconds", "_bytes", "_total", "_info")
     countable = re.compile(
-        r"_(records|sessions|streams|readers|segments|ranks|servers|suspicions|generation|version|size|state|alarm|wanted|step|steps|waits)$"
+        r"_(records|sessions|streams|readers|segments|ranks|groups|servers|suspicions|generation|version|size|state|alarm|wanted|step|steps|waits)$"
     )
     for family in (*LOG, *COORDINATOR, *TRAINER):
         assert set(family.labels) <= bounded, family
