@@ -39,7 +39,7 @@ def apart(report: dict[str, Any], where: int) -> dict[str, float]:
     return {rank: one["relative"] for rank, one in found.items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.matrix)])
 def test_a_lost_stage_and_then_another(optimizer: str, twins: Twins, tmp_path: Path) -> None:
     """The second one is replayed from the checkpoint and the log that the first one left."""
     specs = ["rank=2,step=4,microbatch=3", "rank=1,step=9"]

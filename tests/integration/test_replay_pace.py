@@ -123,7 +123,7 @@ def replay(
     return ends[0], run
 
 
-@pytest.mark.parametrize("helpers", [0, 1])
+@pytest.mark.parametrize("helpers", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_slow_log_is_found_out(helpers: int, tmp_path: Path) -> None:
     """A step's bytes take a quarter of a second, its microbatches 12 ms."""
     end, _ = replay(tmp_path, 0.003, helpers, SlowLog)

@@ -43,7 +43,7 @@ def as_predicted(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "helpers", "owners", "shares"),
-    [(3, 1, [2, 3], [4, 3]), (0, 2, [0, 1], [3, 2, 2])],
+    [(3, 1, [2, 3], [4, 3]), pytest.param(0, 2, [0, 1], [3, 2, 2], marks=pytest.mark.matrix)],
 )
 def test_two_stages(
     rank: int, helpers: int, owners: list[int], shares: list[int], twins: Twins, tmp_path: Path

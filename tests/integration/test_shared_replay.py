@@ -123,6 +123,7 @@ def test_a_helper_dies_before_it_has_the_stage(twin: Run, tmp_path: Path) -> Non
     same(run, twin)
 
 
+@pytest.mark.matrix
 def test_a_helper_hangs(twin: Run, tmp_path: Path) -> None:
     """Its lease ends that, as everywhere else; what its owner had replayed by then is kept."""
     run = helping(tmp_path, "hanging", spares=2)

@@ -27,9 +27,9 @@ def arguments(schedule: str, microbatches: int, helpers: int) -> list[str]:
     ("schedule", "microbatches", "rank"),
     [
         (*SCHEDULES[0], 2),
-        (*SCHEDULES[1], 0),
+        pytest.param(*SCHEDULES[1], 0, marks=pytest.mark.matrix),
         (*SCHEDULES[2], 3),
-        (*SCHEDULES[3], 0),
+        pytest.param(*SCHEDULES[3], 0, marks=pytest.mark.matrix),
     ],
 )
 def test_every_schedule(schedule: str, microbatches: int, rank: int, twins: Twins, tmp_path: Path) -> None:
@@ -49,6 +49,7 @@ def test_every_schedule(schedule: str, microbatches: int, rank: int, twins: Twin
     assert helped == [2 * one["steps"] * share for share in one["shares"][:2]]
 
 
+@pytest.mark.matrix
 def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     """Its rank is replayed as well; the first owner goes on from where it was."""
     specs = ["rank=2,step=9", "rank=1,phase=replay,microbatch=1"]

@@ -176,6 +176,7 @@ def run(tmp_path: Path, logger: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.matrix
 def test_a_writer_in_the_trainers_thread_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control burns four steps' time in every step: more than a busy machine adds to one of the modes alone."""
     monkeypatch.setattr(overhead, "STEP_S", {"small": 0.004})
