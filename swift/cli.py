@@ -20,7 +20,7 @@ OTHERS = {
     "status": "show what a job does now: its state, each rank's version, how long a replay will still take",
     "logs": "show where a job's log is kept; give a log server up, or name another one",
     "doctor": "check whether this machine is fit, and whether the services answer",
-    "bench": "measure one part against the limit of the machine: undo, replica, log, codec, overhead; soak the log",
+    "bench": "measure one part against the limit of the machine: log, replay, undo, ...; soak the log",
     "version": "print the version",
 }
 

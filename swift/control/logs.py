@@ -1,18 +1,15 @@
 """`swift-ft logs`: where a job's log is kept, and an operator's word on its log servers."""
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from swift._pb import coordinator_pb2 as pb
-from swift.arguments import Parser
+from swift.control.asking import PATIENCE_S, exit_code_of, parser_of
 from swift.control.client import CoordinatorClient
-from swift.errors import SwiftError, UsageError
+from swift.errors import UsageError
 from swift.log.address import parse_server
 
-PATIENCE_S = 10.0
-"""Somebody waits for it: a coordinator that is being started again is waited for no longer."""
 SILENT_S = 5.0
 """A log server that was heard so long ago is shown as silent."""
 DESCRIPTION = """\
@@ -23,20 +20,13 @@ their state, and the step under way is done again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(run, argv)
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(prog="swift-ft logs", description=DESCRIPTION)
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
-    parser.add_argument("--job", required=True, metavar="NAME")
+    parser = parser_of("swift-ft logs", DESCRIPTION, "print it as JSON")
     parser.add_argument("--lost", default="", metavar="HOST:PORT", help="this one will not come back")
     parser.add_argument("--add", default="", metavar="[MACHINE=]HOST:PORT", help="this one has come")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
     arguments = parser.parse_args(argv)
     host, add = parse_server(arguments.add, "--add") if arguments.add else ("", "")
     lost = parse_server(arguments.lost, "--lost")[1] if arguments.lost else ""

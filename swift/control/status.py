@@ -1,37 +1,26 @@
 """`swift-ft status`: what a job does now, as its coordinator sees it."""
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from swift._pb import coordinator_pb2 as pb
-from swift.arguments import Parser
+from swift.control.asking import PATIENCE_S, exit_code_of, parser_of
 from swift.control.client import CoordinatorClient
-from swift.errors import SwiftError
 
-PATIENCE_S = 10.0
-"""Somebody waits for it: a coordinator that is being started again is waited for no longer."""
 DESCRIPTION = """\
 Shows what a job does: its state and what that waits for, the version of each rank, how far a replay is and how long it
 will still take, and what ranks suspect."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(run, argv)
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(prog="swift-ft status", description=DESCRIPTION)
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
-    parser.add_argument("--job", required=True, metavar="NAME")
-    parser.add_argument("--json", action="store_true", help="print the coordinator's whole answer as JSON")
+    parser = parser_of("swift-ft status", DESCRIPTION, "print the coordinator's whole answer as JSON")
     arguments = parser.parse_args(argv)
     client = CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S)
     try:
