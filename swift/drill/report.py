@@ -339,6 +339,10 @@ def _recovery(config: DrillConfig, evidence: Evidence, recovery: Recovery) -> di
         "plan_reason": (recovery.plan or {}).get("reason"),
         "plans": len(recovery.planned),
         **_strategy(config, [recovery]),
+        "ranks": {
+            str(rank): {"strategy": name, "reason": reason}
+            for rank, (name, reason) in sorted(recovery.strategies().items())
+        },
         **_cost(config, [recovery]),
         **replicas.copies([recovery]),
         "undo": replicas.undo(config, [recovery]),

@@ -4,12 +4,12 @@ A rank reaches what it holds (KEEP), what finishing its step leads to (ROLL_FORW
 leads to (UNDO). A shard of a stage group reaches what one of its replicas reaches: the others copy it (REPLICA).
 A stage group reaches what all of its shards reach.
 
-Of the ways to one version, a whole state beats one that must be made, and an exact one beats an inexact one:
+Of the ways to one version a rank's own beats a copy, if it leads there bit for bit: it moves no bytes, and it is not
+lost with the rank that gives them. Its own are tried in the order KEEP, ROLL_FORWARD, UNDO.
 
-    some replica holds it           who does not copies it from those who do
-    none holds it                   who rolls forward or undoes bit for bit does so; who cannot copies it from them
-    by an inexact undo alone        one replica undoes, all others copy that: two undos of different buckets do
-                                    not give the same bits, and replicas must
+    some replica gets there exactly     those who do so by themselves do; the others copy it from them
+    by an inexact undo alone            one replica undoes, all others copy that: two undos of different buckets
+                                        do not give the same bits, and replicas must
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,9 +90,7 @@ class Reach:
         own = {rank: way for rank in replicas if (way := self._own(rank, version))}
         if Strategy.REPLICA not in self._allowed:
             return own
-        whole = [rank for rank, way in own.items() if way.strategy is Strategy.KEEP]
-        exact = [rank for rank, way in own.items() if way.exact]
-        sources = whole or exact or list(own)[:1]
+        sources = [rank for rank, way in own.items() if way.exact] or list(own)[:1]
         return {
             rank: own[rank]
             if rank in sources

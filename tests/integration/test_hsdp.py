@@ -52,8 +52,9 @@ def survived(faulted: Run, twin: Run, victims: list[int]) -> list[list[dict[str,
 
 
 def copied(plan: list[dict[str, Any]]) -> dict[int, list[int]]:
-    """rank -> where it copies from; all others keep what they have."""
-    assert {entry["strategy"] for entry in plan} == {"KEEP", "REPLICA"}
+    """rank -> where it copies from; all others keep what they have, or finish the step in whose vote they were."""
+    ways = {entry["strategy"] for entry in plan}
+    assert {"REPLICA"} <= ways <= {"KEEP", "ROLL_FORWARD", "REPLICA"}
     return {entry["rank"]: entry["sources"] for entry in plan if entry["strategy"] == "REPLICA"}
 
 

@@ -60,7 +60,9 @@ def test_a_group_of_four_of_eight_stages(rank: int, twins: Twins, tmp_path: Path
 def test_a_stage_with_a_replica_is_copied_and_its_group_keeps_its_state(twins: Twins, tmp_path: Path) -> None:
     words = ["--stages", "4", "--replicas", "2", "--groups", "0-1,2-3", *kills("rank=3,step=8,microbatch=2")]
     report = passed(drill(*words, twins=twins, at=tmp_path))
-    assert set(report["strategy"].values()) == {"keep", "replica"}
+    # Stage 1 alone has lost something; whom the loss caught in the vote finishes its step.
+    assert {stage for stage, name in report["strategy"].items() if name == "replica"} == {"1"}
+    assert set(report["strategy"].values()) <= {"keep", "roll_forward", "replica"}
     assert report["prediction"]["bytes"]["equal"] is True
 
 
@@ -78,7 +80,8 @@ def test_one_group_of_all_with_replicas_copies(twins: Twins, tmp_path: Path) -> 
     outcome = drill(*words, twins=twins, at=tmp_path)
     assert outcome.exit_code == 0, outcome.explain()
     assert outcome.report is not None
-    assert outcome.report["strategy"] == {"0": "keep", "1": "replica"}
+    assert outcome.report["strategy"]["0"] in ("keep", "roll_forward")
+    assert outcome.report["strategy"]["1"] == "replica"
     assert outcome.report["log"]["records"] == 0
 
 

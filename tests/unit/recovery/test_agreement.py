@@ -145,9 +145,13 @@ class TestWithoutReplay:
         assert outcome.of(0).reason == "is between two versions, and takes step 14 back, bit for bit"
         assert outcome.of(2).reason.endswith("rank 1 goes back to version 14, rank 0 goes back to version 14")
 
-    def test_whole_beats_forward_beats_undo(self) -> None:
+    def test_nobody_copies_what_it_can_make_itself(self) -> None:
         outcome = decided(reports(held(15), applied(14), half(14)), mesh(1, 3))
-        assert ways(outcome) == [(KEEP, 15), (REPLICA, 15, (0,)), (REPLICA, 15, (0,))]
+        assert ways(outcome) == [(KEEP, 15), (ROLL_FORWARD, 15), (REPLICA, 15, (1, 0))]
+        outcome = decided(reports(held(14), half(14), LOST), mesh(1, 3))
+        assert ways(outcome) == [(KEEP, 14), (UNDO, 14), (REPLICA, 14, (1, 0))]
+        outcome = decided(reports(applied(14), half(14), LOST), mesh(1, 3))
+        assert ways(outcome) == [(ROLL_FORWARD, 15), (REPLICA, 15, (0,)), (REPLICA, 15, (0,))]
         outcome = decided(reports(applied(14), half(14), stuck(14)), mesh(1, 3))
         assert ways(outcome) == [(ROLL_FORWARD, 15), (REPLICA, 15, (0, 2)), (ROLL_FORWARD, 15)]
 
@@ -265,9 +269,11 @@ class TestReplay:
         outcome = decided(
             reports(held(15), held(15), held(15), held(14), LOST, half(14)), layout, whole_log(layout, 10, 14)
         )
-        assert ways(outcome)[3:] == [(CATCH_UP, 14), (REPLICA, 14, (3,)), (REPLICA, 14, (3,))]
+        assert ways(outcome)[3:] == [(CATCH_UP, 14), (REPLICA, 14, (3, 5)), (UNDO, 14)]
         assert outcome.of(3).reason == "holds version 14, 1 behind"
-        assert outcome.of(4).reason == "holds no state; rank 3 holds version 14; 1 to replay"
+        assert outcome.of(4).reason == (
+            "holds no state; rank 3 holds version 14, rank 5 goes back to version 14; 1 to replay"
+        )
         outcome = decided(
             reports(held(16), held(16), held(16), half(14), LOST, stuck(13)),
             layout,
