@@ -35,6 +35,10 @@ def kill(rank: int, phase: str, step: int = 5, microbatch: int = 1) -> dict[str,
     return {"rank": rank, "phase": phase, "step": step, "microbatch": microbatch}
 
 
+def kill_together(*ranks: int, phase: str, step: int = 5) -> list[dict[str, Any]]:
+    return [{**kill(rank, phase, step), "hold": True} for rank in ranks]
+
+
 def survived(faulted: Run, twin: Run, victims: list[int]) -> list[list[dict[str, Any]]]:
     """The ranks of every plan, of a run in which every bit is the twin's and survivors kept their processes."""
     trace = faulted["events"]
@@ -67,7 +71,7 @@ def test_a_shard_is_copied_from_its_replica_and_so_is_a_group_of_them(twin: Twin
     assert first[0] == first[2]
     assert first[1] == first[3]
     assert first[0] != first[1]
-    faults = [kill(3, "reduce", step=2), kill(2, "backward"), kill(3, "backward")]
+    faults = [kill(3, "reduce", step=2), *kill_together(2, 3, phase="backward")]
     one, *_, group = survived(run(tmp_path, 2, 2, "bf16", faults), whole, [3, 2, 3])
     assert copied(one) == {3: [1]}
     assert copied(group) == {2: [0], 3: [1]}
@@ -117,7 +121,7 @@ def test_any_kill_is_survived(
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
 def test_a_shard_lost_in_all_replicas_is_replayed_by_all(phase: str, twin: Twin, tmp_path: Path) -> None:
-    faulted = run(tmp_path, 2, 2, "fp32", [kill(0, phase, step=6), kill(2, phase, step=6)])
+    faulted = run(tmp_path, 2, 2, "fp32", kill_together(0, 2, phase=phase, step=6))
     plans = survived(faulted, twin(2, 2, "fp32"), [0, 2])
     assert {entry["strategy"] for entry in plans[-1]} == {"REPLAY"}
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ def run_trainer(
     spares: int | None = None,
     make: type[Cluster] = Cluster,
 ) -> Run:
-    """``digests`` by file name, ``events`` and ``output`` of one run; a warm spare for every fault."""
+    """``digests`` by file name, ``events`` and ``output`` of one run; a warm spare for every fault.
+
+    Faults with "hold" die at the same moment, once all of them stand where they are to die.
+    """
     cluster = make(
         directory,
         ranks=ranks,
@@ -36,7 +40,8 @@ def run_trainer(
         digests_every=True,
     )
     with cluster:
-        output = until_over(cluster, code_wanted)
+        held = [f"f{index}" for index, fault in enumerate(faults) if fault.get("hold")]
+        output = until_over(cluster, code_wanted, held)
     return found_in(directory, output)
 
 
@@ -55,11 +60,15 @@ def undisturbed(forks: Forks, directory: Path, trainer: str, *arguments: object,
     return found_in(directory, output)
 
 
-def until_over(cluster: Cluster, code_wanted: int = 0) -> str:
-    """What its processes have said last."""
+def until_over(cluster: Cluster, code_wanted: int = 0, held: Sequence[str] = ()) -> str:
+    """What its processes have said last. `held`: faults that are let go when all of them wait."""
     deadline = time.monotonic() + _PATIENCE_S
     while (code := cluster.poll()) is None:
         assert time.monotonic() < deadline, cluster.output_tail()
+        if held and all((cluster.fault_directory / f"{name}.reached").exists() for name in held):
+            for name in held:
+                (cluster.fault_directory / f"{name}.go").touch()
+            held = ()
         time.sleep(0.01)
     output = cluster.output_tail()
     assert code == code_wanted, output
