@@ -241,7 +241,8 @@ class Journal:
             return None
         if self.measure:
             self._copies[bucket] = PreImage(self._optimizer, parameters, whole=False)
-        if own_post_hooks(self._optimizer):  # they may change parameters, also those that have no gradient
+        # Post-hooks and unknown classes may change parameters that have no gradient, too.
+        if self.whole or own_post_hooks(self._optimizer):
             return PreImage(self._optimizer, self.buckets[bucket], whole=self.whole)
         if self.mode == "preimage":
             return PreImage(self._optimizer, parameters, whole=self.whole)

@@ -192,7 +192,7 @@ class Restorer:
 
     def _undo(self, plan: pb.Plan) -> None:
         try:
-            results = self._state.updates.undo()
+            results = self._state.undo()
         except ServiceError as error:  # the parameters are of no version now; the next plan does without them
             self._state.present = False
             raise ReplayRefused(str(error)) from None
@@ -209,7 +209,6 @@ class Restorer:
                 ulps_mean=result.ulps_mean,
                 relative_error=result.step_error,
             )
-        self._state.updates.begin_step(self._state.version)
 
     def _copy_replicas(self, plan: pb.Plan) -> None:
         """All copies of the plan that this rank takes part in, in one order for all ranks."""

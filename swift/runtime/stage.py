@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import ReplayRefused, UsageError
 from swift.runtime import _torch
+from swift.runtime.buffers import Buffers
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.groups import LastingGroup
 from swift.runtime.profiling import WEIGHTS
-from swift.runtime.tensors import same_bits
 from swift.runtime.updates import Updates
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Logged(_Base):
     _channel: Channel
     _calls: int
     _inferring: bool
-    _buffers_before: list[tuple[torch.Tensor, torch.Tensor]]
+    _buffers_before: Buffers | None
     _awaiting_forward: set[int]
     _awaiting_backward: set[int]
     _updates: Updates
@@ -92,7 +92,7 @@ class _Logged(_Base):
         self.grad_scale = 1
         self._calls = -1
         self._inferring = False
-        self._buffers_before = []
+        self._buffers_before = None
         self._awaiting_forward = set()
         self._awaiting_backward = set()
         self._withheld, self._arriving = {}, {}
@@ -332,7 +332,7 @@ class _Logged(_Base):
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self._inferring = True
-        self._buffers_before = [(b, b.detach().clone()) for b in self.submod.buffers()]
+        self._buffers_before = Buffers(self.submod)
         with self._without_columns():
             return super()._forward_metadata_inference(*args, **kwargs)
 
@@ -356,11 +356,10 @@ class _Logged(_Base):
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         _torch.reset_sharded(self.submod)
-        with torch.no_grad():
-            for buffer, value in self._buffers_before:
-                self.changes_buffers = self.changes_buffers or not same_bits(buffer, value)
-                buffer.copy_(value)
-        self._buffers_before = []
+        if self._buffers_before is not None:
+            self.changes_buffers = self.changes_buffers or self._buffers_before.changed
+            self._buffers_before.put_back()
+        self._buffers_before = None
         self._inferring = False
 
 

@@ -2,14 +2,17 @@
 
 import copy
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from swift.checkpoint.state import split
 from swift.errors import ServiceError, UsageError
+from swift.optim.journal import UndoResult
+from swift.optim.kept import Kept
 from swift.runtime import _torch, sharded
+from swift.runtime.buffers import Buffers
 from swift.runtime.groups import LastingGroup
 from swift.runtime.manifest import local
 from swift.runtime.stage import WholeModule
@@ -17,14 +20,14 @@ from swift.runtime.tensors import digest
 from swift.runtime.updates import Updates
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _BeforeStep:
     """What is put back when a half-done step is dropped. Parameters are not here: until the optimizer steps
     they have not changed, or the journal takes them back, and after it the step is not dropped."""
 
     objects: dict[str, Any]
     placements: dict[str, str]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    buffers: list[Buffers]
 
 
 class TrainerState:
@@ -41,6 +44,7 @@ class TrainerState:
         self.present = False  # until the first version is ours, by birth or by restore
         self.lived = False  # until this process has run with the others, and logged what it sent
         self._before: _BeforeStep | None = None
+        self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
 
     # --- registration ---
 
@@ -97,16 +101,19 @@ class TrainerState:
         self._before = _BeforeStep(
             objects=copy.deepcopy(objects),
             placements=placements,
-            buffers=[(b, b.detach().clone()) for stage in self.stages for b in stage.submod.buffers()],
+            buffers=[Buffers(stage.submod) for stage in self.stages],
         )
+        # A trainer may set them at any place in its step (`group["lr"] = …` for this step): ranks that it has left at
+        # different places are replicas only with what they began with.
+        self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
 
     def end_step(self) -> None:
-        self._before = None
+        self._before, self._groups = None, []
         self.version += 1
         self.updates.begin_step(self.version)
 
     def drop_step(self) -> None:
-        """Takes the half-done step back, but for the buckets that are applied: the journal holds those."""
+        """Takes the half-done step back, but for the buckets that are applied: `undo` does that."""
         self.updates.voting = False  # its stack is gone: it cannot be finished any more
         for schedule in self.schedules:
             _torch.clear_schedule(schedule)
@@ -122,9 +129,20 @@ class TrainerState:
             if isinstance(self.objects[name], torch.amp.GradScaler):
                 _torch.forget_unscaled(self.objects[name])
             self.objects[name].load_state_dict(state)
-        with torch.no_grad():
-            for buffer, value in before.buffers:
-                buffer.copy_(value)
+        for buffers in before.buffers:
+            buffers.put_back()
+        self._put_back_groups()
+
+    def undo(self) -> list[UndoResult]:
+        """(after `drop_step`) Takes back what is applied of its update. Raises ServiceError if that cannot be done."""
+        results = self.updates.undo()
+        self._put_back_groups()  # a copied optimizer's are what they were when its bucket was applied
+        self.updates.begin_step(self.version)
+        return results
+
+    def _put_back_groups(self) -> None:
+        for group in self._groups:
+            group.put_back()
 
     def check_updated(self) -> None:
         """Raises UsageError if the trainer's step has not updated, unless a gradient scaler may skip it."""
@@ -194,7 +212,7 @@ class TrainerState:
             optimizer.load_state_dict(value)
         for name, value in state["objects"].items():
             self.objects[name].load_state_dict(value)
-        self._before = None
+        self._before, self._groups = None, []
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
 

@@ -1,5 +1,6 @@
 """The journal: the same bits as the plain step, and the truth about what is applied."""
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -312,6 +313,55 @@ def test_an_unknown_class_is_taken_back_whole() -> None:
         assert (models.image(optimizer), optimizer.param_groups[0]["k"], optimizer.calls) == before
         models.give_gradients(parameters, step)
         journal.apply_rest()
+
+
+class Lazy(torch.optim.Optimizer):
+    """Makes what it needs in its first step, wherever it likes, and decays parameters that have no gradient."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.1})
+        self.norms: deque[float] = deque([0.0], maxlen=2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        everything = self.state["everything"]
+        everything["scale"] = everything.get("scale", torch.ones(())) * 0.5
+        self.norms.append(float(everything["scale"]))
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1  # as apex has it
+            for p in group["params"]:
+                p.mul_(0.9).add_(torch.zeros_like(p) if p.grad is None else p.grad, alpha=-group["lr"])
+
+
+def test_what_an_unknown_class_makes_in_its_step_goes_with_it() -> None:
+    parameters = models.parameters(torch.float32)
+    optimizer = Lazy(parameters)
+    journal = Journal(optimizer, undo="exact", bucket_bytes=SMALL)
+
+    def all_of_it() -> Any:
+        own = {
+            name: list(v) if name == "norms" else v for name, v in vars(optimizer).items() if name != "state"
+        }
+        state = models.bits(optimizer.state_dict())
+        return (
+            models.image(optimizer),
+            list(state["state"].items()),
+            state["param_groups"],
+            list(own),
+            own["norms"],
+        )
+
+    for step in range(3):
+        before = all_of_it()
+        models.give_gradients(parameters, step)
+        journal.begin(step)
+        journal.apply(0)
+        assert all_of_it() != before
+        journal.undo()
+        assert all_of_it() == before
+        journal.apply_rest()
+    assert optimizer.calls == 3
 
 
 def test_a_subclass_with_the_stock_step_is_known() -> None:

@@ -99,6 +99,28 @@ def test_a_dropped_step_leaves_no_trace() -> None:
     assert stage.cleared == 1
 
 
+def test_what_a_step_binds_anew_goes_with_it() -> None:
+    """Ranks are cut off at different places: what each has left behind would tell replicas apart."""
+    state, stage, optimizer, _ = make()
+    norm = stage.submod.norm
+    state.begin_step()
+    norm.running_mean = 0.9 * norm.running_mean + 1  # type: ignore[operator, assignment]
+    norm.register_buffer("cache", torch.ones(2))
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.param_groups[0]["warm"] = True
+    state.drop_step()
+    untouched, *_ = make()
+    assert state.digests() == untouched.digests()
+    assert not norm.running_mean.any()
+    state.begin_step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    stage.submod(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    state.end_step()
+    state.drop_step()
+    assert optimizer.param_groups[0]["lr"] == 0.5  # that step is done
+
+
 def test_a_step_whose_update_has_begun_is_not_intact() -> None:
     state, stage, optimizer, counter = make()
     half_a_step(state, stage, counter)
