@@ -56,8 +56,8 @@ class Audit:
             )
         raise UsageError(
             f"{name} of this rank is not the same as on rank {ranks}, so these ranks are no replicas: keep it the "
-            "same on all (SyncBatchNorm or session.ddp for running statistics, one position for all loaders), or "
-            "use strategy='replay'"
+            "same on all (one position for all loaders; no running statistics of each one's own batches: GroupNorm, or "
+            "track_running_stats=False), or use strategy='replay'"
         )
 
 

@@ -45,6 +45,26 @@ def test_a_replica_gives_its_state(mode: str, fault: dict[str, Any], forks: Fork
     assert len(pids) == 1
 
 
+@pytest.mark.timeout(240)
+def test_who_is_whole_and_who_takes_its_step_back_give_the_state_together(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """In the first step: what an optimizer makes in it is gone again, or the two would not be alike."""
+    twin = undisturbed(forks, tmp_path / "twin", "replicated.py", "wait_free", STEPS, ranks=3)
+    faulted = run_trainer(
+        tmp_path / "faulted", "replicated.py", "halves", STEPS, ranks=3, faults=[], spares=1
+    )
+    (plan,) = [e for e in faulted["events"] if e["event"] == "plan"]
+    ways = {entry["rank"]: entry["strategy"] for entry in plan["ranks"]}
+    assert ways == {0: "KEEP", 1: "REPLICA", 2: "UNDO"}
+    assert plan["ranks"][1]["sources"] == [0, 2]
+    (undone,) = [e for e in faulted["events"] if e["event"] == "undone"]
+    assert undone["buckets"] == 1
+    assert len([name for name in faulted["digests"] if "-g" in name]) == 3
+    for name, digests in faulted["digests"].items():
+        assert digests == twin["digests"][name.removesuffix(".json").split("-g")[0] + ".json"], name
+
+
 @pytest.mark.timeout(120)
 def test_ranks_that_are_no_replicas_are_told_so_after_the_first_step(tmp_path: Path) -> None:
     output = run(tmp_path, "statistics", [], code_wanted=2)["output"]

@@ -3,10 +3,18 @@
 plain      a whole module; the session averages its gradients, clips them, scales them
 ddp        DistributedDataParallel, two backward passes in a step
 wait_free  buckets are applied while backward goes on, after an accumulating pass; NAdam
+halves     the same of three, in whose first step the second dies once the third has applied a bucket; the first is
+           still before its own
 statistics running statistics that every replica takes of its own batches: these are no replicas
 """
 
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +43,53 @@ class Data:
         self.position = state["position"]
 
 
+class Apart:
+    """Cuts three replicas off at different places of their first update, once."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.armed = rank, False
+        self.half, self.lost = (
+            Path(os.environ.get("SWIFT_FAULTS_DIR", "."), name) for name in ("half", "lost")
+        )
+
+    def watch(self, weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        """`weight` is of the second bucket. Before the session hooks it: so the first one is on its way to everybody,
+        and nobody gets the second one of who stops here."""
+        if self.lost.exists():
+            return
+        if self.rank < 2:
+            weight.register_post_accumulate_grad_hook(lambda _: self._stop() if self.armed else None)
+        else:
+            threading.Thread(target=self._tell, args=[optimizer], daemon=True).start()
+
+    def arm(self) -> None:
+        """The backward pass that comes is the last of its step."""
+        self.armed = not self.lost.exists()
+
+    def _tell(self, optimizer: torch.optim.Optimizer) -> None:
+        _until(lambda: bool(optimizer.state))
+        self.half.touch()
+
+    def _stop(self) -> None:
+        self.armed = False
+        if self.rank == 1:
+            _until(self.half.exists)
+            self.lost.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        _until(self.lost.exists)
+        raise RuntimeError("Connection closed by peer")  # as torch, wherever it had waited
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
 def main() -> None:
-    updates = "wait_free" if MODE == "wait_free" else "after_backward"
+    updates = "wait_free" if MODE in ("wait_free", "halves") else "after_backward"
+    replicas = int(os.environ["WORLD_SIZE"])
     with swift.Session.from_env(
-        seed=3, checkpoint_every=3, replicas=2, updates=updates, bucket_bytes=512
+        seed=3, checkpoint_every=3, replicas=replicas, updates=updates, bucket_bytes=512
     ) as session:
         torch.manual_seed(session.rank)  # the session gives all replicas the first one's weights
         model: nn.Module = nn.Sequential(
@@ -48,9 +99,13 @@ def main() -> None:
             model = nn.Sequential(model, nn.BatchNorm1d(WIDTH))
         if MODE == "ddp":
             model = session.ddp(model)
+        kind = torch.optim.NAdam if updates == "wait_free" else torch.optim.AdamW
+        plain = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
+        apart = Apart(session.rank)
+        if MODE == "halves":
+            apart.watch(model[2][0].weight, plain)  # type: ignore[index, arg-type]
         session.module(model)
-        kind = torch.optim.NAdam if MODE == "wait_free" else torch.optim.AdamW
-        optimizer = session.optimizer(kind(model.parameters(), lr=1e-2, weight_decay=0.1))
+        optimizer = session.optimizer(plain)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         data = Data(session.column)
         scaler = torch.amp.GradScaler("cpu", enabled=MODE == "plain", init_scale=2.0**40, growth_interval=3)
@@ -65,6 +120,7 @@ def main() -> None:
             if MODE != "plain":
                 with session.accumulating():
                     loss().backward()
+            apart.arm()
             scaler.scale(loss()).backward()
             if MODE == "plain":
                 session.reduce_gradients()
