@@ -16,6 +16,8 @@ from swift._pb import coordinator_pb2 as pb
 from swift.log.admin import JobSpace
 from swift.recovery import StreamSummary
 
+PATIENCE_S = 20.0
+
 
 class FakeLogs:
     """Log servers in memory. `troubles[address]` is raised while it is there."""
@@ -95,8 +97,15 @@ def sender(incarnation: str = "a") -> m.Sender:
     return m.Sender(rank=0, incarnation=incarnation)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """What other threads are to do: log servers are asked in threads."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def view_with(driver: Driver, wanted: Callable[[pb.View], bool]) -> pb.View:
-    async with asyncio.timeout(5), aclosing(driver.views("j")) as views:
+    async with asyncio.timeout(PATIENCE_S), aclosing(driver.views("j")) as views:
         async for view in views:
             if wanted(view):
                 return view

@@ -16,6 +16,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift.errors import LogUnavailable, UsageError
 from swift.log.admin import JobSpace
 from tests.unit.coordinator.driver_world import (
+    PATIENCE_S,
     FakeClock,
     FakeLogs,
     driver_of,
@@ -23,6 +24,7 @@ from tests.unit.coordinator.driver_world import (
     run_to_running,
     scenario,
     sender,
+    until,
     view_with,
 )
 
@@ -55,10 +57,14 @@ async def test_a_newer_generation_does_not_wait_for_the_older_fence(
     logs.gate.clear()  # calls hang
     driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     driver.join("j", join(incarnation="b"))
-    await asyncio.sleep(0.05)
+
+    def fences() -> list[object]:
+        return [call[3] for call in logs.calls if call[0] == "fence"]
+
+    await until(lambda: len(fences()) == 4)
     driver.apply("j", m.MemberExited(rank=0, incarnation="b", pid=1, exit_code=-9))
-    await asyncio.sleep(0.05)
-    assert [call[3] for call in logs.calls if call[0] == "fence"] == [1, 1, 2, 2, 3, 3]
+    await until(lambda: len(fences()) == 6)
+    assert fences() == [1, 1, 2, 2, 3, 3]
     logs.gate.set()
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert view.generation == 3
@@ -66,9 +72,7 @@ async def test_a_newer_generation_does_not_wait_for_the_older_fence(
 
 
 async def asks_no_more(driver: Driver) -> None:
-    async with asyncio.timeout(5):
-        while driver._tasks:
-            await asyncio.sleep(0.01)
+    await until(lambda: not driver._tasks)
 
 
 @scenario
@@ -141,10 +145,8 @@ async def test_trims_are_tried_a_few_times_and_never_block(logs: FakeLogs, store
     await run_to_running(driver)
     logs.troubles["l0"] = LogUnavailable("connection refused")
     driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
-    async with asyncio.timeout(5):
-        while len([call for call in logs.calls if call == ("trim", "l0", "j", 5)]) < 2:
-            await asyncio.sleep(0.01)
-    assert ("trim", "l1", "j", 5) in logs.calls
+    await until(lambda: logs.calls.count(("trim", "l0", "j", 5)) >= 2)
+    await until(lambda: ("trim", "l1", "j", 5) in logs.calls)
     assert (await view_with(driver, lambda _: True)).state == pb.RUNNING
     driver.stop()
 
@@ -252,9 +254,7 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
     # Until the server has trimmed it is asked to do that again, and for no checkpoint.
     logs.troubles.clear()
     logs.calls.clear()
-    async with asyncio.timeout(10):
-        while ("trim", "l1", "j", 1) not in logs.calls:
-            await asyncio.sleep(0.01)
+    await until(lambda: ("trim", "l1", "j", 1) in logs.calls)
     assert not (await view_with(driver, lambda _: True)).HasField("checkpoint_at")
     ticks.cancel()
     driver.stop()
@@ -269,7 +269,8 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     logs.gate.clear()
     driver.join("j", join())
     asked = asyncio.create_task(driver._space(driver._jobs["j"], 1))
-    await asyncio.sleep(0.05)  # asked before anybody has fenced it: it cannot know the job
+    # Asked before anybody has fenced it: it cannot know the job.
+    await until(lambda: any(call[:2] == ("space", "l1") for call in logs.calls))
     logs.gate.set()
     await asked
     await run_to_running(driver)
@@ -334,13 +335,12 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
     driver = driver_of(logs, store, clock=clock, copies=2)
     await run_to_running(driver)
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    for _ in range(40):
-        clock.now += 1.0
-        driver.apply("j", m.Heartbeat(sender=sender(), version=3))
-        driver.tick()
-        await asyncio.sleep(0.01)
-        if (await view_with(driver, lambda _: True)).generation > 1:
-            break
+    async with asyncio.timeout(PATIENCE_S):
+        while (await view_with(driver, lambda _: True)).generation == 1:
+            clock.now += 1.0
+            driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+            driver.tick()
+            await asyncio.sleep(0.01)
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert [(place.address, bool(place.lost)) for place in view.log_places] == [("l0", False), ("l1", True)]
     assert list(view.log_servers) == ["l0"]
