@@ -66,8 +66,8 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     assert replayed >= {"2", "3", "4", "5"}
 
 
-TRAINED = 8
-"""Steps; the checkpoint that is replayed from is of version 4."""
+TRAINED, SAVED = 8, 4
+"""Steps; the version of the checkpoint that is replayed from, complete before the loss."""
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def pairs(directory: Path, mode: str, rank: int) -> Run:
-    fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward"}
-    return run_trainer(directory, "helping.py", mode, TRAINED, "0-1,2-3", ranks=4, faults=[fault])
+    fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward", "hold": True}
+    words = ["helping.py", mode, TRAINED, "0-1,2-3"]
+    return run_trainer(directory, *words, ranks=4, faults=[fault], saved=SAVED)
 
 
 def same(run: Run, twin: Run) -> None:

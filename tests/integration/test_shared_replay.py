@@ -10,7 +10,8 @@ from tests.integration.trainer_world import Run, run_trainer
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS = 8
+STEPS, SAVED = 8, 4
+"""The checkpoint that is replayed from is of version 4: a loss waits until that is complete."""
 LEASE_S = 10.0
 """Of a rank, as the coordinator has it: 20 heartbeats."""
 
@@ -101,8 +102,10 @@ def test_a_helper_of_a_stage_that_is_no_neighbour_is_killed(twins: Twins, tmp_pa
 
 def helping(directory: Path, mode: str, rank: int = 2, spares: int = 1) -> Run:
     # By then all ranks are in that step.
-    fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward"}
-    return run_trainer(directory, "helping.py", mode, STEPS, ranks=4, faults=[fault], spares=spares)
+    fault = {"rank": rank, "step": 7, "microbatch": 1, "phase": "backward", "hold": True}
+    return run_trainer(
+        directory, "helping.py", mode, STEPS, ranks=4, faults=[fault], spares=spares, saved=SAVED
+    )
 
 
 def once(run: Run, rank: int) -> list[int]:

@@ -25,10 +25,12 @@ def run_trainer(
     code_wanted: int = 0,
     spares: int | None = None,
     make: type[Cluster] = Cluster,
+    saved: int = 0,
 ) -> Run:
     """``digests`` by file name, ``events`` and ``output`` of one run; a warm spare for every fault.
 
-    Faults with "hold" die at the same moment, once all of them stand where they are to die.
+    Faults with "hold" die at the same moment, once all of them stand where they are to die and the checkpoint of
+    version `saved` is complete.
     """
     cluster = make(
         directory,
@@ -41,7 +43,7 @@ def run_trainer(
     )
     with cluster:
         held = [f"f{index}" for index, fault in enumerate(faults) if fault.get("hold")]
-        output = until_over(cluster, code_wanted, held)
+        output = until_over(cluster, code_wanted, held, saved)
     return found_in(directory, output)
 
 
@@ -60,15 +62,21 @@ def undisturbed(forks: Forks, directory: Path, trainer: str, *arguments: object,
     return found_in(directory, output)
 
 
-def until_over(cluster: Cluster, code_wanted: int = 0, held: Sequence[str] = ()) -> str:
-    """What its processes have said last. `held`: faults that are let go when all of them wait."""
+def until_over(cluster: Cluster, code_wanted: int = 0, held: Sequence[str] = (), saved: int = 0) -> str:
+    """What its processes have said last. `held`: faults that are let go when all of them wait and that checkpoint is
+    complete."""
     deadline = time.monotonic() + _PATIENCE_S
+    complete = 0
     while (code := cluster.poll()) is None:
         assert time.monotonic() < deadline, cluster.output_tail()
-        if held and all((cluster.fault_directory / f"{name}.reached").exists() for name in held):
-            for name in held:
-                (cluster.fault_directory / f"{name}.go").touch()
-            held = ()
+        if held:
+            found = [e["version"] for e in cluster.tail.read() if e["event"] == "checkpoint_complete"]
+            complete = max(complete, *found, 0)
+            there = all((cluster.fault_directory / f"{name}.reached").exists() for name in held)
+            if there and complete >= saved:
+                for name in held:
+                    (cluster.fault_directory / f"{name}.go").touch()
+                held = ()
         time.sleep(0.01)
     output = cluster.output_tail()
     assert code == code_wanted, output
