@@ -162,9 +162,9 @@ class Launch:
     def check(self) -> None:
         assert self.process.poll() is None, self.process.communicate()
 
-    def processes(self) -> list[psutil.Process]:
-        """Everything below the launcher."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+    def processes(self, recursive: bool = True) -> list[psutil.Process]:
+        """Everything below the launcher, or its own children."""
+        return psutil.Process(self.process.pid).children(recursive=recursive)
 
     def wait(self, timeout_s: float = 20.0) -> tuple[int, str]:
         """Exit code and standard error."""
