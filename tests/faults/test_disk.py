@@ -179,6 +179,7 @@ def test_f25_killed_between_write_and_sync_loses_nothing_acked(faulty: Server, f
     for step in range(5, 9):
         put(writer, step)
     faulty.wait_stopped()  # written, not synced
+    eventually(lambda: not writer._inbox and writer._working is None, "all are on their way")
     assert writer._links[faulty.address].pending == 4  # so nothing of it is acknowledged
     faulty.kill()
     at_sync.clear()

@@ -389,7 +389,7 @@ def test_a_killed_trainers_ring_is_drained(server: LogServer, how: str) -> None:
 def test_a_killed_trainers_sidecar_ends_when_it_is_fenced(server: LogServer) -> None:
     server.fence(2)
     pid = killed_trainer(server, 60)
-    eventually(lambda: gone(pid), 5.0)  # not the 10 s for which it would try otherwise
+    eventually(lambda: gone(pid), 9.0)  # not the 10 s for which it would try otherwise
     assert admin.inventory(server.address, JOB, TIMEOUT_S) == [] or not any(
         stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)
     )
