@@ -438,6 +438,18 @@ def held_together(faults: Sequence[Fault]) -> list[list[int]]:
     return [group for step, group in by_step.items() if len(group) > 1 or step in beside]
 
 
+def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
+    """Whether none of these victims of one step needs anything of another that stands where it dies.
+
+    Those of different columns do not, as long as no gradients are reduced; nor do those that have all ended the step
+    before. Of one pipeline a rank may wait for what its neighbour would send next; for these it is not worked out.
+    """
+    ranks = [fault.rank for fault in group if isinstance(fault, RankFault)]
+    phases = {fault.phase for fault in group if isinstance(fault, RankFault)}
+    apart = len({topology.column(rank) for rank in ranks}) == len(ranks)
+    return phases == {"idle"} or (apart and phases <= {"forward", "backward", "idle"})
+
+
 def to_environment(faults: Sequence[Fault], pauses: Mapping[str, int] = MappingProxyType({})) -> str:
     """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves. `pauses`: id -> the step before which
     rank 0 waits for ``<id>.go``."""

@@ -31,7 +31,9 @@ STALL_S = 90.0
 HOLD_S = 10.0
 """A held rank waits for its corrupt record so long; the runtime gives up on us later than that."""
 TOGETHER_S = 2.0
-"""Victims of one step wait for each other so long: one of them may not get there while another stands still."""
+"""Victims of one step wait for each other so long if one of them may not get there while another stands still."""
+ALL_THERE_S = 20.0
+"""And so long if all of them get there: not for ever, as ranks do not wait either."""
 TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
 # A run that hangs may go on saying these.
 LOG_LOST_S = 6.0
@@ -242,7 +244,9 @@ class FaultedRun:
             if beside and index not in self._done:
                 return False
         waited = time.monotonic() - min(self._held_since[index] for index in there)
-        if len(there) < len(group) and waited < TOGETHER_S:
+        victims = [self._config.faults[index] for index in group]
+        all_come = faults.all_get_there(victims, self._config.topology)
+        if len(there) < len(group) and waited < (ALL_THERE_S if all_come else TOGETHER_S):
             return False
         for index in group:  # those that are not there yet do not wait any more
             (self._cluster.fault_directory / f"{fault_id(index)}.go").touch()

@@ -300,6 +300,21 @@ def test_victims_of_one_step_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize(
+    ("specs", "all_come"),
+    [
+        (["rank=0,step=8,microbatch=1", "rank=3,step=8,phase=forward"], True),  # of two columns
+        (["rank=0,step=8,phase=idle", "rank=2,step=8,phase=idle"], True),
+        (["rank=0,step=8", "rank=2,step=8"], False),  # rank 0 waits for the gradient that rank 2 would send
+        (["rank=0,step=8,phase=idle", "rank=2,step=8"], False),
+        (["rank=0,step=8", "rank=1,step=8,phase=reduce"], False),  # with whom would it reduce?
+    ],
+)
+def test_victims_that_need_nothing_of_each_other_are_all_waited_for(specs: list[str], all_come: bool) -> None:
+    shape = topology(pipeline_ranks=2, replicas=2)
+    assert faults.all_get_there([faults.parse(spec) for spec in specs], shape) is all_come
+
+
+@pytest.mark.parametrize(
     ("changes", "word"),
     [
         ({"pipeline_ranks": 1}, "--stages must be at least 2"),
