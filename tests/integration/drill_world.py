@@ -18,6 +18,8 @@ from tests.integration.forked import CalmCluster, Forks
 from tests.integration.trainer_world import until_over
 
 STEPS, CHECKPOINT_EVERY = 15, 5
+LEASE_S = 10.0
+"""Of a rank, as the coordinator has it: 20 heartbeats."""
 SHAPE = ["--model", "tiny", "--microbatches", "4"]
 SHAPE += ["--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
 COMMAND = [sys.executable, "-m", "swift.cli", "drill", *SHAPE]
@@ -91,6 +93,18 @@ def newest_checkpoint(directory: Path) -> int:
     planned = max(event["t"] for event in trace if event["event"] == "plan")
     saved = [e["version"] for e in trace if e["event"] == "checkpoint_complete" and e["t"] < planned]
     return int(max(saved))
+
+
+def freed_by_the_notice(recovery: dict[str, Any]) -> None:
+    """Nobody waited until a timeout ended it: the shortest is a lease, and whoever stands still for that long is
+    fenced. (The notice itself takes 0.2 s on a quiet machine.)"""
+    assert recovery["survivors_freed_seconds"] is not None
+    assert recovery["survivors_freed_seconds"] < LEASE_S
+    assert_no_lease_ended(recovery)
+
+
+def assert_no_lease_ended(recovery: dict[str, Any]) -> None:
+    assert not [reason for reason in recovery["reasons"] if "was silent for" in reason], recovery["reasons"]
 
 
 def kills(*specs: str) -> list[str]:

@@ -25,6 +25,7 @@ from tests.integration.drill_world import (
     Outcome,
     Twins,
     drill,
+    freed_by_the_notice,
     kills,
     newest_checkpoint,
     passed,
@@ -52,9 +53,7 @@ def test_each_rank_dies_once_each_in_another_phase(schedule: str, twins: Twins, 
     for recovery in report["recoveries"]:
         assert recovery["verified_sends"] > 0
         assert recovery["recovery_seconds"]["total"] > 0
-        # 0.2 s on a quiet machine; here it must only never be a timeout that frees them.
-        assert recovery["survivors_freed_seconds"] is not None
-        assert recovery["survivors_freed_seconds"] < 2.0
+        freed_by_the_notice(recovery)
         assert sorted(recovery["strategy"].values()).count("checkpoint") == 0
     replayed = report["recoveries"][0]["strategy"]
     first_ranks_stages = report["topology"]["stages_of_rank"]["0"]

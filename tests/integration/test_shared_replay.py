@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.drill_world import LEASE_S, Twins, assert_no_lease_ended, drill, kills, passed
 from tests.integration.trainer_world import Run, run_trainer
 
 pytestmark = pytest.mark.timeout(300)
 
 STEPS, SAVED = 8, 4
 """The checkpoint that is replayed from is of version 4: a loss waits until that is complete."""
-LEASE_S = 10.0
-"""Of a rank, as the coordinator has it: 20 heartbeats."""
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +58,9 @@ def interrupted(report: dict[str, Any], helper: int, owner: int) -> dict[str, An
     """What the report says of it: the owner did nothing twice, and whoever was left helped it again."""
     (cut,) = report["recoveries"][0]["interruptions"]
     assert (cut["helper"], cut["owner"], cut["steps_again"]) == (helper, owner, 0)
-    # No longer than it takes to notice a death, to fork a process and to build groups: no lease, and no timeout.
-    assert cut["seconds"] is None or cut["seconds"] < LEASE_S / 2
+    # It ends with what is noticed of a death: no lease, and no timeout of those that waited for the helper.
+    assert_no_lease_ended(report["recoveries"][0])
+    assert report["recoveries"][0]["survivors_freed_seconds"] < LEASE_S
     found: dict[str, Any] = cut
     return found
 
