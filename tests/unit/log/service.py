@@ -11,6 +11,7 @@ from services.logserver.state import EngineConfig
 from services.logserver.storage import Storage
 from swift._pb import log_pb2_grpc
 from swift.log.rpc import open_channel
+from swift.log.writer import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 
 JOB = "job"
@@ -22,6 +23,13 @@ def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
+
+
+def impatient_about(writer: LogWriter, address: str, words: str) -> None:
+    """From when its calls to that server end with these words on it has hardly any patience: what it is told by then
+    is what it says, and not that it has heard nothing yet."""
+    eventually(lambda: words in writer._links[address].trouble)
+    writer._patience_s = 0.1
 
 
 class InProcess:

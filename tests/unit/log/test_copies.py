@@ -161,7 +161,8 @@ class TestWriting:
         try:
             with pytest.raises(LogUnavailable, match="acknowledged nothing"):
                 put_all(writer, 50)
-            assert 0 < len(steps_of(one)) <= 4096 // RECORD_BYTES
+            eventually(lambda: steps_of(one))
+            assert len(steps_of(one)) <= 4096 // RECORD_BYTES
         finally:
             writer.close(0.0)
 
@@ -307,6 +308,7 @@ class TestMoving:
                     writer.flush(TIMEOUT_S)
                 for server in (two, three):
                     server.engine.administration.fence(JOB, 2)
+                writer._patience_s = TIMEOUT_S
                 writer.set_generation(2, [two.address, three.address])
                 writer.flush(TIMEOUT_S)
                 assert steps_of(two) == steps_of(three) == [0]

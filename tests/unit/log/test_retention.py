@@ -17,7 +17,7 @@ from swift.log.directory import LIVES_S, forget_job, sub_directories
 from swift.log.record import RecordKey
 from swift.log.writer import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.service import JOB, InProcess, eventually, impatient_about
 
 BODY = 10_000
 FRAME = BODY + 128 + 8
@@ -35,9 +35,11 @@ def config_of(**space: int) -> EngineConfig:
 
 def test_a_full_quota_waits_for_a_trim_and_says_whose_it_is() -> None:
     with InProcess(config=config_of(job_quota_bytes=10 * FRAME)) as server:
-        writer = LogWriter([server.address], JOB, 1, patience_s=1.0)
+        writer = LogWriter([server.address], JOB, 1)
         for step in range(12):
             put(writer, step)
+        eventually(lambda: writer._links[server.address]._core._full)
+        writer._patience_s = 0.1
         with pytest.raises(LogUnavailable, match=rf"no room for job {JOB}: its quota is full"):
             writer.flush(TIMEOUT_S)
         (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
@@ -50,6 +52,7 @@ def test_a_full_quota_waits_for_a_trim_and_says_whose_it_is() -> None:
         other.close()
         assert admin.trim(server.address, JOB, 5, TIMEOUT_S) == 5
         writer.set_generation(1)  # forgets the error
+        writer._patience_s = TIMEOUT_S
         writer.flush(TIMEOUT_S)
         writer.close()
         status = admin.status(server.address, TIMEOUT_S)
@@ -67,12 +70,13 @@ def test_a_full_disk_alarm_ends_without_a_writer_when_space_is_back() -> None:
     health: list[bool] = []
     state.on_health = health.append
     with server:
-        writer = LogWriter([server.address], JOB, 1, patience_s=0.5)
+        writer = LogWriter([server.address], JOB, 1)
         for step in range(4):
             put(writer, step)
         writer.flush(TIMEOUT_S)
         for step in range(4, 8):
             put(writer, step)
+        impatient_about(writer, server.address, "no space left")
         with pytest.raises(LogUnavailable, match=r"the disk of log server .* is full; .* no space left"):
             writer.flush(TIMEOUT_S)
         writer.close(0.0)
@@ -130,11 +134,12 @@ def test_a_job_that_lives_is_not_dropped() -> None:
 
 def test_a_forced_drop_cuts_writers_off_and_the_name_is_free() -> None:
     with InProcess() as server:
-        writer = LogWriter([server.address], JOB, 1, patience_s=0.5)
+        writer = LogWriter([server.address], JOB, 1)
         put(writer, 0)
         writer.flush(TIMEOUT_S)
         assert admin.drop(server.address, JOB, TIMEOUT_S, force=True) == (1, FRAME)
         put(writer, 1)
+        impatient_about(writer, server.address, "is not granted")
         with pytest.raises(LogUnavailable, match="is not granted"):
             writer.flush(TIMEOUT_S)
         writer.close(0.0)

@@ -93,7 +93,7 @@ def test_a_full_ring_blocks_and_interrupt_frees_at_once() -> None:
         eventually(lambda: writer._memory.load(ring.Word.PRODUCER_WAITS))
         assert not ended
         writer.interrupt()
-        thread.join(0.2)
+        thread.join(TIMEOUT_S)
         assert ended
         assert not thread.is_alive()
         with pytest.raises(LogInterrupted):

@@ -15,7 +15,7 @@ from swift.log.wire import SERVICE
 from swift.log.writer import LogWriter
 from swift.metrics import Distribution
 from tests.unit.log.memory_storage import MemoryStorage
-from tests.unit.log.service import JOB, InProcess
+from tests.unit.log.service import JOB, InProcess, impatient_about
 
 
 def status(service: InProcess) -> int:
@@ -101,9 +101,10 @@ def test_health_follows_the_state_whoever_sets_it() -> None:
 def test_a_failed_storage_is_not_serving_and_says_so_in_its_snapshot() -> None:
     storage = MemoryStorage()
     with InProcess(storage) as service:
-        writer = LogWriter([service.address], JOB, 1, patience_s=0.5)
+        writer = LogWriter([service.address], JOB, 1)
         storage.failing = "EIO, made up"
         writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (3,), b"abc")
+        impatient_about(writer, service.address, "made up")
         with pytest.raises(LogUnavailable, match="made up"):
             writer.flush(10)
         assert status(service) == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -25,7 +25,7 @@ from swift.security.health import check
 from swift.security.roles import COORDINATOR, LOG, MAY_CALL, Role
 from swift.security.tokens import EVERY_JOB
 from tests.unit.log.frames import frame_of
-from tests.unit.log.service import eventually
+from tests.unit.log.service import eventually, impatient_about
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, code_of, documented_roles
 
 DENIED, UNKNOWN_CALLER = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
@@ -245,8 +245,9 @@ def test_a_writer_that_is_not_let_in_is_told_so(
     server: Guarded, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENV_TOKEN_FILE, str(keys.file("rank", keys.mint([Role.REPLAYER]))))
-    writer = LogWriter([server.address], JOB, 1, patience_s=0.3)
+    writer = LogWriter([server.address], JOB, 1)
     writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (4,), b"abcd")
+    impatient_about(writer, server.address, "another job or role")
     with pytest.raises(LogUnavailable, match="another job or role"):
         writer.flush(10)
     with pytest.raises(LogUnavailable):
