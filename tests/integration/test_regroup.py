@@ -64,7 +64,16 @@ def test_losses_before_and_after_the_groups_are_in_force(twins: Twins, tmp_path:
 
 def test_groups_that_log_more_are_replayed_alone_behind_the_checkpoint(twins: Twins, tmp_path: Path) -> None:
     """What passes between stages 0 and 1, and 2 and 3, is logged from version 10 on only."""
-    words = ["--steps", "22", "--groups", "0-1,2-3", "--regroup", "step=6,groups=0,1-2,3", "--spares", "2"]
+    words = [
+        "--steps",
+        "22",
+        "--groups",
+        "0-1,2-3",
+        "--regroup",
+        "step=6,by=16,groups=0,1-2,3",
+        "--spares",
+        "2",
+    ]
     report = passed(drill(*words, *kills("rank=0,step=18,microbatch=2"), twins=twins, at=tmp_path))
     assert report["exact"] is True
     found = report["prediction"]["regroups"]
