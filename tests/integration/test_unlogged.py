@@ -9,8 +9,8 @@ from tests.integration import watched
 from tests.integration.forked import Forks
 
 STEPS, PAUSE_S, STOPPED_AT = 260, 0.04, 15
-_HELD_UP_S = 2.0
-"""No step is as long on a busy machine; one that waits for the log would take as long as the server stands still."""
+MEANWHILE = 10
+"""Steps that each rank does while the log server stands still and its queue is full."""
 
 
 class Run(watched.Run):
@@ -37,6 +37,8 @@ def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
     run = Run(tmp_path)
     with run.cluster:
         run.stop_log_server()
+        full_at = {event["rank"]: event["last_step"] for event in run.said("unlogged")}
+        run.until(lambda: all(run.said("step_end", rank=r, step=full_at[r] + MEANWHILE) for r in (0, 1)))
         # A checkpoint is forced, although nothing is logged yet.
         run.until(lambda: len(run.said("checkpoint_complete")) > 1)
         run.signal_log_server(signal.SIGCONT)
@@ -55,7 +57,6 @@ def test_training_goes_on_and_after_the_forced_checkpoint_a_loss_is_replayed(
     asked = run.said("checkpoint_asked")
     assert asked
     assert all("were dropped, as the log could not keep up" in event["reason"] for event in asked)
-    assert _longest_step_s(run) < _HELD_UP_S
     (plan,) = run.said("plan")
     replayed = {rank["rank"]: rank["from_version"] for rank in plan["ranks"] if rank["strategy"] == "REPLAY"}
     assert replayed == {1: base}, plan["reason"]
@@ -83,18 +84,3 @@ def test_a_loss_before_that_checkpoint_falls_back_and_says_why(
     assert "are declared unlogged: dropped" in plan["reason"]
     assert "as the log could not keep up" in plan["reason"]
     assert run.digests() == twin
-
-
-def _longest_step_s(run: Run) -> float:
-    """Of those that a rank did while it was alive, without replays."""
-    longest = 0.0
-    for rank in (0, 1):
-        began: dict[int, float] = {}
-        for event in run.trace:
-            if event.get("rank") != rank or event.get("replay"):
-                continue
-            if event["event"] == "step_begin":
-                began[event["step"]] = event["t"]
-            elif event["event"] == "step_end" and event["step"] in began:
-                longest = max(longest, event["t"] - began.pop(event["step"]))
-    return longest
