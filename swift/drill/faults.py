@@ -438,6 +438,10 @@ def held_together(faults: Sequence[Fault]) -> list[list[int]]:
     return [group for step, group in by_step.items() if len(group) > 1 or step in beside]
 
 
+def _replicas(fault: RankFault, topology: Topology) -> list[int]:
+    return [rank for rank in topology.replicas_of(fault.rank) if rank != fault.rank]
+
+
 def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
     """Whether none of these victims of one step needs anything of another that stands where it dies.
 
@@ -450,9 +454,13 @@ def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
     return phases == {"idle"} or (apart and phases <= {"forward", "backward", "idle"})
 
 
-def to_environment(faults: Sequence[Fault], pauses: Mapping[str, int] = MappingProxyType({})) -> str:
+def to_environment(
+    faults: Sequence[Fault],
+    pauses: Mapping[str, int] = MappingProxyType({}),
+    topology: Topology | None = None,
+) -> str:
     """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves. `pauses`: id -> the step before which
-    rank 0 waits for ``<id>.go``."""
+    rank 0 waits for ``<id>.go``. `topology`: who dies with half an update applied waits for its replicas."""
     held = {index for group in held_together(faults) for index in group}
     return json.dumps(
         [
@@ -463,6 +471,7 @@ def to_environment(faults: Sequence[Fault], pauses: Mapping[str, int] = MappingP
                 "microbatch": fault.microbatch,
                 "phase": fault.phase,
                 **({"hold": True} if index in held else {}),
+                **({"beside": _replicas(fault, topology)} if topology and fault.phase == "update" else {}),
             }
             for index, fault in enumerate(faults)
             if isinstance(fault, RankFault)

@@ -126,7 +126,7 @@ class FaultedRun:
             ranks=config.topology.ranks,
             spares=config.spares,
             trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
-            faults=faults.to_environment(config.faults, regroup.pauses(config.regroups)),
+            faults=faults.to_environment(config.faults, regroup.pauses(config.regroups), config.topology),
             die_at=[
                 (fault_id(index), fault.state.upper())
                 for index, fault in enumerate(config.faults)

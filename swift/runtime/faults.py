@@ -1,11 +1,12 @@
 """Faults with coordinates: the runtime's side of a drill.
 
 The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", "step", "microbatch", "phase",
-"hold"}``. At its coordinates a rank sends SIGKILL to itself: the kernel ends it in the middle of what it does,
-as a lost machine would. A fault fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
+"hold", "beside"}``. At its coordinates a rank sends SIGKILL to itself: the kernel ends it in the middle of what it
+does, as a lost machine would. A fault fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
 With the phase "flip" it lives, and a bit of the replica's state that it receives is flipped on arrival.
 With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that the drill can prepare the log. With the
-phase "pause", which is before the step, it does nothing else.
+phase "pause", which is before the step, it does nothing else. With ``beside`` it dies once these ranks have come as far
+as well, of which each makes ``<id>.rank<n>``: a loss that is to find replicas half-way must not come before they are.
 """
 
 import json
@@ -24,6 +25,7 @@ ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
 _HOLD_TIMEOUT_S = 30.0
 _OTHERS_TIMEOUT_S = 2.0
+_BESIDE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class Fault:
     step: int | None = None
     microbatch: int = 0
     hold: bool = False
+    beside: frozenset[int] = frozenset()
 
 
 class FaultInjector:
@@ -51,15 +54,20 @@ class FaultInjector:
                 step=item.get("step"),
                 microbatch=int(item.get("microbatch") or 0),
                 hold=bool(item.get("hold", False)),
+                beside=frozenset(item.get("beside") or ()),
             )
             for item in items
         ]
         self._mine = [fault for fault in self._faults if fault.rank == rank]
+        self._beside = [fault for fault in self._faults if rank in fault.beside]
         self._waited_for: set[str] = set()
         self._any_in_replay = any(fault.phase == "replay" for fault in self._faults)
 
     def at(self, phase: str, step: int, microbatch: int = 0) -> None:
         """Does not return if a fault of this rank has these coordinates and has not fired yet."""
+        for fault in self._beside:
+            if fault.phase == phase and fault.step in (None, step):
+                (self._directory / f"{fault.id}.rank{self._rank}").touch()
         for fault in self._mine:
             if (
                 (fault.phase == phase or (fault.phase == "pause" and phase == "idle"))
@@ -119,6 +127,13 @@ class FaultInjector:
             while not (self._directory / f"{fault.id}.fired").exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
 
+    def _wait_beside(self, fault: Fault) -> None:
+        """Not for ever: one may wait for what we have not sent."""
+        deadline = time.monotonic() + _BESIDE_TIMEOUT_S
+        for rank in fault.beside:
+            while not (self._directory / f"{fault.id}.rank{rank}").exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+
     def _is_first(self, fault: Fault) -> bool:
         """Whether it has not fired in this job; from now on it has."""
         try:
@@ -131,6 +146,7 @@ class FaultInjector:
     def _fire(self, fault: Fault, step: int) -> None:
         if not self._is_first(fault):
             return
+        self._wait_beside(fault)
         if fault.hold:
             (self._directory / f"{fault.id}.reached").touch()
             deadline = time.monotonic() + _HOLD_TIMEOUT_S

@@ -23,7 +23,7 @@ def run(directory: Path, mode: str, faults: list[dict[str, Any]], code_wanted: i
     [
         ("plain", {"rank": 1, "step": 5, "phase": "optimizer"}),
         ("ddp", {"rank": 0, "step": 4, "phase": "reduce"}),
-        ("wait_free", {"rank": 1, "step": 4, "phase": "update"}),
+        ("wait_free", {"rank": 1, "step": 4, "phase": "update", "beside": [0]}),
     ],
 )
 def test_a_replica_gives_its_state(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:

@@ -299,6 +299,13 @@ def test_victims_of_one_step_wait_for_each_other() -> None:
     assert held == ["fault0", "fault3", "fault6"]
 
 
+def test_who_dies_with_half_an_update_applied_waits_for_its_replicas() -> None:
+    planned = [faults.parse(spec) for spec in ("rank=3,step=8,phase=update", "rank=0,step=9,phase=reduce")]
+    shape = topology(pipeline_ranks=2, replicas=3)
+    found = json.loads(faults.to_environment(planned, topology=shape))
+    assert [fault.get("beside") for fault in found] == [[4, 5], None]
+
+
 @pytest.mark.parametrize(
     ("specs", "all_come"),
     [
