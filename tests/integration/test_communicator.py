@@ -56,7 +56,7 @@ WORKER = textwrap.dedent(
                 dist.all_reduce(torch.ones(1 << 16))
         except RuntimeError as error:
             say("freed", error=str(error)[:80])
-        wait_for("notice")
+        wait_for("all-freed")  # who tears its groups down frees those that wait for it
         entered = 2
     begin = time.monotonic()
     comm.build(2)
@@ -77,8 +77,8 @@ def test_survivors_are_freed_and_meet_again(operation: str, forks: Forks, tmp_pa
     def start(rank: int, replacement: int = -1) -> Forked:
         return forks.run(script, [rank, tmp_path, operation, replacement], meeting(store))
 
-    def wait_for(name: str) -> dict[str, object]:
-        deadline = time.monotonic() + 40
+    def wait_for(name: str, timeout_s: float = 40.0) -> dict[str, object]:
+        deadline = time.monotonic() + timeout_s
         while not (tmp_path / name).exists():
             assert time.monotonic() < deadline, (
                 f"{name} never came: {sorted(p.name for p in tmp_path.iterdir())}"
@@ -94,7 +94,8 @@ def test_survivors_are_freed_and_meet_again(operation: str, forks: Forks, tmp_pa
         ranks[4] = start(2, replacement=2)
         (tmp_path / "notice").touch()
         for rank in (0, 1, 3):
-            wait_for(f"freed-{rank}")  # without it, after the half hour that an operation may take
+            wait_for(f"freed-{rank}", 20.0)  # without it, after the 30 s that gloo waits for a message
+        (tmp_path / "all-freed").touch()
         done = {rank: wait_for(f"done-{rank}") for rank in range(4)}
         assert {d["total"] for d in done.values()} == {6.0}
         assert all(done[rank]["pid"] == pids[rank] for rank in (0, 1, 3))
