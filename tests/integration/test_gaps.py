@@ -70,10 +70,10 @@ def lose_records(run: Run) -> int:
 def test_steps_that_died_with_a_rank_and_its_sidecar_are_declared_and_not_waited_for(
     tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
-    run = Run(tmp_path)
+    run = Run(tmp_path, "second")  # so that the checkpoint which this forces is not there yet
     with run.cluster:
         lost = lose_records(run)
-        run.until(lambda: run.ended(lost))
+        run.until(lambda: run.ended(lost) and run.said("resting"))
         assert [event["version"] for event in run.said("checkpoint_complete")] == [0]
         run.kill(2, 3)
         run.end()

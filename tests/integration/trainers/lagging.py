@@ -1,7 +1,7 @@
 """Two stages of two replicas each, whose log may be many steps behind: `lagging.py STEPS PAUSE_S FILE [REST_AT]`.
 
 They make no more pauses once that file is there. Rank 0 does nothing for a long time once it has done all of step
-REST_AT.
+REST_AT; with "second", whoever takes its place does nothing in its second step until that file is there.
 """
 
 import os
@@ -18,7 +18,7 @@ from swift import events
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
 IN_HASTE = Path(sys.argv[3])
-REST_AT, REST_S = int(sys.argv[4]) if sys.argv[4:] else -1, 60.0
+REST_AT, REST_S = sys.argv[4] if sys.argv[4:] else "", 60.0
 WIDTH, BATCH = 16, 8
 
 if __name__ == "__main__":
@@ -32,8 +32,15 @@ if __name__ == "__main__":
     optimizer = session.optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
 
     session.register(schedule=schedule)
+    first_step = -1
+
+    def rests(step: int) -> bool:
+        successor_rests = REST_AT == "second" and 0 < first_step == step - 1 and not IN_HASTE.exists()
+        return session.rank == 0 and (str(step) == REST_AT or successor_rests)
 
     def train_step(step: int) -> None:
+        global first_step
+        first_step = step if first_step < 0 else first_step
         generator = torch.Generator().manual_seed(2 * step + session.column)
         x = torch.randn(BATCH, WIDTH, generator=generator)
         optimizer.zero_grad()
@@ -43,10 +50,11 @@ if __name__ == "__main__":
             schedule.step(target=x)
         session.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-        resting = step == REST_AT and session.rank == 0
-        if resting:
+        if rests(step):
             events.emit("resting", step=step)
-            time.sleep(REST_S)
+            until = time.monotonic() + REST_S
+            while time.monotonic() < until and not (REST_AT == "second" and IN_HASTE.exists()):
+                time.sleep(0.01)
         elif not IN_HASTE.exists():
             time.sleep(PAUSE_S)
 
