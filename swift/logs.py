@@ -52,7 +52,7 @@ _WARNINGS = {
     ),
     *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
     "log_server_lost",
-    *("member_exited", "checkpoint_untold"),
+    *("member_exited", "checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved"),
 }
 
 

@@ -8,6 +8,10 @@
     (every rank)                 saves it when it gets there; CheckpointDurable, as for any other one
     (here)                       complete: checkpoint_at is gone, the log is trimmed
 
+    (a rank)                     cannot write one, and has given up what it could not write before it: `hear`
+    (here)                       shards_from: no incomplete checkpoint below it will ever be counted; in the View
+    (every rank)                 removes its shards of those
+
 Nobody waits for anybody, so the version is a guess: what heartbeats tell, and a margin for what they do not tell yet.
 A rank that hears of it too late asks again, and the next margin is twice as wide.
 """
@@ -23,6 +27,7 @@ from services.coordinator.timing import Timing
 KEPT_CHECKPOINTS = 2
 KEPT_SHARDS = 8
 _WIDEST = 64
+GIVEN_UP = "checkpoints_given_up"
 
 
 class Checkpoints:
@@ -34,12 +39,15 @@ class Checkpoints:
         self._horizon_s = 2 * timing.heartbeat_s
         """How old a version may be that heartbeats tell, and how long a View may take."""
         self._widened = 1
+        self.unsaved: dict[int, m.Unsaved] = {}
+        """rank -> the checkpoint that it could not write yet; not durable: it is said again."""
 
     def count(self, durable: m.CheckpointDurable) -> bool | None:
         """A rank's shard. True: the checkpoint is complete. None: nothing has changed."""
         row = self._row
         newest = max(row.checkpoints, default=-1)
-        if durable.version <= newest or (durable.generation and durable.generation < row.rolled_back_in):
+        given_up = durable.generation and durable.generation < row.rolled_back_in
+        if durable.version <= newest or durable.version < row.shards_from or given_up:
             return None
         shards = row.shards.setdefault(durable.version, [])
         if durable.sender.rank in shards:
@@ -55,6 +63,32 @@ class Checkpoints:
             self.call_off()
         row.log_ends = row.log_ends or log_end.is_saved(row, durable.version)
         return True
+
+    def hear(self, rank: int, unsaved: m.Unsaved | None) -> list[tuple[str, dict[str, object]]]:
+        """What a heartbeat says: events, and their fields. The row has changed if one of them says so."""
+        row, known = self._row, self.unsaved.pop(rank, None)
+        if unsaved is None or unsaved.generation < row.rolled_back_in:
+            return []
+        self.unsaved[rank] = unsaved
+        said: dict[str, object] = {"rank": rank, "version": unsaved.version, "reason": unsaved.reason}
+        events = [("checkpoint_unsaved", said)] if unsaved != known else []
+        lacking = [v for v, ranks in row.shards.items() if v < unsaved.version and rank not in ranks]
+        if lacking:
+            row.shards_from = max(lacking) + 1
+            row.shards = {v: ranks for v, ranks in row.shards.items() if v >= row.shards_from}
+            events.append((GIVEN_UP, {"rank": rank, "below_version": row.shards_from}))
+        return events
+
+    def forget(self, rank: int) -> None:
+        """Its process is gone, and with it what it had not written."""
+        self.unsaved.pop(rank, None)
+
+    def roll_back(self, version: int) -> None:
+        """Everybody restores that checkpoint: later ones come again."""
+        row = self._row
+        row.shards = {v: ranks for v, ranks in row.shards.items() if v <= version}
+        row.shards_from = min(row.shards_from, version)
+        self.call_off()
 
     def ask(self, after_version: int, reason: str) -> bool:
         """An early checkpoint of a version above. False: one is agreed on, or complete, already."""

@@ -16,16 +16,15 @@ with all ranks ready at one version; a View is a function of the row, so it show
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from services.coordinator import messages as m
-from services.coordinator.checkpoints import Checkpoints
+from services.coordinator.checkpoints import GIVEN_UP, Checkpoints
 from services.coordinator.checks import (
     check_change,
-    check_first,
     check_holder,
     check_join,
     check_ready,
+    first_row,
     is_stale,
 )
 from services.coordinator.hang import StepClock, Suspicions
@@ -66,17 +65,7 @@ class Job:
         job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
     ) -> "Job":
         """The job that a first Join makes. `step` it with that Join."""
-        check_first(join)
-        row = JobRow(
-            job=job,
-            world_size=join.world_size,
-            config=dict(join.config),
-            fingerprint=dict(join.fingerprint),
-            log_servers=[replace(server) for server in log_servers],
-            copies=copies,
-            groups=join.config.get("groups", ""),
-        )
-        return Job(row, timing, now)
+        return Job(first_row(job, log_servers, join, copies), timing, now)
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """The effects of a command. Refusal: it was not taken, and nothing has changed."""
@@ -181,6 +170,7 @@ class Job:
             row.fenced.append(holder)
             self.leases.forget(rank)
             self.steps.forget(rank)
+            self.checkpoints.forget(rank)
             why = dead.get(rank, "had finished and exited")
             events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
         return [*self._transition(), *events, *self._fence_logs()]
@@ -200,8 +190,7 @@ class Job:
         if row.plan.restores:
             # What was saved after that version belongs to a history that is given up.
             row.rolled_back_in = row.generation
-            row.shards = {v: ranks for v, ranks in row.shards.items() if v <= row.plan.target_version}
-            self.checkpoints.call_off()
+            self.checkpoints.roll_back(row.plan.target_version)
         elif not row.plan.exact:
             # What is saved from now on has other bits: no checkpoint is made of both.
             row.rolled_back_in = row.generation
@@ -264,7 +253,9 @@ class Job:
         self.replays.pop(rank, None)
         if heartbeat.replay is not None and self.row.state is State.RECOVERING:
             self.replays[rank] = heartbeat.replay
-        return []
+        said = self.checkpoints.hear(rank, heartbeat.unsaved)
+        told = [self._event(name, **fields) for name, fields in said]
+        return self._told(told) if any(name == GIVEN_UP for name, _ in said) else [*told]
 
     def _report(self, said: m.MemberReport) -> list[Effect]:
         row = self.row

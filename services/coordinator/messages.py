@@ -40,10 +40,21 @@ class Replaying:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unsaved:
+    """A checkpoint that a rank could not write yet. What it had not written before that one, it has given up."""
+
+    version: int
+    generation: int
+    """In which it was saved."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
     sender: Sender
     version: int
     replay: Replaying | None = None
+    unsaved: Unsaved | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

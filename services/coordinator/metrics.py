@@ -69,6 +69,12 @@ FAMILIES = (
         "Since it became complete, or since this process began if that was before.",
         _JOB,
     ),
+    Family(
+        "swift_coordinator_unsaved_ranks",
+        GAUGE,
+        "Ranks that cannot write their newest checkpoint; the one before it stands.",
+        _JOB,
+    ),
     Family("swift_coordinator_recoveries_total", COUNTER, "Recoveries that ended.", ("job", "strategy")),
     Family("swift_coordinator_recovery_seconds", HISTOGRAM, "From a loss to RUNNING.", _JOB),
     Family("swift_coordinator_lease_expiries_total", COUNTER, "Ranks given up for their silence.", _JOB),
@@ -192,4 +198,5 @@ _JOB_FIELDS = {
     "swift_coordinator_replay_left_steps": "replay_steps_left",
     "swift_coordinator_recovery_groups": "groups",
     "swift_coordinator_groups_wanted": "groups_wanted",
+    "swift_coordinator_unsaved_ranks": "unsaved_ranks",
 }

@@ -155,6 +155,8 @@ class JobRow:
     """Complete versions, ascending; the newest two."""
     shards: dict[int, list[int]] = field(default_factory=dict)
     """Incomplete checkpoints: version -> the ranks whose shard is durable."""
+    shards_from: int = 0
+    """Incomplete checkpoints below are given up: ranks may have removed their shards."""
     checkpoint_at: int | None = None
     """The version of an early checkpoint: every rank saves it, whatever the interval says."""
     checkpoint_reason: str = ""

@@ -70,7 +70,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
             yield view
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
-        command = m.Heartbeat(sender=_sender(request), version=request.version, replay=_replaying(request))
+        command = m.Heartbeat(
+            sender=_sender(request),
+            version=request.version,
+            replay=_replaying(request),
+            unsaved=_unsaved(request),
+        )
         job = await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=self._driver.timing.heartbeat_s)
 
@@ -242,6 +247,15 @@ def _replaying(request: pb.HeartbeatRequest) -> m.Replaying | None:
     known = replay.HasField("seconds_left") and 0.0 <= replay.seconds_left < math.inf
     return m.Replaying(
         version=replay.version, target=replay.target, seconds_left=replay.seconds_left if known else None
+    )
+
+
+def _unsaved(request: pb.HeartbeatRequest) -> m.Unsaved | None:
+    if not request.HasField("unsaved"):
+        return None
+    unsaved = request.unsaved
+    return m.Unsaved(
+        version=unsaved.version, generation=unsaved.generation, reason=unsaved.reason[:LONGEST_REASON]
     )
 
 

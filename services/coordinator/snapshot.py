@@ -30,6 +30,8 @@ class JobSnapshot:
     """Others are to come into force."""
     checkpoint: int | None
     """The newest complete checkpoint's version."""
+    unsaved_ranks: int = 0
+    """They cannot write their newest checkpoint."""
     replay_steps_left: int = 0
     """Of the rank that replays most; 0: none does."""
     replay_seconds_left: float | None = 0.0
@@ -56,6 +58,7 @@ class JobSnapshot:
             groups=len(RecoveryGroups.parse(row.groups).starts),
             groups_wanted=bool(row.groups_next),
             checkpoint=row.checkpoints[-1] if row.checkpoints else None,
+            unsaved_ranks=0 if row.state.is_over else len(job.checkpoints.unsaved),
             replay_steps_left=max((max(0, r.target - r.version) for r in job.replays.values()), default=0),
             replay_seconds_left=_longest([r.seconds_left for r in job.replays.values()]),
         )

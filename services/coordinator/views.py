@@ -1,7 +1,7 @@
 """From a row to the messages that show it."""
 
 from services.coordinator.core import Job
-from services.coordinator.messages import Replaying
+from services.coordinator.messages import Replaying, Unsaved
 from services.coordinator.row import Holder, JobRow, State
 from services.coordinator.words import waiting_for
 from swift._pb import coordinator_pb2 as pb
@@ -40,6 +40,7 @@ def view_of(row: JobRow) -> pb.View:
         groups_next=row.groups_next,
         groups_number=row.groups_number if row.groups_next else 0,
         groups_from=row.groups_from,
+        checkpoints_from=row.shards_from,
     )
 
 
@@ -51,6 +52,7 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
             lease_age_s=job.leases.age_s(rank, now),
             stages=job.row.stages.get(rank, []),
             replay=_replay(job.replays.get(rank)),
+            unsaved=_unsaved(job.checkpoints.unsaved.get(rank)),
         )
         for rank in sorted(job.row.holders)
     ]
@@ -77,6 +79,12 @@ def _replay(replay: Replaying | None) -> pb.ReplayProgress | None:
     if replay is None:
         return None
     return pb.ReplayProgress(version=replay.version, target=replay.target, seconds_left=replay.seconds_left)
+
+
+def _unsaved(unsaved: Unsaved | None) -> pb.UnsavedCheckpoint | None:
+    if unsaved is None:
+        return None
+    return pb.UnsavedCheckpoint(version=unsaved.version, generation=unsaved.generation, reason=unsaved.reason)
 
 
 def _member(holder: Holder) -> pb.Member:

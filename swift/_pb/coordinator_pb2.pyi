@@ -303,6 +303,34 @@ class ReplayProgress(_message.Message):
 Global___ReplayProgress: _TypeAlias = ReplayProgress  # noqa: Y015
 
 @_typing.final
+class UnsavedCheckpoint(_message.Message):
+    """A checkpoint that a rank could not write yet; it is tried again until it is written, or a newer one is saved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    generation: _builtins.int
+    """in which it was saved"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnsavedCheckpoint: _TypeAlias = UnsavedCheckpoint  # noqa: Y015
+
+@_typing.final
 class Help(_message.Message):
     """A replay that other ranks share: of every step they compute some of the microbatches."""
 
@@ -467,6 +495,7 @@ class View(_message.Message):
     GROUPS_NEXT_FIELD_NUMBER: _builtins.int
     GROUPS_NUMBER_FIELD_NUMBER: _builtins.int
     GROUPS_FROM_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FROM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -489,6 +518,8 @@ class View(_message.Message):
     groups_since: _builtins.int
     groups_next: _builtins.str
     groups_number: _builtins.int
+    checkpoints_from: _builtins.int
+    """Checkpoints of versions below that are not complete are given up: a rank may remove its shards of them."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -544,10 +575,11 @@ class View(_message.Message):
         groups_next: _builtins.str = ...,
         groups_number: _builtins.int = ...,
         groups_from: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        checkpoints_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
@@ -661,6 +693,7 @@ class HeartbeatRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    UNSAVED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -670,6 +703,10 @@ class HeartbeatRequest(_message.Message):
     def replay(self) -> Global___ReplayProgress:
         """only while this rank replays"""
 
+    @_builtins.property
+    def unsaved(self) -> Global___UnsavedCheckpoint:
+        """only while there is one; the rank has given up what it had not written before it"""
+
     def __init__(
         self,
         *,
@@ -678,10 +715,11 @@ class HeartbeatRequest(_message.Message):
         incarnation: _builtins.str = ...,
         version: _builtins.int = ...,
         replay: Global___ReplayProgress | None = ...,
+        unsaved: Global___UnsavedCheckpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay", "unsaved", b"unsaved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "replay", b"replay", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "replay", b"replay", "unsaved", b"unsaved", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1438,6 +1476,7 @@ class RankStatus(_message.Message):
     LEASE_AGE_S_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    UNSAVED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     version: _builtins.int
     lease_age_s: _builtins.float
@@ -1447,6 +1486,10 @@ class RankStatus(_message.Message):
     def replay(self) -> Global___ReplayProgress:
         """only while it replays"""
 
+    @_builtins.property
+    def unsaved(self) -> Global___UnsavedCheckpoint:
+        """only while it cannot write one"""
+
     def __init__(
         self,
         *,
@@ -1455,10 +1498,11 @@ class RankStatus(_message.Message):
         lease_age_s: _builtins.float = ...,
         stages: _abc.Iterable[_builtins.int] | None = ...,
         replay: Global___ReplayProgress | None = ...,
+        unsaved: Global___UnsavedCheckpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay", "unsaved", b"unsaved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_age_s", b"lease_age_s", "rank", b"rank", "replay", b"replay", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_age_s", b"lease_age_s", "rank", b"rank", "replay", b"replay", "stages", b"stages", "unsaved", b"unsaved", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

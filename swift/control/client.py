@@ -146,10 +146,17 @@ class CoordinatorClient:
         self.member = member
         return view
 
-    def heartbeat(self, version: int, replay: pb.ReplayProgress | None = None) -> pb.HeartbeatReply:
+    def heartbeat(
+        self,
+        version: int,
+        replay: pb.ReplayProgress | None = None,
+        unsaved: pb.UnsavedCheckpoint | None = None,
+    ) -> pb.HeartbeatReply:
         """Renew the lease; `version` is the number of optimizer steps done, `replay` how far a replay is, if there is
-        one. Call again after interval_s."""
-        request = pb.HeartbeatRequest(job=self.job, **self._me(), version=version, replay=replay)
+        one, `unsaved` the checkpoint that could not be written yet. Call again after interval_s."""
+        request = pb.HeartbeatRequest(
+            job=self.job, **self._me(), version=version, replay=replay, unsaved=unsaved
+        )
         return self._call(self._stub.Heartbeat, request)
 
     def report(

@@ -50,9 +50,18 @@ def lines(status: pb.StatusReply) -> list[str]:
         said = f"rank {rank.rank}: version {rank.version}, heard {rank.lease_age_s:.1f} s ago"
         if rank.HasField("replay"):
             said += f"; {replay_words(rank.replay)}"
+        if rank.HasField("unsaved"):
+            said += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
         out.append(said)
     out += [f"rank {one.rank} is suspected: {one.reason}" for one in status.suspicions]
     return out
+
+
+def unsaved_words(unsaved: pb.UnsavedCheckpoint, newest: int) -> str:
+    return (
+        f"cannot write the checkpoint of version {unsaved.version} ({unsaved.reason}); "
+        f"the one of version {newest} stands"
+    )
 
 
 def replay_words(replay: pb.ReplayProgress) -> str:

@@ -241,6 +241,10 @@ class Engine:
             self._gradient_bytes, self._store.saved, stats.pace_bytes_per_s or None, log_full=full
         )
 
+    def unsaved(self) -> pb.UnsavedCheckpoint | None:
+        """(lease thread) A checkpoint that could not be written yet."""
+        return self._saving.unsaved()
+
     def interrupt(self, generation: int) -> None:
         """(notice thread) Frees the trainer's thread from whatever it waits in."""
         with self._entering:  # a notice that was acted on meanwhile must not stop the new generation
@@ -320,8 +324,7 @@ class Engine:
             self._state.present = True
             if os.environ.get(ENV_DIGESTS_EVERY):
                 self._write_digests(f"rank{self._rank}-v0.json")
-            self._saving.save()
-            self._store.wait()  # a loss in the first step needs it
+            self._saving.save_first()
             if isinstance(self._writer, SidecarWriter):
                 self._writer.await_sidecar()  # so that the first steps do not only lie in its ring
         else:
@@ -387,7 +390,7 @@ class Engine:
     def _finish(self, num_steps: int) -> None:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
         assert self._writer is not None
-        self._store.wait()
+        self._store.settle()
         flush_at_end(self._writer, self._rank, FLUSH_TIMEOUT_S)
         self._write_digests(f"rank{self._rank}-v{num_steps}.json")
         self._member.say_measured()
@@ -479,6 +482,7 @@ class Engine:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close(0.0)
+        self._store.close()
         self._member.close()
         self._communicator.tear_down()
 

@@ -35,6 +35,8 @@ class Member:
         self.version = 0  # for heartbeats
         self.replay: Callable[[], pb.ReplayProgress] | None = None
         """While this rank replays: how far it is."""
+        self.unsaved: Callable[[], pb.UnsavedCheckpoint | None] = lambda: None
+        """(lease thread) A checkpoint that this rank could not write yet."""
         self._entered = 0
         self._noticed = 0
         self._on_notice: Callable[[int], None] = lambda _generation: None
@@ -86,7 +88,7 @@ class Member:
         while not self._closed.wait(interval_s):
             try:
                 replay = self.replay
-                self.client.heartbeat(self.version, replay() if replay is not None else None)
+                self.client.heartbeat(self.version, replay() if replay is not None else None, self.unsaved())
                 self._say_wanted()
                 if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
                     self.say_measured()
@@ -124,11 +126,23 @@ class Member:
 
     # --- main thread ---
 
+    def replaces_another(self) -> bool:
+        """(before it joins) The job is past its beginning, as far as anybody answers."""
+        try:
+            return self.client.status().view.state != pb.FORMING
+        except SwiftError:
+            return False
+
     def ask_checkpoint(self, after_version: int, reason: str) -> None:
         """All ranks are to save a version above `after_version` soon. Returns at once: it is said with the next
         heartbeat, and again until it is heard."""
         with self._wanting:
             self._wanted = (after_version, reason)
+
+    @property
+    def fenced(self) -> bool:
+        """(any thread) This process does not hold its rank any more, as far as it knows."""
+        return bool(self._fenced)
 
     @property
     def noticed(self) -> bool:

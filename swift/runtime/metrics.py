@@ -47,6 +47,11 @@ FAMILIES = (
     ),
     Family("swift_trainer_recoveries_total", COUNTER, "Recoveries that this rank took part in to their end."),
     Family("swift_trainer_recovery_seconds", HISTOGRAM, "From the notice of a loss to training again."),
+    Family(
+        "swift_trainer_checkpoint_failures_total",
+        COUNTER,
+        "Checkpoints that could not be written, each counted once for every reason.",
+    ),
     Family("swift_trainer_commit_vote_seconds_total", COUNTER, "Time in the barrier before updates."),
     Family("swift_trainer_logged_records_total", COUNTER, "Tensors that the log has acknowledged."),
     Family("swift_trainer_logged_bytes_total", COUNTER, "Bytes of these, before compression."),
@@ -94,7 +99,7 @@ class TrainerMetrics:
         self._info = {"job": job, "rank": str(rank)}
         self._progress = progress
         self._lock = threading.Lock()
-        self._steps = self._replayed = self._recoveries = 0
+        self._steps = self._replayed = self._recoveries = self._unsaved = 0
         self._step_s = Distribution(DURATION_S)
         self._recovery_s = Distribution(DURATION_S)
         self._step_began: float | None = None
@@ -119,6 +124,8 @@ class TrainerMetrics:
                 case "step_end" if self._step_began is not None:
                     self._steps += 1
                     self._step_s.observe(now - self._step_began)
+                case "checkpoint_failed":
+                    self._unsaved += 1
                 case "notice" if self._noticed is None:
                     self._noticed = now
                 case "resumed" if said["generation"] > 1:  # the first one forms the job
@@ -145,6 +152,7 @@ class TrainerMetrics:
                 ),
                 "swift_trainer_recoveries_total": plain(self._recoveries),
                 "swift_trainer_recovery_seconds": plain(self._recovery_s),
+                "swift_trainer_checkpoint_failures_total": plain(self._unsaved),
                 "swift_trainer_commit_vote_seconds_total": plain(done.vote_seconds),
                 "swift_trainer_logged_records_total": plain(done.records),
                 "swift_trainer_logged_bytes_total": plain(done.bytes),

@@ -1,17 +1,25 @@
-"""This rank's checkpoints: saved beside training, told to the coordinator, removed once newer ones are complete."""
+"""This rank's checkpoints: saved beside training, told to the coordinator, removed once newer ones are complete.
+
+One that cannot be written does not stop training: the one before it stays the newest complete one, and the log, of
+which nothing is trimmed, goes on from there. It is tried again until it is written, or the next one is due. Heartbeats
+say so meanwhile.
+"""
+
+import sys
+from contextlib import suppress
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import ReplayRefused, ServiceError, SwiftError
+from swift.checkpoint.store import CheckpointStore, Unsaved
+from swift.errors import ReplayRefused, ServiceError, SwiftError, UsageError
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.member import Member
 from swift.runtime.state import TrainerState
 
 
 class Saving:
-    """(trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_before_ready``; ``prune``;
-    ``learn_groups``"""
+    """(trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_before_ready``, ``save_first``;
+    ``prune``; ``learn_groups``; (lease thread) ``unsaved``"""
 
     def __init__(
         self, rank: int, member: Member, state: TrainerState, store: CheckpointStore, groups: LoggedGroups
@@ -21,12 +29,18 @@ class Saving:
         self._member = member
         self._state = state
         self._store = store
-        self._kept: set[int] = set()  # complete checkpoints, as last seen
+        self._seen: tuple[set[int], int] = (
+            set(),
+            0,
+        )  # complete checkpoints, and what is given up, as last seen
+        self._generation = 0  # in which the last one was saved
 
     def save(self, generation: int = 0) -> None:
         """`generation`: the one whose state it is; 0: the newest."""
         view = self.learn_groups()
-        generation = generation or view.generation
+        if self._state.version in view.checkpoints:
+            return  # whole at all ranks: what is written now could only spoil it
+        self._generation = generation = generation or view.generation
         number, since = self._groups.saving(self._state.version)
 
         def durable(version: int) -> None:
@@ -37,14 +51,42 @@ class Saving:
                 # A version that the coordinator never hears of is not complete; the one before it stands.
                 events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
 
-        self._store.save(self._state.version, self._state.state_dict(), durable)
+        def failed(unsaved: Unsaved) -> None:
+            newest = max(view.checkpoints, default=0)
+            events.emit("checkpoint_failed", rank=self._rank, version=unsaved.version, reason=unsaved.reason)
+            with suppress(OSError, ValueError):
+                print(
+                    f"swift: rank {self._rank} cannot write the checkpoint of version {unsaved.version}: "
+                    f"{unsaved.reason}; it is tried again, and the one of version {newest} stands",
+                    file=sys.stderr,
+                )
+
+        self._store.save(self._state.version, self._state.state_dict(), durable, failed)
+
+    def save_first(self) -> None:
+        """Returns when the coordinator has it: a loss in the first step needs it. Raises UsageError: all
+        ranks end with one exit code, whichever of them cannot write."""
+        try:
+            self.save()
+            self._store.wait()
+        except ServiceError as error:
+            raise UsageError(f"{error}; no job begins without its first checkpoint") from None
+
+    def unsaved(self) -> pb.UnsavedCheckpoint | None:
+        """What could not be written yet."""
+        unsaved = self._store.unsaved
+        if unsaved is None:
+            return None
+        return pb.UnsavedCheckpoint(
+            version=unsaved.version, generation=self._generation, reason=unsaved.reason
+        )
 
     def save_before_ready(self, generation: int) -> None:
         """Returns when the coordinator has it. Raises ReplayRefused if it cannot be written."""
         try:
             self.save(generation)
             self._store.wait()
-        except (ServiceError, OSError) as error:
+        except ServiceError as error:
             raise ReplayRefused(f"no checkpoint of version {self._state.version}: {error}") from None
         version = self._state.version
         # If that went wrong before.
@@ -58,6 +100,9 @@ class Saving:
 
     def prune(self) -> None:
         view = self._member.watcher.latest
-        if view is not None and set(view.checkpoints) != self._kept:
-            self._kept = set(view.checkpoints)
-            self._store.prune(self._kept)
+        if view is None:
+            return
+        seen = set(view.checkpoints), view.checkpoints_from
+        if seen != self._seen:
+            self._seen = seen
+            self._store.prune(*seen)

@@ -64,6 +64,12 @@ class Session:
         self._state = TrainerState(config.seed, self._updates)
         self._state.replicate = self.groups.get("replicate")
         store = CheckpointStore(checkpoint_dir, rank)
+        store.fenced = lambda: member.fenced
+        try:
+            store.check()
+        except UsageError:
+            if not member.replaces_another():  # who does can go on without writing
+                raise
         self._communicator = Communicator(
             rank, world_size, service_ports=self._service_ports, groups=tuple(self.groups.values())
         )
@@ -96,7 +102,7 @@ class Session:
         self._updates.settle = self._channel.settle
         self._updates.replaying = lambda: self._channel.replaying
         self._end_metrics = self._show_metrics(member.client.job)
-        member.measured = self._engine.measured
+        member.measured, member.unsaved = self._engine.measured, self._engine.unsaved
         member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine.interrupt)
         self._engine.form()
 

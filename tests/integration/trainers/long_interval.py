@@ -1,4 +1,5 @@
-"""Two ranks whose interval between checkpoints is longer than the run: `long_interval.py STEPS PAUSE_S FILE`.
+"""Two ranks whose interval between checkpoints is longer than the run: `long_interval.py STEPS PAUSE_S FILE`; or as
+long as a fourth argument says.
 
 They make no pauses in a replay, nor once that file is there.
 """
@@ -15,10 +16,11 @@ import swift
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
 IN_HASTE = Path(sys.argv[3])
+EVERY = int(sys.argv[4]) if len(sys.argv) > 4 else 1_000_000
 WIDTH, BATCH = 64, 16
 
 if __name__ == "__main__":
-    session = swift.Session.from_env(seed=5, checkpoint_every=1_000_000)
+    session = swift.Session.from_env(seed=5, checkpoint_every=EVERY)
     torch.manual_seed(session.rank)
     module = nn.Linear(WIDTH, WIDTH)
     stage = session.adopt(PipelineStage(module, session.rank, 2, torch.device("cpu")))

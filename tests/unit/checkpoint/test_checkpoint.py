@@ -98,18 +98,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         store.load(1)
 
 
-def test_a_failed_write_is_told_and_nothing_is_called_durable(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, rank=0)
-    durable: list[int] = []
-    (tmp_path / "v00000001").mkdir()
-    (tmp_path / "v00000001" / "rank0").mkdir()
-    (tmp_path / "v00000001" / "rank0" / "tensors").write_text("a file in the way")
-    store.save(1, trained(), durable.append)
-    with pytest.raises(ServiceError, match="not written"):
-        store.wait()
-    assert durable == []
-
-
 def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
     stores = [CheckpointStore(tmp_path, rank) for rank in range(2)]
     for version in (0, 10, 20):
@@ -128,4 +116,4 @@ def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="name one you can write"):
-        CheckpointStore("/proc/self/checkpoints", rank=0)
+        CheckpointStore("/proc/self/checkpoints", rank=0).check()

@@ -28,6 +28,8 @@ class Process:
     """(generation, version, bits) that it got to by its own way, for replicas to copy."""
     followed: int = 0
     """The generation whose plan it has done."""
+    unsaved: tuple[int, int, str] | None = None
+    """(version, generation, bits) of a checkpoint that it could not write yet."""
     joined: bool = False
     alive: bool = True
     cut_off: bool = False
@@ -134,6 +136,23 @@ class Followers:
             assert mine.strategy in (pb.REPLAY, pb.CHECKPOINT)
             assert (process.rank, mine.from_version) in self.saved, "a checkpoint that was never saved"
             process.bits = self.saved[process.rank, mine.from_version]
+            process.unsaved = None
+
+    def prune(self, process: Process, view: pb.View) -> None:
+        """It removes what is too old, and what is given up."""
+        if not view.checkpoints:
+            return
+        below = max(min(view.checkpoints), view.checkpoints_from)
+        for rank, version in list(self.saved):
+            if rank == process.rank and version < below and version not in view.checkpoints:
+                del self.saved[rank, version]
+
+    def heartbeat(self, process: Process) -> m.Heartbeat:
+        unsaved = None
+        if process.unsaved is not None:
+            version, generation, _ = process.unsaved
+            unsaved = m.Unsaved(version=version, generation=generation, reason="no space")
+        return m.Heartbeat(sender=process.sender, version=process.at or 0, unsaved=unsaved)
 
     def copy(self, process: Process, mine: pb.RankPlan, generation: int, choice: int) -> bool:
         """False: not all sources have gone their way yet, or one is dead. The own state is overwritten meanwhile."""

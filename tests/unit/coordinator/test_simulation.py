@@ -301,7 +301,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         for process in self.processes:
             if process.alive and process.joined and not process.cut_off:
                 with contextlib.suppress(Crashed):
-                    self.guarded(process, m.Heartbeat(sender=process.sender, version=process.at or 0))
+                    self.guarded(process, self.heartbeat(process))
 
     @rule(trimmed=st.booleans(), crash=CRASHES)
     def a_log_server_runs_full(self, trimmed: bool, crash: int | None) -> None:
@@ -436,7 +436,8 @@ class Simulation(Followers, RuleBasedStateMachine):
             and (process.version % CHECKPOINT_EVERY == 0 or process.version == early)
             and process.version > newest
         ):
-            self.save(process, crash)
+            self.save(process, crash, fails=choice == 6)
+        self.prune(process, process.view)
         if (
             early is not None
             and process.version is not None
@@ -445,14 +446,26 @@ class Simulation(Followers, RuleBasedStateMachine):
         ):
             self.guarded(process, self.ask_of(process), crash)
 
-    def save(self, process: Process, crash: int | None) -> None:
+    def save(self, process: Process, crash: int | None, fails: bool = False) -> None:
         assert process.version is not None
         assert process.view is not None
-        self.saved[process.rank, process.version] = process.bits
-        durable = m.CheckpointDurable(
-            sender=process.sender, version=process.version, generation=process.view.generation
-        )
-        self.once(process, durable, crash, process.version)
+        process.unsaved = (process.version, process.view.generation, process.bits)
+        if not fails:
+            self.write(process, crash)
+
+    def write(self, process: Process, crash: int | None) -> None:
+        assert process.unsaved is not None
+        (version, generation, bits), process.unsaved = process.unsaved, None
+        self.saved[process.rank, version] = bits
+        durable = m.CheckpointDurable(sender=process.sender, version=version, generation=generation)
+        self.once(process, durable, crash, version)
+
+    @rule(index=st.integers(0, 20), crash=CRASHES)
+    def what_failed_is_written_after_all(self, index: int, crash: int | None) -> None:
+        failed = [p for p in self.processes if p.alive and p.joined and p.unsaved is not None]
+        if failed:
+            with contextlib.suppress(Crashed):
+                self.write(failed[index % len(failed)], crash)
 
     def ready(self, process: Process, generation: int, crash: int | None) -> None:
         assert process.version is not None

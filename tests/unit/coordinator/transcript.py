@@ -188,6 +188,14 @@ class World:
     def do_suspect(self, rank: str, reason: str) -> list[str]:
         return self.step(m.Suspect(sender=self.sender(rank), reason=reason))
 
+    def do_unsaved(
+        self, rank: str, version: str, unsaved: str, generation: str = "1", reason: str = "no space"
+    ) -> list[str]:
+        """A heartbeat of a rank that cannot write a checkpoint."""
+        self.versions[int(rank)] = int(version)
+        said = m.Unsaved(version=int(unsaved), generation=int(generation), reason=reason)
+        return self.step(m.Heartbeat(sender=self.sender(rank), version=int(version), unsaved=said))
+
     def do_beat(self, rank: str, version: str, inc: str = "") -> list[str]:
         self.versions[int(rank)] = int(version)
         return self.step(m.Heartbeat(sender=self.sender(rank, inc), version=int(version)))
@@ -292,6 +300,8 @@ class World:
         assert self.job is not None
         ages = [f"rank {rank} {self.job.leases.age_s(rank, self.now):.1f} s" for rank in self.job.row.holders]
         out = [f"heard: {', '.join(ages)}"]
+        for rank, unsaved in self.job.checkpoints.unsaved.items():
+            out.append(f"rank {rank} cannot write version {unsaved.version}: {unsaved.reason}")
         for rank, reason, age_s in self.job.suspicions.all(self.job.row, self.now):
             out.append(f"suspicion of rank {rank}, {age_s:.1f} s: {reason}")
         return out
@@ -340,6 +350,8 @@ def _view(row: JobRow) -> str:
         parts.append(f"fenced {','.join(member.incarnation for member in view.fenced)}")
     if view.checkpoints:
         parts.append(f"checkpoints {','.join(map(str, view.checkpoints))}")
+    if view.checkpoints_from:
+        parts.append(f"no incomplete one below {view.checkpoints_from}")
     if view.HasField("checkpoint_at"):
         parts.append(f"checkpoint at {view.checkpoint_at} for {view.checkpoint_reason}")
     if view.groups_next or view.groups_since:

@@ -1,13 +1,15 @@
 """Checkpoints of one rank: what the coordinator hears of them, and when they are due."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift.errors import ReplayRefused, ServiceError
+from swift.checkpoint.store import Unsaved
+from swift.errors import ReplayRefused, ServiceError, UsageError
 from swift.recovery import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
@@ -20,17 +22,28 @@ from swift.runtime.updates import Updates
 class Store:
     """Writes at once, or fails."""
 
-    def __init__(self, error: ServiceError | None = None, at_once: OSError | None = None) -> None:
+    def __init__(self, error: ServiceError | None = None) -> None:
         self.error = error
-        self.at_once = at_once
         self.saved: list[int] = []
+        self.unsaved: Unsaved | None = None
+        self.pruned: list[tuple[set[int], int]] = []
 
-    def save(self, version: int, state: Any, on_durable: Callable[[int], None]) -> None:
-        if self.at_once is not None:
-            raise self.at_once
+    def save(
+        self,
+        version: int,
+        state: Any,
+        on_durable: Callable[[int], None],
+        on_failed: Callable[[Unsaved], None],
+    ) -> None:
         if self.error is None:
             self.saved.append(version)
             on_durable(version)
+        else:
+            self.unsaved = Unsaved(version=version, reason=str(self.error))
+            on_failed(self.unsaved)
+
+    def prune(self, keep: set[int], given_up_below: int) -> None:
+        self.pruned.append((keep, given_up_below))
 
     def wait(self) -> None:
         if self.error is not None:
@@ -53,11 +66,19 @@ class Client:
         self.groups.append((number, since))
 
 
-def saving(store: Store, client: Client, wanted: str = "") -> Saving:
+def saving(
+    store: Store, client: Client, wanted: str = "", complete: Sequence[int] = (), given_up: int = 0
+) -> Saving:
     nothing: Any = None
     state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
     state.version = 17
-    view = pb.View(generation=9, groups_next=wanted, groups_number=3 if wanted else 0)
+    view = pb.View(
+        generation=9,
+        groups_next=wanted,
+        groups_number=3 if wanted else 0,
+        checkpoints=complete,
+        checkpoints_from=given_up,
+    )
     member: Any = SimpleNamespace(
         client=client, watcher=SimpleNamespace(latest=view, wait_for=lambda _test, _timeout: view)
     )
@@ -95,14 +116,53 @@ def test_a_coordinator_that_stays_away_is_an_error() -> None:
         saving(Store(), Client(2)).save_before_ready(8)
 
 
-@pytest.mark.parametrize(
-    "store", [Store(ServiceError("it was not written: no space")), Store(at_once=OSError(28, "no space"))]
-)
-def test_what_cannot_be_written_is_refused(store: Store) -> None:
+def test_what_cannot_be_written_is_refused() -> None:
     client = Client()
     with pytest.raises(ReplayRefused, match=r"no checkpoint of version 17: .*no space"):
-        saving(store, client).save_before_ready(8)
+        saving(Store(ServiceError("no space")), client).save_before_ready(8)
     assert client.told == []
+
+
+def test_no_job_begins_without_its_first_checkpoint() -> None:
+    with pytest.raises(UsageError, match=r"no space; no job begins without its first checkpoint"):
+        saving(Store(ServiceError("no space")), Client()).save_first()
+    client = Client()
+    saving(Store(), client).save_first()
+    assert client.told == [(17, 9)]
+
+
+def test_what_cannot_be_written_later_is_said_and_training_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    end = events.listen(lambda event, fields: said.append((event, dict(fields))))
+    client = Client()
+    one = saving(Store(ServiceError("no space")), client, complete=[0, 10])
+    assert one.unsaved() is None
+    one.save()
+    end()
+    assert said == [("checkpoint_failed", {"rank": 2, "version": 17, "reason": "no space"})]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "swift: rank 2 cannot write the checkpoint of version 17: no space; it is tried again, and the one of "
+        "version 10 stands"
+    )
+    assert one.unsaved() == pb.UnsavedCheckpoint(version=17, generation=9, reason="no space")
+    assert client.told == []
+
+
+def test_what_is_complete_is_not_written_again() -> None:
+    store, client = Store(), Client()
+    saving(store, client, complete=[10, 17]).save()
+    assert (store.saved, client.told) == ([], [])
+
+
+def test_what_is_complete_or_given_up_is_pruned_once() -> None:
+    store = Store()
+    one = saving(store, Client(), complete=[0, 10], given_up=15)
+    one.prune()
+    one.prune()
+    assert store.pruned == [({0, 10}, 15)]
 
 
 @pytest.mark.parametrize(
