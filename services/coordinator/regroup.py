@@ -9,6 +9,7 @@ from services.coordinator.messages import Refusal, Refused
 from services.coordinator.planning import layout_of
 from services.coordinator.row import JobRow, State
 from swift.recovery import RecoveryGroups
+from swift.recovery.groups import NONE
 
 
 class Regroup:
@@ -27,17 +28,11 @@ class Regroup:
             groups = RecoveryGroups.parse(change.groups)
         except ValueError as error:
             raise Refusal(Refused.INVALID, str(error)) from None
-        if not groups.starts:
-            raise Refusal(Refused.INVALID, "name the stages of each group, such as 0-1,2-3")
+        if not groups.starts and not change.groups.strip():
+            raise Refusal(Refused.INVALID, f"name the stages of each group, such as 0-1,2-3, or {NONE}")
         if problem := groups.problem(layout.num_stages, layout.stages):
             raise Refusal(Refused.INVALID, problem)
-        if layout.columns() > 1:
-            raise Refusal(
-                Refused.INVALID,
-                f"job {row.job} has {layout.columns()} data-parallel ranks to a stage: it recovers by copying, and "
-                "keeps the groups that it began with",
-            )
-        wanted = "" if groups == RecoveryGroups.parse(row.groups) else str(groups)
+        wanted = "" if groups == RecoveryGroups.parse(row.groups) else groups.name
         if wanted == row.groups_next:
             return False
         row.groups_next, row.groups_from = wanted, {}
@@ -78,5 +73,5 @@ class Regroup:
 
     def _put_in_force(self, version: int) -> None:
         row = self._row
-        row.groups, row.groups_since = row.groups_next, version
+        row.groups, row.groups_since = str(RecoveryGroups.parse(row.groups_next)), version
         row.groups_next, row.groups_from = "", {}

@@ -142,13 +142,17 @@ class DrillConfig:
     def _check_regroups(self) -> None:
         shape = self.topology
         for flag, there in (
-            (f"--replicas {shape.replicas}", shape.replicas > 1),
+            (
+                f"--replicas {shape.replicas}",
+                shape.replicas > 1 and any(r.storage_cap for r in self.regroups),
+            ),
             (f"--schedule {shape.schedule}", shape.stages_per_rank > 1),
             ("--secure", self.secure),
             ("--kill corrupt=log", any(isinstance(f, fault_specs.CorruptFault) for f in self.faults)),
         ):
             if self.regroups and there:
-                raise UsageError(f"--regroup does not go with {flag}: leave one of them out")
+                what = "storage-cap" if flag.startswith("--replicas") else "--regroup"
+                raise UsageError(f"{what} does not go with {flag}: leave one of them out")
         check_regroups(self.regroups, self.groups, shape.stages, shape.steps)
 
     def _check_optimizer(self) -> None:

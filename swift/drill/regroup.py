@@ -43,13 +43,13 @@ class Regroup:
     def __str__(self) -> str:
         until = "" if self.until in (None, self.step) else f"until={self.until},"
         by = "" if self.by is None else f"by={self.by},"
-        what = f"storage-cap={self.storage_cap}" if self.groups is None else f"groups={self.groups}"
+        what = f"storage-cap={self.storage_cap}" if self.groups is None else f"groups={self.groups.name}"
         return f"step={self.step},{until}{by}{what}"
 
     def words(self) -> list[str]:
         """For `swift-ft plan --coordinator … --job … --apply`."""
         if self.groups is not None:
-            return ["--groups", str(self.groups)]
+            return ["--groups", self.groups.name]
         return ["--machine-per-rank", "--storage-cap", self.storage_cap]
 
 
@@ -130,7 +130,7 @@ def section(
     had = history(first, events)
     asked = {event["id"]: event for event in events if event["event"] == "regroup"}
     told = [asked.get(id_of(n)) for n in range(len(regroups))]
-    wanted = [event["wanted"] for event in events if event["event"] == "groups" and event["wanted"]]
+    wanted = [groups for event in events for groups in _wanted(event)]
     refused = [str(event["said"]) for event in told if event is not None and event["exit_code"] != 0]
     came = [entry.groups for entry in had[1:]]
     answer: bool | None = None if None in told else not refused and came == wanted
@@ -164,12 +164,12 @@ def _wrongly_logged(had: Sequence[InForce], events: Sequence[Event]) -> Iterator
     bounds = [*(entry.since for entry in had[1:]), None]
     last: dict[int, Event] = {}
     known = {entry.groups for entry in had}
-    known |= {event["wanted"] for event in events if event["event"] == "groups"}
+    known |= {groups for event in events for groups in _wanted(event)}
     now = {had[0].groups}
     since_plan = set(now)
     for event in events:
         if event["event"] == "groups":
-            now = {event["in_force"], event["wanted"]}
+            now = {event["in_force"], *_wanted(event)}
             since_plan |= now
         elif event["event"] == "plan":
             since_plan = set(now)
@@ -187,6 +187,13 @@ def _wrongly_logged(had: Sequence[InForce], events: Sequence[Event]) -> Iterator
     for rank, event in sorted(last.items()):
         if event["logged_by"] != [had[-1].groups]:
             yield f"the last step of rank {rank} by {event['logged_by']}, not by {had[-1].groups} alone"
+
+
+def _wanted(event: Event) -> list[str]:
+    """The other groups that it says are to come."""
+    if event["event"] != "groups" or not event["wanted"]:
+        return []
+    return [str(RecoveryGroups.parse(event["wanted"]))]
 
 
 def _logged_from(groups: str, events: Sequence[Event]) -> Mapping[str, int]:

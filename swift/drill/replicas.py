@@ -7,6 +7,7 @@ from swift.drill.checks import TRAINED_FIELDS, Check, Comparison, all_of
 from swift.drill.config import DrillConfig
 from swift.drill.faults import CorruptCopyFault
 from swift.drill.timeline import Event, Recovery, steps_done
+from swift.recovery.groups import RecoveryGroups
 
 
 def checks(config: DrillConfig, found: Sequence[Recovery], comparisons: Sequence[Comparison]) -> list[Check]:
@@ -124,12 +125,14 @@ def _refused(rank: int, later: Sequence[Event]) -> bool | None:
     return None
 
 
-def _is_lost_with_others(config: DrillConfig, rank: int, victims: set[int]) -> bool:
+def _is_lost_with_others(config: DrillConfig, rank: int, recovery: Recovery) -> bool:
     """Of some stage of its recovery group nobody lives."""
-    shape = config.topology
-    stages = {other for own in shape.stages_of(rank) for other in config.groups.stages(own)}
+    shape, groups = config.topology, config.groups
+    if config.regroups and recovery.plan is not None:
+        groups = RecoveryGroups.parse(recovery.plan.get("groups", ""))
+    stages = {other for own in shape.stages_of(rank) for other in groups.stages(own)}
     first_ranks = [shape.pipeline_rank_of(stage) * shape.replicas for stage in stages]
-    return any(set(shape.replicas_of(first)) <= victims for first in first_ranks)
+    return any(set(shape.replicas_of(first)) <= recovery.victims for first in first_ranks)
 
 
 def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
@@ -139,7 +142,7 @@ def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
     for number, recovery in enumerate(found, start=1):
         for rank, (strategy, _) in recovery.strategies().items():
             living = set(config.topology.replicas_of(rank)) - recovery.victims
-            if not living or _is_lost_with_others(config, rank, recovery.victims):
+            if not living or _is_lost_with_others(config, rank, recovery):
                 continue
             if strategy in ("replay", "catch_up", "checkpoint"):
                 wrong.append(

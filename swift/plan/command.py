@@ -87,7 +87,7 @@ def _parser() -> Parser:
     job.add_argument(
         "--apply", action="store_true", help="give the job the chosen groups, from the next checkpoint on"
     )
-    job.add_argument("--groups", metavar="0-1,2-3", help="with --apply: these, without a plan")
+    job.add_argument("--groups", metavar="0-1,2-3", help="with --apply: these (or none), without a plan")
     job.add_argument(
         "--machine-per-rank",
         action="store_true",

@@ -4,8 +4,9 @@ What passes between two stages of one group is not logged. If the state of one o
 replayed, all of them go back to the same version and replay together, as a small pipeline: what crosses the group's
 two ends comes out of the log, the rest from each other.
 
-Written as the stages of each group, "0-1,2,3-5". Without any (the empty text) every rank is a group by itself, and all
-that is sent from rank to rank is logged. One group of all stages logs nothing: it restores the checkpoint.
+Written as the stages of each group, "0-1,2,3-5". Without any (the empty text, or "none") every rank is a group by
+itself, and all that is sent from rank to rank is logged. One group of all stages logs nothing: it restores the
+checkpoint.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+NONE = "none"
 _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 
@@ -37,7 +39,7 @@ class RecoveryGroups:
     @staticmethod
     def parse(text: str) -> "RecoveryGroups":
         """ValueError, in one line, for what is no list of runs that follow each other from stage 0 on."""
-        if not text.strip():
+        if text.strip() in ("", NONE):
             return RecoveryGroups()
         starts, stage = [], 0
         for part in text.split(","):
@@ -60,6 +62,11 @@ class RecoveryGroups:
         return ",".join(
             f"{first}" if last == first else f"{first}-{last}" for first, last in map(self._ends, self.starts)
         )
+
+    @property
+    def name(self) -> str:
+        """Where an empty text would mean that nothing is said."""
+        return str(self) or NONE
 
     @property
     def logs(self) -> bool:

@@ -114,6 +114,45 @@ def test_a_plan_of_what_the_running_job_has_measured_is_applied(twins: Twins, tm
         assert report["recoveries"][0]["strategy"][str(stage)] == "replay"
 
 
+REPLICAS = ["--stages", "3", "--replicas", "2", "--steps", "22", "--groups", "0,1,2"]
+AWAY = ["rank=2,step={},microbatch=2,phase=forward", "rank=3,step={},microbatch=2,phase=forward"]
+"""Both columns of stage 1."""
+
+
+def lost_to(report: dict[str, Any]) -> list[set[str]]:
+    """The stages that each recovery replayed."""
+    return [
+        {stage for stage, name in recovery["strategy"].items() if name == "replay"}
+        for recovery in report["recoveries"]
+    ]
+
+
+def test_with_replicas_a_stage_that_is_lost_whole_before_between_and_after(
+    twins: Twins, tmp_path: Path
+) -> None:
+    words = [*REPLICAS, "--regroup", "step=7,by=12,groups=0-1,2", "--spares", "6"]
+    specs = [spec.format(step) for step in (3, 8, 13) for spec in AWAY]
+    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    found = report["prediction"]["regroups"]
+    assert found["in_force"] == [{"groups": "0,1,2", "since": 0}, {"groups": "0-1,2", "since": 10}]
+    assert lost_to(report) == [{"1"}, {"1"}, {"0", "1"}]
+    assert report["prediction"]["bytes"]["equal"] is True
+
+
+def test_with_replicas_what_a_copied_rank_has_not_logged_is_not_needed_behind_the_checkpoint(
+    twins: Twins, tmp_path: Path
+) -> None:
+    """One column of stage 1 is copied while the groups are wanted; then both are lost, and replayed by these."""
+    words = [*REPLICAS, "--regroup", "step=7,by=12,groups=0-1,2", "--spares", "4"]
+    specs = ["rank=3,step=8,microbatch=1", *(spec.format(14) for spec in AWAY), "rank=1,step=18"]
+    report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))
+    copied, replayed, again = report["recoveries"]
+    assert (copied["strategy"]["1"], again["strategy"]["0"]) == ("replica", "replica")
+    assert {replayed["strategy"][stage] for stage in ("0", "1")} == {"replay"}
+    assert report["prediction"]["regroups"]["in_force"][1]["groups"] == "0-1,2"
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -126,8 +165,8 @@ def test_a_plan_of_what_the_running_job_has_measured_is_applied(twins: Twins, tm
         ),
         (["--groups", "0,1,2,3", "--regroup", "soon"], "write step=8,groups=0-1,2-3 or"),
         (
-            ["--groups", "0,1,2,3", "--regroup", "step=4,groups=0-1,2-3", "--replicas", "2"],
-            "--regroup does not go with --replicas 2",
+            ["--groups", "0,1,2,3", "--regroup", "step=4,storage-cap=1MB", "--replicas", "2"],
+            "storage-cap does not go with --replicas 2",
         ),
     ],
 )

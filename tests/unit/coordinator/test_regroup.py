@@ -298,15 +298,57 @@ def test_groups_that_cannot_be_are_refused(groups: str, words: str) -> None:
     assert row.to_json() == before
 
 
-def test_groups_are_refused_before_and_after_the_run_and_with_replicas() -> None:
+def test_groups_are_refused_before_and_after_the_run() -> None:
     row = row_of()
     row.state = State.FORMING
     with pytest.raises(Refusal, match="is FORMING: its groups cannot be changed now"):
         Regroup(row).ask(m.ChangeGroups(groups="0-3"))
-    row.state = State.RUNNING
+    row.state = State.FINISHED
+    with pytest.raises(Refusal, match="is FINISHED: its groups cannot be changed now"):
+        Regroup(row).ask(m.ChangeGroups(groups="0-3"))
+
+
+def test_a_job_with_replicas_gets_them_when_all_columns_log_by_them() -> None:
+    row = row_of("0,1")
     row.stages, row.num_stages = {0: [0], 1: [0], 2: [1], 3: [1]}, 2
-    with pytest.raises(Refusal, match="2 data-parallel ranks to a stage"):
-        Regroup(row).ask(m.ChangeGroups(groups="0-1"))
+    regroup = Regroup(row)
+    assert regroup.ask(m.ChangeGroups(groups="0-1"))
+    row.checkpoints = [0, 8]
+    for rank, since in enumerate((4, 8, 8, 4)):
+        assert not regroup.settle()
+        regroup.logged(said(rank, since))
+    assert regroup.settle()
+    assert (row.groups, row.groups_since) == ("0-1", 8)
+
+
+def test_several_stages_on_a_rank_have_one_group_of_all_or_none() -> None:
+    row = row_of("0-3")
+    row.stages = {0: [0, 2], 1: [1, 3]}
+    row.world_size = 2
+    regroup = Regroup(row)
+    with pytest.raises(Refusal, match="part stages 0 and 2, which are lost together with rank 0"):
+        regroup.ask(m.ChangeGroups(groups="0-1,2-3"))
+    assert regroup.ask(m.ChangeGroups(groups="none"))
+    assert row.groups_next == "none"
+    assert not regroup.ask(m.ChangeGroups(groups=" none"))
+    for rank in (0, 1):
+        assert regroup.logged(said(rank, 4))
+    row.checkpoints = [0, 4]
+    assert regroup.settle()
+    assert (row.groups, row.groups_next, row.groups_since) == ("", "", 4)
+    assert not regroup.ask(m.ChangeGroups(groups="none"))
+    assert regroup.ask(m.ChangeGroups(groups="0-3"))
+    assert row.groups_next == "0-3"
+
+
+def said(rank: int, since: int, number: int = 1) -> m.CheckpointDurable:
+    return m.CheckpointDurable(
+        sender=m.Sender(rank=rank, incarnation=""),
+        version=since,
+        generation=1,
+        groups_number=number,
+        groups_since=since,
+    )
 
 
 def test_asking_again_changes_nothing_and_the_groups_in_force_call_it_off() -> None:
@@ -326,10 +368,7 @@ def test_a_word_of_another_wish_does_not_count() -> None:
     regroup = Regroup(row)
     for groups in ("0-1,2-3", "0,1,2,3", "0-1,2-3"):
         regroup.ask(m.ChangeGroups(groups=groups))
-    said = m.CheckpointDurable(
-        sender=m.Sender(rank=1, incarnation=""), version=4, generation=1, groups_number=1, groups_since=4
-    )
-    assert not regroup.logged(said)
+    assert not regroup.logged(said(1, 4))
     assert row.groups_from == {}
 
 
