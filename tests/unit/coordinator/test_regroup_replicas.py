@@ -246,6 +246,25 @@ class World:
                 return self.die({self.chance.choice(behind).number})
         return None
 
+    def suppose(self, dead: set[int]) -> None:
+        """They die now: what is planned can be read. (And nobody has died.)"""
+        row, log = self.row, self.log
+        self.row, self.log = JobRow.from_json(row.to_json()), defaultdict(list)
+        for stream, keys in log.items():
+            self.log[stream] = list(keys)
+        for rank in self.ranks:
+            for stream, key in rank.afloat if rank.number not in dead else ():
+                self.log[stream].append(key)
+        self.row.reports = {
+            r.number: Report(rank=r.number, version=None if r.number in dead else r.version)
+            for r in self.ranks
+        }
+        plan, reason = decide(self.row, self.inventory(), {})
+        assert plan is not None, reason
+        if not plan.restores:
+            self.check(plan)
+        self.row, self.log = row, log
+
     def declare(self, rank: Rank, plan: Plan) -> None:
         """(who was copied) What its streams lack, as the runtime does."""
         base = self.row.checkpoints[-1]
@@ -309,10 +328,13 @@ def run(seed: int, first: str) -> World:
             world.die(whole if chance.random() < 0.5 else set(chance.sample(range(RANKS), 1)))
         world.train()
         world.arrive()
+        first_rank = COLUMNS * chance.randrange(STAGES)
+        if world.row.groups_number and chance.random() < 0.6:
+            world.suppose(set(range(first_rank, first_rank + COLUMNS)))
     return world
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(CHOICES))
 def test_whoever_dies_whenever_the_log_has_what_the_plan_reads(seed: int, first: str) -> None:
     world = run(seed, first)
@@ -321,14 +343,14 @@ def test_whoever_dies_whenever_the_log_has_what_the_plan_reads(seed: int, first:
 
 def test_the_model_gets_everywhere() -> None:
     """Else it would prove nothing."""
-    seen = [run(seed, first).seen for seed in range(30) for first in CHOICES]
+    seen = [run(seed, first).seen for seed in range(20) for first in CHOICES]
     for name, least in {
-        "replays": 60,
-        "replays_by_others": 20,
-        "copies_between": 30,
-        "gaps": 60,
+        "replays": 40,
+        "replays_by_others": 10,
+        "copies_between": 20,
+        "gaps": 40,
         "refused": 0,
-        "put_in_force": 30,
+        "put_in_force": 20,
     }.items():
         assert sum(getattr(one, name) for one in seen) > least, (
             name,
