@@ -167,6 +167,26 @@ def test_nothing_of_it_stays_and_what_was_there_of_that_version_does(
     assert told.durable == [1]
 
 
+def test_an_older_shard_comes_back_if_the_new_one_cannot_take_its_name(
+    tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, rename = Told(), Path.rename
+    told.save(store, 1)
+    store.wait()
+
+    def failing(source: Path, target: Path) -> Path:
+        if target.name == "rank0" and not source.name.endswith("-old"):
+            raise OSError(5, "Input/output error")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    store.save(1, {"x": torch.zeros(4)}, told.is_durable, told.has_failed)
+    with pytest.raises(ServiceError, match="Input/output error"):
+        store.wait()
+    assert [path.name for path in tmp_path.glob("v*/*")] == ["rank0"]
+    assert torch.equal(store.load(1)["x"], STATE["x"])
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "swift-test", str(tmp_path)],
