@@ -29,10 +29,8 @@ class Saving:
         self._member = member
         self._state = state
         self._store = store
-        self._seen: tuple[set[int], int] = (
-            set(),
-            0,
-        )  # complete checkpoints, and what is given up, as last seen
+        # Complete checkpoints as last seen, and below which version others are given up.
+        self._seen: tuple[set[int], int] = (set(), 0)
         self._generation = 0  # in which the last one was saved
 
     def save(self, generation: int = 0) -> None:
