@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swift.drill import helped, replaying
+from swift.recovery.groups import NONE
 
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 PHASE_COLOURS = {
@@ -311,9 +312,9 @@ def _predicted(prediction: Mapping[str, Any]) -> list[str]:
     sizes = prediction["bytes"]
     per_step = sizes["per_step"]
     equal = {True: "yes", False: "NO", None: "?"}[sizes["equal"]]
-    said = [f"{equal}: {per_step['predicted']} bytes a step between groups {prediction['groups']}"]
+    said = [f"{equal}: {per_step['predicted']} bytes a step between groups {prediction['groups'] or NONE}"]
     for entry in prediction.get("regroups", {}).get("in_force", [])[1:]:
-        said.append(f"groups {entry['groups']} in force since version {entry['since']}")
+        said.append(f"groups {entry['groups'] or NONE} in force since version {entry['since']}")
     for recovery in prediction["recoveries"]:
         if recovery["ratio"] is None:
             said.append(recovery["why"])

@@ -13,7 +13,7 @@ from rich.console import Console
 from swift import chart
 from swift.drill import html, plot, report
 from swift.drill.config import DrillConfig
-from swift.drill.console import LiveProgress, phase_bar, show, timeline_rows
+from swift.drill.console import LiveProgress, facts, phase_bar, show, timeline_rows
 from swift.drill.report import Evidence
 from tests.unit.drill.evidence import config, good, good_trace
 from tests.unit.drill.replica_evidence import by_undo, trace_of
@@ -149,3 +149,16 @@ def test_ticks_are_few_round_and_inside(low: float, span: float, whole: bool) ->
     if len(found) > 1:
         assert low - span * 1e-6 <= found[0]
         assert found[-1] <= high + span * 1e-6
+
+
+def test_no_groups_have_a_name() -> None:
+    """As of a job that has lost or got its groups while it ran."""
+    result = report.build(config(), good())
+    result["prediction"] = {
+        "groups": "",
+        "bytes": {"per_step": {"predicted": 8, "measured": 8}, "equal": True},
+        "regroups": {"in_force": [{"groups": "", "since": 0}, {"groups": "", "since": 12}]},
+        "recoveries": [],
+    }
+    said = dict(facts(result))["as predicted"]
+    assert said == "yes: 8 bytes a step between groups none\ngroups none in force since version 12"
