@@ -1,12 +1,11 @@
 """May this process say this now? Functions of the row that raise Refusal, and change nothing."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from services.coordinator import messages as m
 from services.coordinator.messages import Refusal, Refused
 from services.coordinator.planning import config_of
-from services.coordinator.row import JobRow, LogServer, State
+from services.coordinator.row import JobRow, State
 
 
 def check_holder(row: JobRow, sender: m.Sender) -> None:
@@ -64,23 +63,14 @@ def check_join(row: JobRow, join: m.Join) -> None:
         )
 
 
-def first_row(job: str, log_servers: list[LogServer], join: m.Join, copies: int) -> JobRow:
-    """What the Join that makes a job begins with."""
+def check_first(join: m.Join) -> None:
+    """Of the Join that makes a job."""
     if join.world_size < 1:
         raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
     try:
         config_of(join.config)
     except ValueError as error:
         raise Refusal(Refused.INVALID, str(error)) from None
-    return JobRow(
-        job=job,
-        world_size=join.world_size,
-        config=dict(join.config),
-        fingerprint=dict(join.fingerprint),
-        log_servers=[replace(server) for server in log_servers],
-        copies=copies,
-        groups=join.config.get("groups", ""),
-    )
 
 
 def check_change(row: JobRow, change: m.ChangeLogServers) -> None:

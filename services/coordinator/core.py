@@ -21,10 +21,10 @@ from services.coordinator import messages as m
 from services.coordinator.checkpoints import GIVEN_UP, Checkpoints
 from services.coordinator.checks import (
     check_change,
+    check_first,
     check_holder,
     check_join,
     check_ready,
-    first_row,
     is_stale,
 )
 from services.coordinator.hang import StepClock, Suspicions
@@ -65,7 +65,8 @@ class Job:
         job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
     ) -> "Job":
         """The job that a first Join makes. `step` it with that Join."""
-        return Job(first_row(job, log_servers, join, copies), timing, now)
+        check_first(join)
+        return Job(JobRow.first(job, log_servers, join, copies), timing, now)
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """The effects of a command. Refusal: it was not taken, and nothing has changed."""

@@ -6,10 +6,13 @@ What a View shows is a function of this row, so nothing can be shown that is not
 import enum
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from swift.recovery import Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
+
+if TYPE_CHECKING:
+    from services.coordinator import messages as m
 
 FORMAT = 3
 
@@ -178,6 +181,19 @@ class JobRow:
     def living(self) -> list[int]:
         """The log servers that are in use."""
         return [number for number, server in enumerate(self.log_servers) if not server.lost]
+
+    @staticmethod
+    def first(job: str, log_servers: list[LogServer], join: "m.Join", copies: int) -> "JobRow":
+        """What the Join that makes a job begins with."""
+        return JobRow(
+            job=job,
+            world_size=join.world_size,
+            config=dict(join.config),
+            fingerprint=dict(join.fingerprint),
+            log_servers=[replace(server) for server in log_servers],
+            copies=copies,
+            groups=join.config.get("groups", ""),
+        )
 
     def lacks_log_server(self) -> bool:
         """All are lost."""
