@@ -98,18 +98,20 @@ def test_f43_training_goes_on_while_no_checkpoint_can_be_written_and_a_later_los
 def test_f43_a_loss_meanwhile_is_replayed_from_the_older_one_and_what_others_have_written_goes(
     tmp_path: Path, twin: list[watched.Digests]
 ) -> None:
-    """Rank 1 alone cannot write 20 and 30; the log has to reach back to 10."""
+    """Rank 1 alone cannot write 20 and 30, nor any later one until it has died; the log has to reach back to 10."""
     run = Run(tmp_path)
-    for version in (20, 30):
-        blocked = run.folder / f"v{version:08d}"
-        blocked.mkdir(parents=True)
-        (blocked / "rank1").write_text("in the way")
+    blocked = [run.folder / f"v{version:08d}" / "rank1" for version in range(20, STEPS + 1, EVERY)]
+    for file in blocked:
+        file.parent.mkdir(parents=True)
+        file.write_text("in the way")
     with run.cluster:
         run.until(lambda: 30 in run.failed(1) and run.said("checkpoints_given_up"))
         run.until(lambda: not (run.folder / "v00000020" / "rank0").exists())
         run.kill(1)
         run.until(lambda: run.said("plan"))
-        run.until(lambda: run.complete()[-1] >= 40)
+        for file in blocked[2:]:
+            file.unlink(missing_ok=True)
+        run.until(lambda: run.complete()[-1] > 30)
         run.end()
     assert run.replayed_from() == [{1: 10}]
     assert run.failed(1)[:2] == [20, 30]
