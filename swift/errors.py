@@ -109,3 +109,15 @@ class Divergence(ReplayRefused):
 
 class ReplicaDiffers(ReplayRefused):
     """Replicas hold different states, or what arrived is not what was sent. Names the ranks and a path."""
+
+    def __init__(self, message: str, *, damaged: bool = False) -> None:
+        super().__init__(message)
+        self.damaged = damaged
+        """It was damaged on its way, which says nothing about the replicas."""
+
+
+def is_difference(error: BaseException) -> bool:
+    """Something that was done again came out different. (What is damaged, or missing, is another matter.)"""
+    if isinstance(error, ReplicaDiffers):
+        return not error.damaged
+    return isinstance(error, Divergence | SequenceConflict)

@@ -1,7 +1,7 @@
 """What a service says on stderr: lines for people, or one JSON object a line for programs.
 
-Both come from two sources: Python's `logging`, and the events of `swift.events`. As text, events are shown with
-``--log-level INFO`` or below only, but for errors. As JSON each line has ``time`` (UTC, ISO 8601),
+Both come from two sources: Python's `logging`, and the events of `swift.events`; what is below ``--log-level`` is
+not written. As JSON each line has ``time`` (UTC, ISO 8601),
 ``monotonic`` (seconds, the clock of the event trace), ``level``, ``role``, ``pid``, ``event``, ``message`` where there
 is one, and the event's own ``fields``.
 
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
 from swift import events
@@ -51,14 +51,16 @@ _WARNINGS = {
         "trim_failed",
     ),
     *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
-    "log_server_lost",
+    *("log_server_lost", "not_exact"),
     *("member_exited", "checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved"),
 }
 
 
-def level_of(event: str) -> int:
+def level_of(event: str, fields: Mapping[str, Any] = MappingProxyType({})) -> int:
     if event in _ERRORS:
         return logging.ERROR
+    if event == "member_exited" and fields.get("exit_code") == 0:
+        return logging.INFO
     return logging.WARNING if event in _WARNINGS else logging.INFO
 
 
@@ -221,9 +223,7 @@ class Log:
         return stop
 
     def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
-        level = level_of(event)
-        if self.format == JSON or self.level <= logging.INFO or level >= logging.ERROR:
-            self.say(event, level, fields=fields)
+        self.say(event, level_of(event, fields), fields=fields)
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None

@@ -17,6 +17,7 @@ with all ranks ready at one version; a View is a function of the row, so it show
 
 from collections.abc import Mapping, Sequence
 
+from services.coordinator import exactness
 from services.coordinator import messages as m
 from services.coordinator.checkpoints import GIVEN_UP, Checkpoints
 from services.coordinator.checks import (
@@ -149,13 +150,14 @@ class Job:
 
     def become_running(self, now: float) -> list[Effect]:
         self._enter(State.RUNNING)
+        inexact = [self._inexact_event()] if exactness.settle(self.row) else []
         forget_recovery(self.row)
         self.suspicions.clear()
         self.steps.restart(self.row.ready, now)
         version = max(self.row.ready.values())
         self.checkpoints.run_on(version)
         asked = self._asked(version, self.places.settle(version))
-        return [*self._transition(), *asked, *self._trim()]
+        return [*self._transition(), *inexact, *asked, *self._trim()]
 
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         """A new generation without the holders of the `dead` ranks (rank -> why)."""
@@ -321,6 +323,8 @@ class Job:
                 "before the job was formed" if row.state is State.FORMING else f"no. {row.refusals} in a row"
             )
             return [refused, *self.become_failed(f"rank {rank} refused, {what}: {refuse.reason}")]
+        if refuse.differs:
+            exactness.differs(row, rank, refuse.reason)
         count_refusal(row, rank, refuse.reason)
         return [*self.become_fencing({}, row.refused.reason), refused]
 
@@ -461,6 +465,7 @@ class Job:
         row.sources = sources if row.plan is not None and row.plan.reads_log else {}
         if row.plan is None:
             return self.become_failed(reason)
+        row.plan = exactness.named(row, row.plan)
         if not row.plan.gives_up_log:
             return self.become_recovering()
         give_up_log(row, row.plan)
@@ -502,6 +507,10 @@ class Job:
     def _groups_event(self) -> m.Emit:
         row = self.row
         return self._event("groups", in_force=row.groups, since=row.groups_since, wanted=row.groups_next)
+
+    def _inexact_event(self) -> m.Emit:
+        row = self.row
+        return self._event("not_exact", since=row.inexact_since, reason=row.inexact_reason)
 
     def _persist(self, entered: State | None = None) -> m.Persist:
         self.row.revision += 1

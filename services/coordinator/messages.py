@@ -86,6 +86,8 @@ class Refuse:
     sender: Sender
     generation: int
     reason: str
+    differs: bool = False
+    """What was done again came out different; not: a record is damaged or missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,6 +167,12 @@ class JobRow:
     """The last generation that restored a checkpoint, or undid a step inexactly: what was saved after that version,
     and what is saved in older generations, belongs to a history that was given up."""
 
+    differed: str = ""
+    """What came out different when it was done again, in this recovery; nothing once RUNNING."""
+    inexact_since: int | None = None
+    """Since that version the bits are not those of a run that never failed; None: they are."""
+    inexact_reason: str = ""
+
     groups: str = ""
     """The recovery groups in force; empty: every rank by itself."""
     groups_since: int = 0

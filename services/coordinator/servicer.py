@@ -115,7 +115,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
             context,
             request.job,
             m.Refuse(
-                sender=_sender(request), generation=request.generation, reason=request.reason[:LONGEST_REASON]
+                sender=_sender(request),
+                generation=request.generation,
+                reason=request.reason[:LONGEST_REASON],
+                differs=request.differs,
             ),
         )
 

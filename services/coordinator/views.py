@@ -41,6 +41,8 @@ def view_of(row: JobRow) -> pb.View:
         groups_number=row.groups_number if row.groups_next else 0,
         groups_from=row.groups_from,
         checkpoints_from=row.shards_from,
+        inexact_since=row.inexact_since,
+        inexact_reason=row.inexact_reason,
     )
 
 

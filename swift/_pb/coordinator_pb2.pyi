@@ -496,6 +496,8 @@ class View(_message.Message):
     GROUPS_NUMBER_FIELD_NUMBER: _builtins.int
     GROUPS_FROM_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FROM_FIELD_NUMBER: _builtins.int
+    INEXACT_SINCE_FIELD_NUMBER: _builtins.int
+    INEXACT_REASON_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -520,6 +522,9 @@ class View(_message.Message):
     groups_number: _builtins.int
     checkpoints_from: _builtins.int
     """Checkpoints of versions below that are not complete are given up: a rank may remove its shards of them."""
+    inexact_since: _builtins.int
+    """Since that version the job's bits are not those of a run that never failed, and why; absent: they are."""
+    inexact_reason: _builtins.str
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -576,14 +581,21 @@ class View(_message.Message):
         groups_number: _builtins.int = ...,
         groups_from: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         checkpoints_from: _builtins.int = ...,
+        inexact_since: _builtins.int | None = ...,
+        inexact_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
+    _WhichOneofReturnType__inexact_since: _TypeAlias = _typing.Literal["inexact_since"]  # noqa: Y015
+    _WhichOneofArgType__inexact_since: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_at) -> _WhichOneofReturnType__checkpoint_at | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inexact_since) -> _WhichOneofReturnType__inexact_since | None: ...
 
 Global___View: _TypeAlias = View  # noqa: Y015
 
@@ -869,11 +881,16 @@ class RefuseRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DIFFERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     generation: _builtins.int
     reason: _builtins.str
+    differs: _builtins.bool
+    """Something that was done again came out different: no damage, so the trainer is not a function of the state that
+    was captured, and a restore is not exact either.
+    """
     def __init__(
         self,
         *,
@@ -882,10 +899,11 @@ class RefuseRequest(_message.Message):
         incarnation: _builtins.str = ...,
         generation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        differs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differs", b"differs", "generation", b"generation", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -221,11 +221,14 @@ class CoordinatorClient:
             ),
         )
 
-    def refuse(self, generation: int, reason: str) -> None:
-        """(state RECOVERING) What the plan says cannot be done exactly. A plan without that strategy follows."""
+    def refuse(self, generation: int, reason: str, *, differs: bool = False) -> None:
+        """(state RECOVERING) What the plan says cannot be done exactly. A plan without that strategy follows.
+        `differs`: what was done again came out different, so a restore will not be exact either."""
         self._call(
             self._stub.Refuse,
-            pb.RefuseRequest(job=self.job, **self._me(), generation=generation, reason=reason),
+            pb.RefuseRequest(
+                job=self.job, **self._me(), generation=generation, reason=reason, differs=differs
+            ),
         )
 
     def checkpoint_durable(

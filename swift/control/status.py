@@ -9,6 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from swift._pb import coordinator_pb2 as pb
 from swift.control.asking import PATIENCE_S, exit_code_of, parser_of
 from swift.control.client import CoordinatorClient
+from swift.views import inexact_words
 
 DESCRIPTION = """\
 Shows what a job does: its state and what that waits for, the version of each rank, how far a replay is and how long it
@@ -46,6 +47,8 @@ def lines(status: pb.StatusReply) -> list[str]:
         out.append(f"waits for {view.waiting_for}")
     if view.state == pb.RECOVERING:
         out.append(f"plan: {view.plan.reason}")
+    if inexact := inexact_words(view):
+        out.append(inexact)
     for rank in status.ranks:
         said = f"rank {rank.rank}: version {rank.version}, heard {rank.lease_age_s:.1f} s ago"
         if rank.HasField("replay"):

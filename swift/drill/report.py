@@ -82,7 +82,8 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
     ]
     verdict = _verdict(checks)
     fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
-    exact = not inexact and (not fell_back or _restores(config))
+    named = [recovery.not_exact for recovery in found if recovery.not_exact]
+    exact = not inexact and not named and (not fell_back or _restores(config))
     return {
         "verdict": verdict,
         "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves, apart),
@@ -94,6 +95,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         "faults": _faults(config, evidence),
         **_strategy(config, found),
         "exact": verdict == PASS and exact,
+        "not_exact": named,
         "bitwise_equal": bitwise_equal,
         "digests": {"recovery": [c.as_json() for c in at_recovery], "end": at_end.as_json()},
         "timeline": timeline.shown(evidence.events, found),

@@ -26,6 +26,7 @@ from swift.launch.ranks import Job, Output, make_assignment, rank_env
 from swift.launch.rendezvous import NodeWatch
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from swift.views import Told, inexact_words
 
 SPARE_DELAY_S_MAX = 30.0
 """A new spare is started this long after a death, even if no View says that the job runs again."""
@@ -89,6 +90,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._spare_failures = 0
         self._has_run = False
         self._looked_at: pb.View | None = None
+        self._told = Told()
         self._last_death: tuple[float, int] | None = None
         """Time and generation of the newest death whose recovery is not over."""
         self._lost_code = 0
@@ -150,13 +152,19 @@ class ReplacingAgent(SimpleElasticAgent):
             if result.state == WorkerState.SUCCEEDED:
                 with self._gate.raising():
                     self._exit_barrier()  # type: ignore[no-untyped-call]
-                self.outcome = Outcome(exit_code=self._lost_code)
+                self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
                 return result
             if result.state == WorkerState.FAILED:
                 self._stop_workers(group)
                 return result
             if self._nodes.nodes_waiting:
                 self._restart_ranks()
+
+    def _summary(self) -> str:
+        """The last line of a run that came to its end, if there is something to say."""
+        view = self._link.view
+        inexact = "" if view is None else inexact_words(view)
+        return f"swift: job {self._job.name}: {inexact}" if inexact else ""
 
     def _restart_ranks(self) -> None:
         """A node wants to join: new ranks for everybody, as with torchrun."""
@@ -321,6 +329,8 @@ class ReplacingAgent(SimpleElasticAgent):
         if view.state == pb.FAILED:
             self._end(self._settle(), f"job failed: {view.reason}")
             return
+        for line in self._told.of(view):
+            say(line)
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)

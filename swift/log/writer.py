@@ -18,6 +18,7 @@ from swift.errors import (
     UsageError,
 )
 from swift.log.choice import Choice, LinkRate
+from swift.log.difference import differs_words
 from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, raw_bytes_of
 from swift.log.link import Link
 from swift.log.link_core import Outgoing
@@ -446,10 +447,7 @@ class LogWriter(Declaring):
             logged = self._known.setdefault(item.stream, {}).setdefault(item.key, _Known(digest))
             missing = self._missing(item, logged)
         if logged.digest != digest and not item.sent_before:
-            raise Divergence(
-                f"{item.stream} {item.key}: the tensor computed again ({digest.hex()}) "
-                f"is not the logged one ({logged.digest.hex()})"
-            )
+            raise Divergence(differs_words(item.stream, item.key, logged.digest, digest))
         if not missing:
             self.stats.verified += 1
             item.outcome = "equal"

@@ -31,6 +31,7 @@ from swift.errors import (
     ServiceError,
     SwiftError,
     UsageError,
+    is_difference,
 )
 from swift.log.sidecar_client import SidecarWriter, open_writer
 from swift.log.stats import WriterStats
@@ -438,7 +439,7 @@ class Engine:
         if self._member.noticed:
             self._await_notice(error)
         elif isinstance(error, ReplayRefused | LogError):
-            self._member.client.refuse(generation, str(error))
+            self._member.client.refuse(generation, str(error), differs=is_difference(error))
             self._await_notice(error)
         elif (
             is_communication(error)

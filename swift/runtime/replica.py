@@ -259,7 +259,9 @@ def _same_manifest(
         try:
             manifests[source] = Manifest.from_bytes(text)
         except ValueError as error:
-            raise ReplicaDiffers(f"rank {source} sent a manifest that makes no sense: {error}") from None
+            raise ReplicaDiffers(
+                f"rank {source} sent a manifest that makes no sense: {error}", damaged=True
+            ) from None
     for source, manifest in manifests.items():
         if manifest.version != transfer.version:
             raise ReplicaDiffers(
@@ -281,14 +283,16 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tup
     protocol, _version, length, digest, logged = header.tolist()
     if protocol != _PROTOCOL or not 0 < length <= _MANIFEST_BYTES_MAX:
         raise ReplicaDiffers(
-            f"rank {source} sent {protocol:#x} where a copy begins; run one version of swift"
+            f"rank {source} sent {protocol:#x} where a copy begins; run one version of swift", damaged=True
         )
     check()
     text = torch.empty(length, dtype=torch.uint8)
     wire.receive(text, source, _TAG_MANIFEST).wait()
     data = text.numpy().tobytes()
     if xxhash.xxh3_64_intdigest(data) >> 1 != digest:
-        raise ReplicaDiffers(f"the manifest of rank {source} is not what it sent: its checksum differs")
+        raise ReplicaDiffers(
+            f"the manifest of rank {source} is not what it sent: its checksum differs", damaged=True
+        )
     return data, bool(logged)
 
 
@@ -374,5 +378,6 @@ def _compare(
     if which := different(first, digests):
         source = transfer.sources[pieces[which[0]][1].source]
         raise ReplicaDiffers(
-            f"what rank {transfer.joiner} received from rank {source} is not what it sent, first at {path(which)}"
+            f"what rank {transfer.joiner} received from rank {source} is not what it sent, first at {path(which)}",
+            damaged=True,
         )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift.errors import ReplayRefused
+from swift.errors import Divergence
 from swift.log.record import Record
 
 
@@ -50,9 +50,9 @@ def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]
 
 
 def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
-    """Copies a record's bytes into `tensor`. Raises ReplayRefused if dtype or shape differ."""
+    """Copies a record's bytes into `tensor`. Raises Divergence if dtype or shape differ."""
     if (record.dtype, tuple(record.shape)) != (dtype_name(tensor), tuple(tensor.shape)):
-        raise ReplayRefused(
+        raise Divergence(
             f"{what}: the log holds {record.dtype}{list(record.shape)}, "
             f"the stage expects {dtype_name(tensor)}{list(tensor.shape)}"
         )

@@ -68,7 +68,10 @@ def test_logging_and_exceptions_are_json_too(environment: None) -> None:
 
 @pytest.mark.parametrize(
     ("level", "shown"),
-    [(logging.WARNING, ["storage_failed"]), (logging.INFO, ["serving", "disk_full", "storage_failed"])],
+    [
+        (logging.WARNING, ["disk_full", "storage_failed"]),
+        (logging.INFO, ["serving", "disk_full", "storage_failed"]),
+    ],
 )
 def test_text_is_for_people_and_quiet(environment: None, level: int, shown: list[str]) -> None:
     stream = io.StringIO()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from swift.errors import Divergence
+from swift.log.difference import differs_words
 from swift.log.record import RecordKey, digest_of
 from swift.runtime.tensors import byte_view, dtype_name, plain
 
@@ -36,10 +37,7 @@ class Checked:
         flat = plain(tensor)
         digest = digest_of(dtype_name(tensor), tuple(tensor.shape), byte_view(flat).data)
         if digest != had:
-            raise Divergence(
-                f"{stream} {key}: the tensor that a helper computed ({digest.hex()}) is not the logged one "
-                f"({had.hex()})"
-            )
+            raise Divergence(differs_words(stream, key, had, digest, who="a helper"))
         self.verified += 1
         self.bytes[stream] += tensor.nbytes
 

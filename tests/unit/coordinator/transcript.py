@@ -5,7 +5,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
          [seed=] [torch=] [strategy=] [undo=] [helpers=]       [off_log=yes]
-         [help_combine=]                                 refuse rank= generation= reason=
+         [help_combine=]                                 refuse rank= generation= reason= [differs=yes]
     report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
@@ -144,8 +144,15 @@ class World:
             )
         )
 
-    def do_refuse(self, rank: str, generation: str, reason: str) -> list[str]:
-        return self.step(m.Refuse(sender=self.sender(rank), generation=int(generation), reason=reason))
+    def do_refuse(self, rank: str, generation: str, reason: str, differs: str = "") -> list[str]:
+        return self.step(
+            m.Refuse(
+                sender=self.sender(rank),
+                generation=int(generation),
+                reason=reason,
+                differs=differs == "yes",
+            )
+        )
 
     def do_durable(
         self,
@@ -363,10 +370,13 @@ def _view(row: JobRow) -> str:
         parts.append(f"planned by {view.plan.groups}")
     if view.reason:
         parts.append(f"because {view.reason}")
+    if view.HasField("inexact_since"):
+        parts.append(f"not exact since {view.inexact_since}")
     if view.waiting_for:
         parts.append(f"waits for {view.waiting_for}")
     if view.HasField("plan"):
-        parts.append(f"plan {view.plan.reason} (collectives from {view.plan.collective_source})")
+        exactly = "" if view.plan.exact else "not exact: "
+        parts.append(f"plan {exactly}{view.plan.reason} (collectives from {view.plan.collective_source})")
     if view.plan.sources and len(view.log_places) > 2:
         where = " ".join(f"{s.stream}={','.join(s.servers)}" for s in view.plan.sources)
         parts.append(f"read {where}")
