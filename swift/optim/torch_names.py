@@ -3,7 +3,8 @@
 torch 2.13. What is missing is named, before anything is trained.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from swift.errors import ServiceError
 _NEEDED: dict[str, tuple[object, list[str]]] = {
     "torch.optim.optimizer": (_module, ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
     "torch": (torch, ["_foreach_clone", "_foreach_copy_", "_fused_adamw_"]),
+    "torch.optim.Optimizer": (torch.optim.Optimizer, ["_process_value_according_to_param_policy"]),
     "torch.Tensor": (torch.Tensor, ["_version", "_is_zerotensor"]),
 }
 
@@ -39,6 +41,22 @@ copy_: Callable[..., None] = torch._foreach_copy_
 def clone(tensors: Tensors) -> Tensors:
     """A copy of each."""
     return list(torch._foreach_clone(tensors))
+
+
+@contextmanager
+def state_left_alone() -> Iterator[None]:
+    """Optimizers that load a state take its tensors as they are, instead of casting them to their parameters' type."""
+    base: Any = torch.optim.Optimizer
+    policy = base.__dict__["_process_value_according_to_param_policy"]
+
+    def as_it_is(param: Any, value: Any, *_: Any, **__: Any) -> Any:
+        return value
+
+    base._process_value_according_to_param_policy = staticmethod(as_it_is)
+    try:
+        yield
+    finally:
+        base._process_value_according_to_param_policy = policy
 
 
 _STANDING = 1 - 2.0**-53  # 1 in every type, but its powers vanish

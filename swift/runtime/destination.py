@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from swift.checkpoint.state import stride_told
 from swift.errors import ReplayRefused, ReplicaDiffers
 from swift.runtime.manifest import Entry, Manifest, check_fits, local, placement, torch_dtype
 from swift.runtime.tensors import as_bytes
@@ -34,6 +35,10 @@ class Destination:
         # One memory here as there: filled through the entry that it is the same as.
         tied = {e.path for e in self._entries if e.path in here and _same(here[e.path], here.get(e.same_as))}
         self._overlapping = _overlapping({path: tensor for path, tensor in here.items() if path not in tied})
+        for entry in self._entries:
+            if entry.path in here and entry.path not in self._overlapping and not _laid_alike(entry, here):
+                del here[entry.path]  # it gets a new tensor
+        tied &= here.keys()
         direct = {path for path in here if path not in self._overlapping and _is_bytes(here[path])}
         _check_memory(entry.bytes for entry in self._entries if entry.path not in direct)
         self._received = {
@@ -62,11 +67,15 @@ class Destination:
                         f"{entry.path} shares memory on rank {self._joiner} with what its replicas keep apart"
                     )
         found: dict[str, torch.Tensor] = {}
+        laid: dict[str, torch.Tensor] = {}
         for entry in self._entries:
-            if entry.path in self._into:
+            if entry.path in self._here:
                 found[entry.path] = self._into[entry.path]
-            else:
-                found[entry.path] = self._sharded(entry, self._received[entry.same_as or entry.path])
+                continue
+            first = entry.same_as or entry.path
+            if first not in laid:
+                laid[first] = _laid_out(self._received[first], entry.stride)
+            found[entry.path] = self._sharded(entry, laid[first])
         return found
 
     def _sharded(self, entry: Entry, tensor: torch.Tensor) -> Any:
@@ -89,8 +98,19 @@ class Destination:
         )
 
 
+def _laid_alike(entry: Entry, here: dict[str, torch.Tensor]) -> bool:
+    """Kernels choose their way by strides, so a tensor must not lie otherwise than at its source."""
+    return tuple(stride_told(here[entry.path])) == entry.stride
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if not stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
 def fresh(entry: Entry) -> torch.Tensor:
-    """An uninitialised CPU tensor of an entry's shape and type."""
+    """An uninitialised CPU tensor of an entry's shape and type, for its bytes in their order."""
     dtype = torch_dtype(entry.dtype)
     if entry.bytes < _HUGE_BYTES:
         return torch.empty(entry.shape, dtype=dtype)

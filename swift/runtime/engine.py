@@ -334,7 +334,7 @@ class Engine:
                 self._saving.save_before_ready(view.generation)
         version = self._member.version = self._state.version
         self._gradient_bytes = self._state.gradient_bytes()
-        stages = sorted(stage.stage_index for stage in self._state.stages)
+        stages = sorted({stage.stage_index for stage in self._state.stages})
         num_stages = self._state.stages[0].num_stages
         events.emit("ready", rank=self._rank, generation=view.generation, version=version)
         if view.state == pb.RECOVERING:

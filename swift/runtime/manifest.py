@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from swift.checkpoint.state import split
+from swift.checkpoint.state import split, stride_told
 from swift.errors import ReplicaDiffers, UsageError
 from swift.runtime.tensors import dtype_name
 
 # Bytes. gloo moves 4 MiB and more at a raw socket's speed, 1 MiB at half of it.
 CHUNK_BYTES_MAX = 8 << 20
 CHUNK_BYTES_MIN = 64 << 10
+# So many times its own bytes a tensor may lie spread over.
+_REACH_MAX = 1 << 10
 # A state is cut so that every source has about this many chunks, as far as the two bounds allow.
 _CHUNKS_PER_SOURCE = 16
 
@@ -30,7 +32,8 @@ _CHUNKS_PER_SOURCE = 16
 class Entry:
     """One tensor. `shape` is that of the local shard, `placement` is empty if the tensor is not sharded.
 
-    `same_as` is the path of the earlier tensor whose memory this one is, or empty.
+    `same_as` is the path of the earlier tensor whose memory this one is, or empty. `stride` is empty for the usual
+    strides; the bytes come in the order of the indices all the same.
     """
 
     path: str
@@ -38,6 +41,7 @@ class Entry:
     shape: tuple[int, ...]
     placement: str
     same_as: str
+    stride: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -69,7 +73,8 @@ class Manifest:
         try:
             value = json.loads(data)
             entries = tuple(
-                Entry(**{**fields, "shape": tuple(fields["shape"])}) for fields in value["entries"]
+                Entry(**{**fields, "shape": tuple(fields["shape"]), "stride": tuple(fields["stride"])})
+                for fields in value["entries"]
             )
             version, skeleton = value["version"], value["skeleton"]
         except (TypeError, KeyError, AttributeError) as error:
@@ -90,11 +95,28 @@ def _check_entries(entries: Sequence[Entry]) -> None:
         if any(type(size) is not int or size < 0 for size in entry.shape):
             raise ValueError(f"{entry.path} has the shape {list(entry.shape)}")
         torch_dtype(entry.dtype)
+        _check_stride(entry)
         if entry.same_as:
             other = known.get(entry.same_as)
-            if other is None or other.same_as or (other.dtype, other.shape) != (entry.dtype, entry.shape):
+            alike = other is not None and (other.dtype, other.shape, other.stride) == (
+                entry.dtype,
+                entry.shape,
+                entry.stride,
+            )
+            if other is None or other.same_as or not alike:
                 raise ValueError(f"{entry.path} is said to be {entry.same_as}")
         known[entry.path] = entry
+
+
+def _check_stride(entry: Entry) -> None:
+    """`split` tells strides of tensors whose elements are apart; in so much memory at most (slices of bigger ones)."""
+    if not entry.stride:
+        return
+    if len(entry.stride) != len(entry.shape) or any(type(s) is not int or s < 0 for s in entry.stride):
+        raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
+    reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size)
+    if reach > _REACH_MAX * max(math.prod(entry.shape), 1):
+        raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -139,6 +161,7 @@ def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> Entry:
         shape=tuple(local(tensor).shape),
         placement=placement(tensor),
         same_as=same_as,
+        stride=tuple(stride_told(local(tensor))),
     )
 
 

@@ -47,7 +47,7 @@ from swift.runtime.tensors import as_bytes, byte_view
 _IN_FLIGHT = 8
 _DIGEST_BYTES = 16
 _HEADER_WORDS = 5
-_PROTOCOL = 0x7377_6966_7402
+_PROTOCOL = 0x7377_6966_7403
 _MANIFEST_BYTES_MAX = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 

@@ -471,8 +471,8 @@ class Restorer:
     def _streams_of(self, rank: int) -> list[str]:
         """What a rank of the same stages writes."""
         boundaries = [
-            self._channel.stream(stage.stage_index, kind, rank)
-            for stage in self._state.stages
+            self._channel.stream(index, kind, rank)
+            for index in dict.fromkeys(stage.stage_index for stage in self._state.stages)
             for kind in KINDS
         ]
         return [*boundaries, collectives(rank)]

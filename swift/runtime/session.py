@@ -35,6 +35,7 @@ from swift.runtime.member import Member
 from swift.runtime.reducer import Reducer, is_ordered
 from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, logged_loss
 from swift.runtime.state import TrainerState
+from swift.runtime.tensors import laid_like
 from swift.runtime.updates import Updates
 
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
@@ -209,8 +210,8 @@ class Session:
         return stage
 
     def _add_stage(self, stage: Any) -> None:
-        self._state.stages.append(stage)
-        mine = {self.rank: sorted(each.stage_index for each in self._state.stages)}
+        self._state.add_stage(stage)
+        mine = {self.rank: sorted({each.stage_index for each in self._state.stages})}
         if problem := self._channel.groups.problem(stage.num_stages, mine):
             raise UsageError(problem)
         stage.columns = [group for name, group in self.groups.items() if name not in ("world", "pipeline")]
@@ -221,7 +222,7 @@ class Session:
             self._updates.ready_in_backward(stage)
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A whole model that is trained without a pipeline; returns the same module.
+        """A whole model that is trained without a pipeline; returns the same module. There may be several (a GAN's).
 
         The gradients of `module` are averaged over the replicas before the optimizer's step, or while backward
         goes on with updates='wait_free', unless it averages them itself (`session.ddp`, FSDP2 on `session.mesh`).
@@ -367,7 +368,7 @@ class Session:
         bits do not depend on the algorithm of a backend. `name` is for messages. Not after optimizer.step().
         """
         self._before_update(name)
-        return self._channel.collective(name, lambda: self._sum_in_rank_order(tensor))
+        return laid_like(self._channel.collective(name, lambda: self._sum_in_rank_order(tensor)), tensor)
 
     def reduce_gradients(self) -> None:
         """Averages the gradients over the replicas now, if that has not been done in this step.

@@ -7,8 +7,9 @@ in a replay the channel takes the place of the transport, and no operation is re
 Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -364,9 +365,13 @@ class _Logged(_Base):
 
 
 class WholeModule:
-    """A module that is no pipeline stage: what the session does with a stage's state, without a boundary."""
+    """A module that is no pipeline stage: what the session does with a stage's state, without a boundary.
+
+    A rank may have several (a generator and a discriminator): all are the one stage of a pipeline of one.
+    """
 
     stage_index, num_stages = 0, 1
+    stage_index_to_group_rank: Mapping[int, int] = MappingProxyType({0: 0})
     grad_scale = 1
 
     def __init__(self, module: torch.nn.Module):
@@ -375,6 +380,10 @@ class WholeModule:
 
     def begin_step(self) -> None:
         """Nothing is counted: there is no schedule."""
+
+    def streams_read(self) -> list[str]:
+        """(replay) Nothing: it has no neighbours."""
+        return []
 
 
 def _arriving(infos: tuple[Any, ...]) -> list[Any]:

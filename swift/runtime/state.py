@@ -14,6 +14,7 @@ from swift.optim.kept import Kept
 from swift.runtime import _torch, sharded
 from swift.runtime.buffers import Buffers
 from swift.runtime.groups import LastingGroup
+from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import local
 from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import digest
@@ -51,6 +52,29 @@ class TrainerState:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return self.updates.optimizers
+
+    def add_stage(self, stage: Any) -> None:
+        """Raises UsageError for a stage, or a module, that is there already."""
+        whole = isinstance(stage, WholeModule)
+        for other in self.stages:
+            if other.submod is stage.submod:
+                raise UsageError("one module was given to the session twice; give it once")
+            if whole or isinstance(other, WholeModule):
+                continue
+            if other.stage_index == stage.stage_index:
+                raise UsageError(
+                    f"two stages {stage.stage_index} on one rank: a rank can have several stages of one pipeline, not "
+                    "two pipelines; make one pipeline of both, or give a whole model to session.module"
+                )
+        self.stages.append(stage)
+
+    def keyed(self) -> dict[str, Any]:
+        """The stages by the names that they have in states: pipeline stages by their index, whole modules in the order
+        in which the session was told of them."""
+        whole = [stage for stage in self.stages if isinstance(stage, WholeModule)]
+        keys = {str(stage.stage_index): stage for stage in self.stages if stage not in whole}
+        word = "module" if keys else ""
+        return keys | {f"{word}{number}": stage for number, stage in enumerate(whole)}
 
     def add_object(self, name: str, value: Any) -> None:
         if name in self.objects:
@@ -175,7 +199,7 @@ class TrainerState:
         """Local tensors that share the memory of what they are the state of; `placements` says which are shards."""
         state = {
             "version": self.version,
-            "stages": {str(stage.stage_index): stage.submod.state_dict() for stage in self.stages},
+            "stages": {key: stage.submod.state_dict() for key, stage in self.keyed().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "objects": self._object_states(),
         }
@@ -185,7 +209,11 @@ class TrainerState:
     def parts(self) -> dict[str, Any]:
         """What replicas must have in common, by the name that a message gives it; registered objects by theirs."""
         state = self.state_dict()
-        names = {f"{s.stage_index}.{name}" for s in self.stages for name, _ in s.submod.named_parameters()}
+        names = {
+            f"{key}.{name}"
+            for key, stage in self.keyed().items()
+            for name, _ in stage.submod.named_parameters()
+        }
         tensors = {f"{i}.{n}": t for i, stage in state["stages"].items() for n, t in stage.items()}
         return {
             "parameters": {name: tensor for name, tensor in tensors.items() if name in names},
@@ -196,7 +224,7 @@ class TrainerState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ServiceError if the state is another trainer's, or another shard's."""
-        stages = {str(stage.stage_index): stage for stage in self.stages}
+        stages = self.keyed()
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
             raise ServiceError("the checkpoint holds other stages or optimizers than this trainer made")
         if set(self.objects) != set(state["objects"]):
@@ -207,9 +235,9 @@ class TrainerState:
         sharded.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
         state = sharded.globalized(state, placements, self._parameters())
         for name, stage in stages.items():
-            stage.submod.load_state_dict(state["stages"][name])
+            load_module(stage.submod, state["stages"][name])
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(value)
+            load_optimizer(optimizer, value)
         for name, value in state["objects"].items():
             self.objects[name].load_state_dict(value)
         self._before, self._groups = None, []
@@ -224,10 +252,11 @@ class TrainerState:
 
     def gradient_bytes(self) -> dict[int, int]:
         """Of each stage's parameters that are trained."""
-        return {
-            stage.stage_index: sum(p.nbytes for p in stage.submod.parameters() if p.requires_grad)
-            for stage in self.stages
-        }
+        found: dict[int, int] = {}
+        for stage in self.stages:
+            own = sum(p.nbytes for p in stage.submod.parameters() if p.requires_grad)
+            found[stage.stage_index] = found.get(stage.stage_index, 0) + own
+        return found
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part of the state; equal on two runs only if every bit is."""

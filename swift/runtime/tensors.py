@@ -49,6 +49,12 @@ def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]
     return dtype_name(tensor), tuple(tensor.shape), byte_view(copy).data
 
 
+def laid_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """With the strides that a sum of tensors like that would have: records have none, and kernels look at them."""
+    laid = torch.empty_like(like, dtype=value.dtype)
+    return value if value.stride() == laid.stride() else laid.copy_(value)
+
+
 def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
     """Copies a record's bytes into `tensor`. Raises Divergence if dtype or shape differ."""
     if (record.dtype, tuple(record.shape)) != (dtype_name(tensor), tuple(tensor.shape)):

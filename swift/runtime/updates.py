@@ -217,6 +217,8 @@ class Updates:
     def ready_in_backward(self, stage: Any) -> None:
         """Buckets of this stage are reduced and applied while its last backward runs."""
         for parameter in stage.submod.parameters():
+            if parameter in self._hooked:
+                continue  # of two modules
             if parameter.requires_grad and parameter not in self._elsewhere:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(

@@ -365,6 +365,9 @@ class Owner:
             "an external input is no plain tensor": any(
                 not isinstance(value, torch.Tensor) or value.requires_grad for value in external
             ),
+            "an external input is not contiguous": any(
+                isinstance(value, torch.Tensor) and not value.is_contiguous() for value in external
+            ),
         }
         if last is not None:
             found |= {

@@ -170,7 +170,9 @@ def states(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_state_arrives(state: dict[str, Any], sources: int, data: st.DataObject) -> None:
     named = split(state)[0]
     there = data.draw(st.sets(st.sampled_from(sorted(named)))) if named else set()
-    clones = {id(tensor): torch.zeros_like(tensor) for tensor in named.values()}
+    clones = {  # laid out as they are: what lies otherwise is made anew
+        id(t): torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_() for t in named.values()
+    }
     into = {path: clones[id(named[path])] for path in there}
     pointers = {path: tensor.data_ptr() for path, tensor in into.items()}
     memory = Memory()

@@ -1,5 +1,6 @@
 """What a dropped step takes back, and what a trainer is told when it forgot something."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import nn
 
 from swift.errors import ServiceError, UsageError
+from swift.runtime.audit import _digest
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
+from swift.runtime.stage import WholeModule
 from swift.runtime.state import TrainerState
 from swift.runtime.updates import Standing, Updates
 
@@ -199,3 +202,46 @@ def test_an_object_that_cannot_be_taken_back_is_refused() -> None:
         state.add_object("data", iter([1]))
     with pytest.raises(UsageError, match="twice"):
         state.add_object("loader", Counter())
+
+
+def make_several() -> tuple[TrainerState, list[nn.Module]]:
+    """A GAN's: two whole modules, an optimizer each."""
+    torch.manual_seed(0)
+    state, modules = TrainerState(1, make_updates()), [nn.Linear(2, 3), Model()]
+    for module in modules:
+        state.add_stage(WholeModule(module))
+        state.updates.add(torch.optim.Adam(module.parameters()))
+    return state, modules
+
+
+def test_several_whole_modules_are_all_in_the_state() -> None:
+    state, modules = make_several()
+    state.check_complete()
+    with torch.no_grad():
+        for module in modules:
+            for parameter in module.parameters():
+                parameter += 1
+    other, others = make_several()
+    other.load_state_dict(copy.deepcopy(state.state_dict()))
+    assert other.digests() == state.digests()
+    for module, loaded in zip(modules, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), loaded.parameters(), strict=True))
+    assert state.gradient_bytes() == {0: sum(p.nbytes for m in modules for p in m.parameters())}
+    for place, module in enumerate(modules):
+        before = state.digests()["parameters"], _digest(state.parts()["parameters"])
+        with torch.no_grad():
+            next(module.parameters())[0, 0] += 1
+        assert state.digests()["parameters"] != before[0], place
+        assert _digest(state.parts()["parameters"]) != before[1], place
+
+
+def test_the_same_stage_twice_is_refused_in_one_line() -> None:
+    state, modules = make_several()
+    with pytest.raises(UsageError, match="given to the session twice"):
+        state.add_stage(WholeModule(modules[0]))
+    state, *_ = make()
+    with pytest.raises(UsageError, match="two stages 0 on one rank"):
+        state.add_stage(Stage(nn.Linear(1, 1)))
+    state.add_stage(Stage(nn.Linear(1, 1), index=1))
+    state.add_stage(WholeModule(nn.Linear(1, 1)))
+    assert list(state.keyed()) == ["0", "1", "module0"]
