@@ -5,6 +5,7 @@ SwiftError
 │   └── UnknownJob             the log server knows no such job
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
 │   ├── AccessDenied           a service does not take this process's token, or has none to take
+│   ├── JobSetApart            the log server does nothing for this job: its files there are damaged
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
 │       └── LogInterrupted     the wait was called off: a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
@@ -45,6 +46,10 @@ class ServiceError(SwiftError):
 
 class AccessDenied(ServiceError):
     """A service does not take this process's token: missing, expired, or of another job, role or generation."""
+
+
+class JobSetApart(ServiceError):
+    """The job's files are damaged on the log server, which does nothing for it and serves the others."""
 
 
 class LogUnavailable(ServiceError):

@@ -440,7 +440,10 @@ class Job:
         if refused.generation != self.row.generation or self.row.state.is_over:
             return []
         number = self.places.number_of(refused.address)
-        if number is not None and self.row.log_servers[number].fresh:
+        if number is None:
+            return [] if refused.unfit else self.become_failed(refused.reason)
+        others = len(self.row.living()) > 1 and self.row.state is not State.FORMING
+        if (refused.unfit and others) or (self.row.log_servers[number].fresh and not refused.unfit):
             return self._deaths({}, {number: f"cannot be used: {refused.reason}"})
         return self.become_failed(refused.reason)
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
-from services.coordinator.logs import GenerationRefused, JobForgotten, LogControl
+from services.coordinator.logs import Answered, GenerationRefused, JobForgotten, LogControl, Unfit
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.snapshot import JobSnapshot
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
+ERRORS_MAX = 10
+"""So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
 JOBS_MAX = 1024
 
 T = TypeVar("T")
@@ -328,7 +330,6 @@ class Driver:
     async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
         """The answer of every log server in use; None: nobody needs it any more, or one refused the generation, and the
         job has heard of it."""
-        name = job.row.job
         refusals: list[GenerationRefused] = []
         overtaken = False
         try:
@@ -342,17 +343,18 @@ class Driver:
         except* _Overtaken:
             overtaken = True
         for refusal in refusals[:1]:
-            refused = m.LogsRefused(generation=generation, reason=str(refusal), address=refusal.address)
-            self.apply(name, refused)
+            unfit = isinstance(refusal, Unfit)
+            self._refused(job, generation, refusal.address, str(refusal), unfit=unfit)
         if refusals or overtaken:
             return None
         return {address: task.result() for address, task in tasks.items()}
 
     async def _until_answered(self, job: Job, generation: int, address: str, call: Callable[[str], T]) -> T:
         """Asks for as long as the generation lasts: without its log servers a job cannot recover, and they may come
-        back. _Overtaken: they need not any more."""
+        back. _Overtaken: they need not any more. Unfit: it is there, and answers with nothing but errors."""
         name = job.row.job
         pause_s = RETRY_FIRST_S
+        errors = 0
         while True:
             if job.row.generation != generation or job.row.state.is_over:
                 raise _Overtaken
@@ -366,6 +368,11 @@ class Driver:
                 raise _Overtaken from None
             except ServiceError as error:
                 self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=str(error)))
+                errors = errors + 1 if isinstance(error, Answered) else 0
+                if errors >= ERRORS_MAX:
+                    unfit = Unfit(f"{error} ({errors} times in a row)")
+                    unfit.address = address
+                    raise unfit from None
                 await asyncio.sleep(pause_s)
                 pause_s = min(RETRY_LAST_S, 2 * pause_s)
             else:
@@ -386,6 +393,9 @@ class Driver:
                 space = await self._in_thread(
                     lambda: self._logs.space(address, name, generation), self._pollers
                 )
+            except Unfit as unfit:
+                self._refused(job, generation, address, str(unfit), unfit=True)
+                return
             except ServiceError as error:
                 logger.info("log server %s does not say how much room it has: %s", address, error)
                 return
@@ -405,6 +415,12 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             for address in job.row.addresses():
                 group.create_task(one(address))
+
+    def _refused(self, job: Job, generation: int, address: str, reason: str, *, unfit: bool) -> None:
+        self.apply(
+            job.row.job,
+            m.LogsRefused(generation=generation, reason=reason, address=address, unfit=unfit),
+        )
 
     def _begin_anew(self, job: Job, generation: int, address: str) -> None:
         change = used_anew(job, generation, address)

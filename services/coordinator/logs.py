@@ -4,7 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from swift.errors import ServiceError, StaleGeneration, SwiftError, UnknownJob, UsageError
+from swift.errors import (
+    AccessDenied,
+    JobSetApart,
+    LogUnavailable,
+    ServiceError,
+    StaleGeneration,
+    SwiftError,
+    UnknownJob,
+    UsageError,
+)
 from swift.log import admin
 from swift.recovery import StreamSummary
 from swift.security.channel import Credentials
@@ -16,12 +25,21 @@ class GenerationRefused(ServiceError):
     address = ""
 
 
+class Unfit(GenerationRefused):
+    """The log server can do nothing for this job, and says so: its files there are damaged, or each answer is an
+    error. Asking again will not help."""
+
+
+class Answered(ServiceError):
+    """The log server answered, and not what it was asked: it is not away."""
+
+
 class JobForgotten(ServiceError):
     """A log server that held a generation of the job does not know it any more."""
 
 
 class LogControl(Protocol):
-    """One call to one log server. ServiceError: it did not answer; ask again."""
+    """One call to one log server. ServiceError: it did not answer; ask again. Unfit: that will not help."""
 
     def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
         """From now on it takes appends of `generation` only. Durable. GenerationRefused; JobForgotten if it is to have
@@ -75,7 +93,10 @@ class LogServers:
 
     def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
         with _named_errors(address, job):
-            return admin.space(address, job, generation, self._timeout_s)
+            found = admin.space(address, job, generation, self._timeout_s)
+            if found.apart:
+                raise JobSetApart(found.apart)
+            return found
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
         with _named_errors(address, job):
@@ -94,10 +115,13 @@ def _named_errors(address: str, job: str) -> Iterator[None]:
         ) from error
     except UnknownJob as error:
         raise JobForgotten(f"log server {address}: {error}") from error
-    except ServiceError:
+    except JobSetApart as error:
+        raise Unfit(f"log server {address}: {error}") from error
+    except (AccessDenied, LogUnavailable, Unfit):
         raise
     except SwiftError as error:
-        raise ServiceError(f"log server {address}: {error}") from error
+        where = "" if str(error).startswith("log server") else f"log server {address}: "
+        raise Answered(f"{where}{error}") from error
 
 
 def _summary(stream: admin.StreamInventory) -> StreamSummary:

@@ -169,11 +169,13 @@ class LogsBlocked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsRefused:
-    """A log server will never grant this generation: it knows a higher one."""
+    """A log server will never grant this generation: it knows a higher one, or can do nothing for the job."""
 
     generation: int
     reason: str
     address: str = ""
+    unfit: bool = False
+    """The second: where another one is left, the job goes on without this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -212,11 +212,10 @@ def _unreadable(wanted: Wanted, error: OSError) -> Damage:
 
 
 def _header(frame: memoryview, wanted: Wanted) -> FrameHeader:
-    header = decode_header(frame, 0, _ANY_BODY_BYTES)
-    if (header.frame_bytes, header.sequence, header.stream_tag) != (
-        wanted.frame_bytes,
-        wanted.sequence,
-        wanted.stream.tag,
-    ):
+    """The one that the index means: files can be put in place of others while the server runs, and they are sound."""
+    header, entry = decode_header(frame, 0, _ANY_BODY_BYTES), wanted.entry
+    is_there = (header.stream_tag, header.sequence, header.key, header.generation, header.frame_bytes)
+    is_meant = (wanted.stream.tag, entry.sequence, entry.key, entry.generation, entry.frame_bytes)
+    if is_there != is_meant or header.digest != entry.digest:
         raise RecordCorrupt("another record is in its place")
     return header

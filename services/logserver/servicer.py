@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -35,6 +36,8 @@ _STATUS = {
     Reason.OVER_QUOTA: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.LIVES: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    Reason.APART: grpc.StatusCode.DATA_LOSS,
+    Reason.INTERNAL: grpc.StatusCode.INTERNAL,
     Reason.TRIMMED: grpc.StatusCode.NOT_FOUND,
     Reason.BUSY: grpc.StatusCode.UNAVAILABLE,
     Reason.CLOSED: grpc.StatusCode.UNAVAILABLE,
@@ -52,6 +55,23 @@ Reply = TypeVar("Reply", bound=Message)
 def _abort(context: Context, refusal: Refusal) -> None:
     context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
     context.abort(_STATUS[refusal.reason], refusal.message)
+
+
+@contextmanager
+def _answering(context: Context, call: str) -> Iterator[None]:
+    """Ends the call with a status, whatever is raised."""
+    try:
+        yield
+    except Refused as refused:
+        refusal = refused.refusal
+    except Exception as error:  # a bug: the caller gets one line, the log has the rest
+        logging.getLogger(__name__).exception("%s failed", call)
+        refusal = Refusal(
+            Reason.INTERNAL, f"internal error in {call}: {error!r}; see the log of the log server"
+        )
+    else:
+        return
+    _abort(context, refusal)
 
 
 class LogServicer:
@@ -104,17 +124,13 @@ class LogServicer:
 
     def read(self, request: log_pb2.ReadRequest, context: Context) -> Iterator[bytes]:
         context.add_callback(self.engine.reading.wake)
-        try:
+        with _answering(context, "Read"):
             yield from self.engine.reading.read(request, context.is_active)
-        except Refused as refused:
-            _abort(context, refused.refusal)
 
     def digests(self, request: log_pb2.DigestsRequest, context: Context) -> Iterator[log_pb2.DigestsReply]:
-        try:
+        records: list[log_pb2.RecordDigest] = []
+        with _answering(context, "Digests"):
             records = self.engine.reading.digests(request)
-        except Refused as refused:
-            _abort(context, refused.refusal)
-            return
         for at in range(0, len(records), _DIGESTS_A_MESSAGE):
             yield log_pb2.DigestsReply(records=records[at : at + _DIGESTS_A_MESSAGE])
 
@@ -155,11 +171,9 @@ class LogServicer:
 
     @staticmethod
     def _unary(context: Context, work: Callable[[], Reply]) -> Reply:
-        try:
+        with _answering(context, work.__qualname__.split(".")[1].capitalize()):
             return work()
-        except Refused as refused:
-            _abort(context, refused.refusal)
-            raise AssertionError("abort returned") from None
+        raise AssertionError("abort returned")
 
 
 def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:

@@ -688,6 +688,7 @@ class JobStatus(_message.Message):
     READERS_FIELD_NUMBER: _builtins.int
     IDLE_SECONDS_FIELD_NUMBER: _builtins.int
     WANTS_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    APART_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     trimmed_below_step: _builtins.int
@@ -699,6 +700,8 @@ class JobStatus(_message.Message):
     """since it was written, read, fenced or asked for by its coordinator"""
     wants_checkpoint: _builtins.str
     """why a trim is needed soon; empty: it is not"""
+    apart: _builtins.str
+    """why the server does nothing for this job, and what to do; empty: it serves it"""
     @_builtins.property
     def space(self) -> Global___Space: ...
     def __init__(
@@ -713,10 +716,11 @@ class JobStatus(_message.Message):
         readers: _builtins.int = ...,
         idle_seconds: _builtins.float = ...,
         wants_checkpoint: _builtins.str = ...,
+        apart: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "idle_seconds", b"idle_seconds", "job", b"job", "readers", b"readers", "records", b"records", "space", b"space", "trimmed_below_step", b"trimmed_below_step", "wants_checkpoint", b"wants_checkpoint", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "generation", b"generation", "idle_seconds", b"idle_seconds", "job", b"job", "readers", b"readers", "records", b"records", "space", b"space", "trimmed_below_step", b"trimmed_below_step", "wants_checkpoint", b"wants_checkpoint", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,8 @@ class JobSpace:
     """Why a checkpoint is needed before the interval brings one; empty: it is not."""
     unknown: bool = False
     """It knows no such job."""
+    apart: str = ""
+    """Why it does nothing for the job; empty: it serves it."""
 
 
 @contextmanager
@@ -124,7 +126,7 @@ def status(address: str, timeout_s: float, job: str = "", generation: int = 0) -
 def space(address: str, job: str, generation: int, timeout_s: float) -> JobSpace:
     """(coordinator, every so often) Whether the job should be trimmed."""
     for found in status(address, timeout_s, job, generation).jobs:
-        return JobSpace(found.trimmed_below_step, found.wants_checkpoint)
+        return JobSpace(found.trimmed_below_step, found.wants_checkpoint, apart=found.apart)
     return JobSpace(0, "", unknown=True)
 
 

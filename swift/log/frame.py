@@ -25,9 +25,9 @@ these three are checked against what they must be. ``body crc`` is crc32c of the
 `swift.log.record.digest_of` the raw tensor, so a regenerated tensor is compared without reading a body.
 
 Reading is in this order, and nothing is allocated before it is through: magic, version, number of dimensions
-and header length; header checksum; codec, element type, reserved bytes; sizes against their bounds and
-against dtype x shape; then the body's checksum. A field never changes its meaning; a reserved byte that is
-not zero is refused, so that it can get one.
+and header length; header checksum; codec, element type, reserved bytes; the key, and what a mark must be; sizes
+against their bounds and against dtype x shape; then the body's checksum. A field never changes its meaning; a
+reserved byte that is not zero is refused, so that it can get one.
 """
 
 import struct
@@ -41,10 +41,12 @@ from swift.log.record import (
     DIMS_MAX,
     DTYPE_BY_CODE,
     DTYPE_BY_NAME,
+    STEP_MAX,
     Record,
     RecordKey,
     digest_of,
 )
+from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, MARK_SLOT
 
 Bytes = codec.Bytes
 
@@ -67,6 +69,7 @@ _AFTER_CRC = struct.Struct("<IQQQQIIQQBBBBI16s32s")
 _CRC_FROM = 12
 _ZERO_32 = bytes(32)
 _SIGNED_64_MAX = (1 << 63) - 1
+_MARK_DIGEST = digest_of(MARK_DTYPE, MARK_SHAPE, b"")
 
 assert _FIXED.size == FIXED_BYTES
 assert _AFTER_CRC.size == FIXED_BYTES - _CRC_FROM
@@ -212,8 +215,25 @@ def decode_header(buffer: Bytes, offset: int = 0, body_bytes_max: int = BODY_BYT
         body_crc=body_crc,
         digest=digest,
     )
+    check_key(header)
     check_sizes(header, body_bytes_max)
     return header
+
+
+def check_key(header: FrameHeader) -> None:
+    """Raises RecordInvalid for a step that nobody reaches, or a mark that declares what cannot be. Everything behind
+    this, on the wire and from a disk, takes a key at its word."""
+    key = header.key
+    if not 0 <= key.step <= STEP_MAX:
+        raise RecordInvalid(f"{key}: steps are at most {STEP_MAX}")
+    if key.slot != MARK_SLOT:
+        return
+    if key.microbatch > key.step:
+        raise RecordInvalid(f"{key}: a mark of {key.microbatch + 1} steps that ends with step {key.step}")
+    if (header.dtype, header.shape, header.codec) != (MARK_DTYPE, MARK_SHAPE, CODEC_NONE):
+        raise RecordInvalid(f"{key}: a mark holds no tensor, this is {header.dtype} {list(header.shape)}")
+    if header.digest != _MARK_DIGEST:
+        raise RecordInvalid(f"{key}: a mark's digest is that of no bytes")
 
 
 def check_sizes(header: FrameHeader, body_bytes_max: int) -> None:

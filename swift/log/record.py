@@ -13,6 +13,8 @@ __all__ = ["NAME_PATTERN", "check_name"]  # names are part of what identifies a 
 
 DIGEST_BYTES = 16
 DIMS_MAX = 8
+STEP_MAX = (1 << 62) - 1
+"""No run reaches it. A larger one is no step, and sums with it stay within 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)

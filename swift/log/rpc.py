@@ -4,6 +4,7 @@ import grpc
 
 from swift.errors import (
     AccessDenied,
+    JobSetApart,
     LogUnavailable,
     RecordCorrupt,
     RecordTrimmed,
@@ -31,10 +32,12 @@ _ERRORS: dict[str, type[SwiftError]] = {
     Reason.OVER_QUOTA: LogUnavailable,
     Reason.LIVES: ServiceError,
     Reason.UNKNOWN: UnknownJob,
+    Reason.APART: JobSetApart,
     Reason.BUSY: LogUnavailable,
     Reason.CLOSED: LogUnavailable,
     Reason.DRAINING: LogUnavailable,
     Reason.LIMIT: LogUnavailable,
+    Reason.INTERNAL: ServiceError,
     Reason.UNAUTHENTICATED: AccessDenied,
     Reason.DENIED: AccessDenied,
 }

@@ -5,10 +5,11 @@ import threading
 
 import pytest
 
+from services.coordinator import driver as driver_module
 from services.coordinator import messages as m
 from services.coordinator.driver import Driver, NoSuchJob, Unavailable
 from services.coordinator.fencing import EMPTIED_WHEN_NEW
-from services.coordinator.logs import GenerationRefused
+from services.coordinator.logs import Answered, GenerationRefused, Unfit
 from services.coordinator.row import LogServer
 from services.coordinator.store import MemoryStore, StoreFailed
 from services.coordinator.timing import Timing
@@ -114,6 +115,57 @@ async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: M
     view = await view_with(driver, lambda view: view.state == pb.FAILED)
     assert view.reason == "l1 holds generation 9"
     assert not driver.failed.done()
+    driver.stop()
+
+
+async def lose_rank_0(driver: Driver) -> None:
+    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    driver.join("j", join(incarnation="b"))
+
+
+@scenario
+async def test_a_log_server_that_has_set_the_job_apart_is_done_without(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    logs.troubles["l1"] = Unfit("log server l1: job j is set apart: its manifest is damaged")
+    await lose_rank_0(driver)
+    view = await view_with(driver, lambda view: view.state == pb.PLANNING)
+    assert driver._jobs["j"].row.addresses() == ["l0"]
+    assert "log server l1 is lost: it cannot be used: log server l1: job j is set apart" in view.reason
+    assert ("fence", "l1", "j", view.generation) not in logs.calls
+    driver.stop()
+
+
+@scenario
+async def test_the_last_log_server_that_has_set_the_job_apart_ends_it(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = driver_of(logs, store, servers=("l0",))
+    await run_to_running(driver)
+    logs.troubles["l0"] = Unfit("log server l0: job j is set apart")
+    await lose_rank_0(driver)
+    view = await view_with(driver, lambda view: view.state == pb.FAILED)
+    assert view.reason == "log server l0: job j is set apart"
+    driver.stop()
+
+
+@scenario
+async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_for_ever(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    """One that is away is: see the first test."""
+    driver = driver_of(logs, store)
+    await run_to_running(driver)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver_module, "ERRORS_MAX", 3)
+        await lose_rank_0(driver)
+        await view_with(driver, lambda view: view.state == pb.PLANNING)
+        logs.troubles["l1"] = Answered("log server l1: INTERNAL: a bug")
+        driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+        view = await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
+    assert "log server l1: INTERNAL: a bug (3 times in a row)" in view.reason
     driver.stop()
 
 

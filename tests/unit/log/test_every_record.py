@@ -1,0 +1,161 @@
+"""What the gate acknowledges can be listed, read, inspected and recovered; what could not be is refused by it.
+
+Records are made by hand, as a client in another language would: sound checksums, and fields as it likes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.logserver.storage import DirectoryStorage
+from swift._pb import log_pb2
+from swift.errors import ServiceError
+from swift.inspect.files import DirectoryLog
+from swift.inspect.served import _records_of
+from swift.log import admin
+from swift.log.frame import FrameHeader, checksum, encode_header
+from swift.log.record import STEP_MAX, RecordKey, digest_of, stream_tag
+from swift.log.segment import SegmentHeader, encode_segment_header
+from swift.log.unlogged import MARK_SLOT, Steps, mark
+from swift.log.wire import Reason
+from tests.unit.log.append_call import TIMEOUT_S, Call
+from tests.unit.log.frames import JOB, STREAM, frame_of, write_segment
+from tests.unit.log.service import InProcess
+from tests.unit.log.test_storage import on_disk, recovered
+
+MAX_32, MAX_64 = (1 << 32) - 1, (1 << 64) - 1
+EDGES_64 = [0, 1, 2, STEP_MAX - 1, STEP_MAX, STEP_MAX + 1, (1 << 63) - 1, 1 << 63, MAX_64]
+EDGES_32 = [0, 1, 2, MAX_32 - 1, MAX_32]
+
+
+def record(sequence: int, key: RecordKey, body: bytes = b"", **fields: object) -> bytes:
+    header = FrameHeader(
+        stream_tag=stream_tag(JOB, STREAM),
+        sequence=sequence,
+        generation=1,
+        key=key,
+        dtype="uint8",
+        shape=(len(body),),
+        codec=0,
+        raw_bytes=len(body),
+        stored_bytes=len(body),
+        body_crc=checksum(body),
+        digest=digest_of("uint8", (len(body),), body),
+    )
+    return encode_header(replace(header, **fields)) + body  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (record(0, RecordKey(2, 5, MARK_SLOT)), "a mark of 6 steps that ends with step 2"),
+        (record(0, RecordKey(0, MAX_32, MARK_SLOT)), "a mark of"),
+        (record(0, RecordKey(4, 1, MARK_SLOT), b"x"), "a mark holds no tensor"),
+        (record(0, RecordKey(4, 1, MARK_SLOT), dtype="int8"), "a mark holds no tensor"),
+        (record(0, RecordKey(4, 1, MARK_SLOT), digest=bytes(16)), "a mark's digest"),
+        (record(0, RecordKey(STEP_MAX + 1, 0, 0)), "steps are at most"),
+        (record(0, RecordKey(MAX_64, 0, MARK_SLOT)), "steps are at most"),
+    ],
+)
+def test_a_record_that_nobody_could_use_is_refused(frame: bytes, words: str) -> None:
+    with InProcess() as server:
+        call = Call(server)
+        call.open()
+        call.send(frame)
+        _, reason, message = call.refused()
+        assert reason == Reason.INVALID
+        assert words in message
+        assert [stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)] == [0]
+
+
+keys = st.builds(
+    RecordKey,
+    st.sampled_from(EDGES_64) | st.integers(0, 40),
+    st.sampled_from(EDGES_32) | st.integers(0, 40),
+    st.sampled_from(EDGES_32) | st.just(MARK_SLOT),
+)
+
+
+def is_possible(key: RecordKey) -> bool:
+    return key.step <= STEP_MAX and (key.slot != MARK_SLOT or key.microbatch <= key.step)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=st.lists(st.tuples(keys, st.binary(max_size=40)), min_size=1, max_size=6))
+def test_what_is_acknowledged_can_be_used(
+    tmp_path_factory: pytest.TempPathFactory, wanted: list[tuple[RecordKey, bytes]]
+) -> None:
+    directory = tmp_path_factory.mktemp("log")
+    there: dict[RecordKey, bytes] = {}
+    with InProcess(DirectoryStorage(directory, 1 << 20)) as server:
+        call = Call(server)
+        call.open()
+        for key, body in wanted:
+            body = b"" if key.slot == MARK_SLOT else body
+            sequence = len(there)
+            call.send(record(sequence, key, body))
+            try:
+                call.until_acked(sequence + 1)
+            except grpc.RpcError:  # the next one begins a call of its own
+                assert key in there or not is_possible(key)
+                call = Call(server)
+                call.open()
+            else:
+                assert is_possible(key)
+                there[key] = body
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert found.records == len(there)
+        assert not found.corrupt
+        steps = [key.step for key in there]
+        assert (found.first_step, found.last_step) == (min(steps, default=None), max(steps, default=None))
+        request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=False)
+        read = [r for reply in server.stub.Read(request) for r in _records_of(reply.frames)]
+        assert {r.key: bytes(r.body) for r in read} == there
+    facts = DirectoryLog(directory).facts(JOB, verify=True)
+    assert facts.verified is not None
+    assert not facts.verified.damage
+    storage = DirectoryStorage(directory, 1 << 20)
+    ((stream,),) = [job.streams for job in storage.recover()]
+    storage.close()
+    assert [entry.key for entry in stream.entries] == list(there)
+    assert not stream.holes
+
+
+def test_a_mark_that_an_older_server_took_is_damage(tmp_path: Path) -> None:
+    """Found at the start: the stream says so, and nothing raises."""
+    on_disk(tmp_path).close()
+    (tmp_path / JOB / STREAM).mkdir()
+    impossible = record(1, RecordKey(2, 5, MARK_SLOT))
+    data = encode_segment_header(SegmentHeader(JOB, STREAM, 0)) + frame_of(0)[1] + impossible + frame_of(2)[1]
+    write_segment(tmp_path / JOB / STREAM, 0, data)
+    found = recovered(tmp_path)
+    assert [entry.sequence for entry in found.entries] == [0, 2]
+    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(1, 2)]
+    assert "a mark of 6 steps" in found.holes[0].reason
+
+
+def test_a_bug_is_answered_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("Value out of range: -3")
+
+    with InProcess() as server:
+        monkeypatch.setattr(server.engine.reading, "inventory", fails)
+        with pytest.raises(
+            ServiceError, match=r"internal error in Inventory: ValueError\('Value out of range: -3'\)"
+        ):
+            admin.inventory(server.address, JOB, TIMEOUT_S)
+
+
+def test_a_sound_mark_is_taken() -> None:
+    with InProcess() as server:
+        call = Call(server)
+        call.open()
+        call.send(record(0, mark(Steps(3, 7))))
+        call.until_acked(1)
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert found.unlogged == Steps(3, 7)
