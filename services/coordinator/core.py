@@ -439,13 +439,8 @@ class Job:
     def _logs_refused(self, refused: m.LogsRefused) -> list[Effect]:
         if refused.generation != self.row.generation or self.row.state.is_over:
             return []
-        number = self.places.number_of(refused.address)
-        if number is None:
-            return [] if refused.unfit else self.become_failed(refused.reason)
-        others = len(self.row.living()) > 1 and self.row.state is not State.FORMING
-        if (refused.unfit and others) or (self.row.log_servers[number].fresh and not refused.unfit):
-            return self._deaths({}, {number: f"cannot be used: {refused.reason}"})
-        return self.become_failed(refused.reason)
+        lost = self.places.without(refused)
+        return self._deaths({}, lost) if lost else self.become_failed(refused.reason)
 
     def _change_log_servers(self, change: m.ChangeLogServers, now: float) -> list[Effect]:
         check_change(self.row, change)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from services.coordinator import messages as m
 from services.coordinator.leases import Leases
 from services.coordinator.planning import layout_of
-from services.coordinator.row import Copy, JobRow, LogServer, RankLogs
+from services.coordinator.row import Copy, JobRow, LogServer, RankLogs, State
 from services.coordinator.timing import Timing
 from swift.log import streams
 from swift.log.placement import Sender, place
@@ -52,6 +52,15 @@ class Places:
         if not limit_s or min(ages.values(), default=limit_s) >= limit_s / 2:
             return {}
         return {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
+
+    def without(self, refused: m.LogsRefused) -> dict[int, str]:
+        """The server that is done without -> why; empty: the job cannot go on, as it has no other one."""
+        row, number = self._row, self.number_of(refused.address)
+        if number is None:
+            return {}
+        others = len(row.living()) > 1 and row.state is not State.FORMING
+        fits = others if refused.unfit else row.log_servers[number].fresh
+        return {number: f"cannot be used: {refused.reason}"} if fits else {}
 
     def ages_s(self, now: float) -> dict[str, float]:
         """Address -> seconds since it was heard; of those in use."""
