@@ -10,8 +10,6 @@ from swift.errors import LogError, RecordCorrupt
 from swift.log.frame import FrameHeader, FrameOversize
 from swift.log.wire import Fsync, Reason
 
-_SEQUENCE_MAX = 1 << 62
-
 Frame = tuple[FrameHeader, list[memoryview]]
 """A header, and the bytes of the frame in pieces."""
 
@@ -88,8 +86,6 @@ class Appends:
         self._state.check_space(request.job)
         _check_session(session)
         self._state.check_writer(session, request.job, request.stream)
-        if request.acked_sequence > _SEQUENCE_MAX:
-            raise Refused(Refusal(Reason.INVALID, f"nobody acknowledged record {request.acked_sequence - 1}"))
         self._state.touch(request.job, now)
         stream = self._state.core.open(
             request.job, request.stream, request.generation, request.acked_sequence

@@ -13,12 +13,18 @@ trimmed, which only rises too.
 """
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from services.logserver.order import Ordered
 from swift.log.frame import FrameHeader
 from swift.log.record import RecordKey, stream_tag
+from swift.log.unlogged import MARK_SLOT, Steps, hull
 from swift.log.wire import Reason
+
+NUMBER_MAX = 1 << 48
+"""No sequence or generation is above it, whatever a client says: every sum of a few of them fits a message, a file's
+name and a database, and no training run gets near it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,10 @@ class Entry:
 
 
 STEP_UNKNOWN = 1 << 63
+SWEPT_AT_ONCE = 500
+"""Records, before others have their turn."""
+HOLES_MAX = 1024
+"""Of a stream, that its writers may claim: each is looked at with every record that is read or sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,16 @@ class Hole:
     reason: str
     gone: bool = False
     """No file has any of them: a stream that ends with them can go on with the first one that its writer has."""
+    claimed: bool = False
+    """A writer has said so; nothing here did."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the streams of a job keep together."""
+
+    records: int = 0
+    bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -73,10 +93,21 @@ class StreamState:
     mending: dict[int, Entry] = field(default_factory=dict)
     """Records of holes that were sent again, and are on their way to their places."""
     bytes: int = 0
+    tally: Tally = field(default_factory=Tally)
+    """Its job's."""
     tag: int = 0
+    marks: dict[int, Entry] = field(default_factory=dict)
+    """Those of the records that declare steps unlogged, by their sequences."""
+    order: Ordered = field(init=False)
+    """Of `by_sequence`."""
+    _steps: dict[int, int] = field(default_factory=dict)
+    """Step -> how many records are of it."""
+    _step_order: Ordered = field(init=False)
 
     def __post_init__(self) -> None:
         self.tag = stream_tag(self.job, self.name)
+        self.order = Ordered(self.by_sequence)
+        self._step_order = Ordered(self._steps)
 
     def check(self) -> None:
         assert self.first <= self.durable <= self.appended, (self.first, self.durable, self.appended)
@@ -86,20 +117,83 @@ class StreamState:
         return self.quarantined or (self.holes[0].reason if self.holes else "")
 
     def add(self, entry: Entry) -> None:
-        self.by_sequence[entry.sequence] = entry
+        sequence, step = entry.sequence, entry.key.step
+        self.by_sequence[sequence] = entry
+        self.order.came(sequence)
         self.by_key[entry.key] = entry
+        count = self._steps.get(step, 0)
+        self._steps[step] = count + 1
+        if not count:
+            self._step_order.came(step)
+        if entry.key.slot == MARK_SLOT:
+            self.marks[sequence] = entry
         self.bytes += entry.frame_bytes
+        self.tally.bytes += entry.frame_bytes
+        self.tally.records += 1
 
     def remove(self, entry: Entry) -> None:
-        del self.by_sequence[entry.sequence]
+        sequence, step = entry.sequence, entry.key.step
+        del self.by_sequence[sequence]
+        self.order.went(sequence)
         if self.by_key.get(entry.key) is entry:
             del self.by_key[entry.key]
+        self._steps[step] -= 1
+        if not self._steps[step]:
+            del self._steps[step]
+            self._step_order.went(step)
+        self.marks.pop(sequence, None)
         self.bytes -= entry.frame_bytes
+        self.tally.bytes -= entry.frame_bytes
+        self.tally.records -= 1
+
+    def clear(self) -> list[dict[Any, Any]]:
+        """Removes all records and holes. What had them, for somebody who has the time to free it."""
+        garbage: list[dict[Any, Any]] = [self.by_sequence, self.by_key]
+        self.tally.bytes -= self.bytes
+        self.tally.records -= len(self.by_sequence)
+        self.by_sequence, self.by_key, self.marks, self._steps = {}, {}, {}, {}
+        self.order, self._step_order = Ordered(self.by_sequence), Ordered(self._steps)
+        self.holes.clear()
+        self.mending.clear()
+        self.bytes = 0
+        return garbage
+
+    def steps_from(self, step: int) -> Steps | None:
+        """From the first step at or behind this one that a record is of, to the last one; None: there is no record."""
+        first, last = self._step_order.some(step, 1), self._step_order.last
+        return Steps(first[0], last) if first and last is not None else None
+
+    @property
+    def unlogged(self) -> Steps | None:
+        """What marks declare, from the first to the last step."""
+        return hull(entry.key for entry in self.marks.values())
 
     def hole_at(self, sequence: int) -> Hole | None:
         for hole in self.holes:
             if hole.sequence <= sequence < hole.end_sequence:
                 return hole
+        return None
+
+    def hole_in(self, begin: int, end: int, from_step: int) -> Hole | None:
+        """The first one among these sequences that steps from there on may lie in."""
+        for hole in self.holes:
+            if hole.sequence < end and begin < hole.end_sequence and hole.below_step > from_step:
+                return hole
+        return None
+
+    def lose(self, end: int) -> Refusal | None:
+        """The writer was told that what is below ``end`` is durable, and it is not there. The hole stays known, and the
+        stream goes on behind it."""
+        last = self.holes[-1] if self.holes else None
+        begin = self.appended
+        if last is not None and last.claimed and last.end_sequence == begin:
+            self.holes.pop()
+            begin = last.sequence
+        elif len(self.holes) >= HOLES_MAX:
+            message = f"stream {self.name} has {HOLES_MAX} gaps: it takes no more before a trim or a reset"
+            return Refusal(Reason.LIMIT, message)
+        reason = f"records {begin} to {end - 1} were acknowledged and are gone"
+        self.add_hole(Hole(begin, end, STEP_UNKNOWN, reason, claimed=True))
         return None
 
     def add_hole(self, hole: Hole) -> None:
@@ -171,13 +265,14 @@ class JobState:
     uncleaned: "dict[str, StreamState]" = field(default_factory=dict)
     """Streams with something dropped whose space nobody was told to give back, by their names."""
     streams: dict[str, StreamState] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
     readers: dict[int, int] = field(default_factory=dict)
     """Reader -> the oldest step it may still want."""
 
     def stream(self, name: str) -> StreamState:
         state = self.streams.get(name)
         if state is None:
-            state = self.streams[name] = StreamState(self.name, name)
+            state = self.streams[name] = StreamState(self.name, name, tally=self.tally)
         return state
 
 
@@ -186,6 +281,7 @@ class LogCore:
 
     def __init__(self) -> None:
         self.jobs: dict[str, JobState] = {}
+        self._garbage: list[dict[Any, Any]] = []
 
     def known(self, name: str) -> JobState:
         """The job; of one that is not there, what anybody may know, and nothing is kept."""
@@ -221,7 +317,7 @@ class LogCore:
     def open(self, job_name: str, stream_name: str, generation: int, acked: int) -> StreamState | Refusal:
         """A writer takes a stream. ``acked``: it was told that everything below is durable."""
         job = self.known(job_name)
-        refusal = self.check_generation(job, generation)
+        refusal = self.check_generation(job, generation) or too_high("acknowledged sequence", acked)
         if refusal is not None:
             return refusal
         stream = job.stream(stream_name)
@@ -230,9 +326,7 @@ class LogCore:
         if acked > stream.appended:
             if stream.durable < stream.appended:
                 return Refusal(Reason.INVALID, f"nobody acknowledged record {acked - 1} of {stream_name}")
-            # Acknowledged records are gone. The hole stays known, and the stream goes on behind it.
-            reason = f"records {stream.appended} to {acked - 1} were acknowledged and are gone"
-            stream.add_hole(Hole(stream.appended, acked, STEP_UNKNOWN, reason))
+            return stream.lose(acked) or stream
         return stream
 
     def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> Entry | Refusal | None:
@@ -321,16 +415,17 @@ class LogCore:
         """The storage could not write: takes back all that is appended and not durable."""
         for job in self.jobs.values():
             for stream in job.streams.values():
-                for sequence in range(stream.durable, stream.appended):
-                    entry = stream.by_sequence.get(sequence)
-                    if entry is not None:
-                        stream.remove(entry)
+                while (last := stream.order.last) is not None and last >= stream.durable:
+                    stream.remove(stream.by_sequence[last])
                 stream.mending.clear()
                 stream.appended = stream.durable
 
     # -- generations ----------------------------------------------------------------------------------
 
     def fence(self, job_name: str, generation: int) -> Refusal | None:
+        refusal = too_high("generation", generation)
+        if refusal is not None:
+            return refusal
         job = self.job(job_name)
         if generation < job.generation:
             return Refusal(
@@ -351,64 +446,104 @@ class LogCore:
             )
         return None
 
-    def next_to_read(self, stream: StreamState, sequence: int, from_step: int) -> Entry | Refusal | None:
-        """The first durable record at or behind ``sequence`` of a step >= ``from_step``, if there is one."""
-        sequence = max(sequence, stream.first)
-        while sequence < stream.durable:
-            entry = stream.by_sequence.get(sequence)
-            if entry is not None and entry.key.step < from_step:
-                sequence += 1
-                continue
-            hole = stream.hole_at(sequence) if stream.holes else None
-            if hole is not None and hole.below_step > from_step:
-                return Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
-            if entry is not None:
-                return entry
-            sequence = hole.end_sequence if hole is not None else sequence + 1
-        return None
-
-    def digests(self, stream: StreamState, from_step: int) -> Iterator[Entry]:
-        for entry in list(stream.by_sequence.values()):
-            if entry.sequence < stream.durable and entry.key.step >= from_step:
-                yield entry
+    def look(
+        self, stream: StreamState, sequence: int, from_step: int, count: int
+    ) -> tuple[list[Entry], int, Refusal | None]:
+        """The durable records of a step >= ``from_step`` among the next ``count`` that are there at or behind
+        ``sequence``; the sequence behind all that was looked at; and what keeps a reader from going on there."""
+        found: list[Entry] = []
+        at = max(sequence, stream.first)
+        for number in stream.order.some(at, count):
+            if number >= stream.durable:
+                is_end = True
+                break
+            entry = stream.by_sequence[number]
+            wanted = entry.key.step >= from_step
+            hole = stream.hole_in(at, number + 1 if wanted else number, from_step)
+            if hole is not None:
+                return found, at, Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
+            if wanted:
+                found.append(entry)
+            at = number + 1
+        else:
+            is_end = stream.order.last is None or at > stream.order.last
+        hole = stream.hole_in(at, stream.durable, from_step) if is_end else None
+        if hole is not None:
+            return found, at, Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
+        return found, at, None
 
     # -- dropping -------------------------------------------------------------------------------------
 
-    def trim(self, job: JobState, below_step: int) -> list[StreamState]:
-        """Drops the steps below, as far as readers allow. Gives the streams that changed."""
+    def begin_trim(self, job: JobState, below_step: int) -> bool:
+        """Drops the steps below, as far as readers allow: nobody gets them any more. False: nothing is new. Each stream
+        is to be swept then."""
         job.trim_wanted = max(job.trim_wanted, below_step)
         allowed = min([job.trim_wanted, *job.readers.values()])
         if allowed <= job.trimmed_below_step:
-            return []
+            return False
         job.trimmed_below_step = allowed
+        return True
+
+    def sweep(self, job: JobState, stream: StreamState, sequence: int, count: int) -> int | None:
+        """Removes what is trimmed among the next ``count`` records at or behind ``sequence``. Where to go on; None:
+        that was the end."""
+        numbers = stream.order.some(sequence, count)
+        for number in numbers:
+            entry = stream.by_sequence[number]
+            if entry.key.step < job.trimmed_below_step and number < stream.durable:
+                stream.remove(entry)
+        last = stream.order.last
+        return numbers[-1] + 1 if numbers and last is not None and last > numbers[-1] else None
+
+    def end_trim(self, job: JobState, stream: StreamState) -> bool:
+        """(once it is swept) Whether the stream has given something up at its beginning."""
+        stream.holes = [hole for hole in stream.holes if hole.below_step > job.trimmed_below_step]
+        kept = stream.order.first
+        first = stream.durable if kept is None else kept
+        if stream.holes:
+            first = min(first, stream.holes[0].sequence)
+        changed = first > stream.first
+        if changed:
+            stream.first = first
+        stream.check()
+        return changed
+
+    def trim(self, job: JobState, below_step: int) -> list[StreamState]:
+        """All of it at once. Gives the streams that changed."""
+        if not self.begin_trim(job, below_step):
+            return []
         changed = []
         for stream in job.streams.values():
-            dead = [entry for entry in stream.by_sequence.values() if entry.key.step < allowed]
-            for entry in dead:
-                if entry.sequence < stream.durable:
-                    stream.remove(entry)
-            stream.holes = [hole for hole in stream.holes if hole.below_step > allowed]
-            first = min(stream.by_sequence, default=stream.durable)
-            if stream.holes:
-                first = min(first, stream.holes[0].sequence)
-            if first > stream.first:
-                stream.first = first
+            sequence: int | None = 0
+            while sequence is not None:
+                sequence = self.sweep(job, stream, sequence, SWEPT_AT_ONCE)
+            if self.end_trim(job, stream):
                 changed.append(stream)
-            stream.check()
         return changed
 
     def reset(self, job: JobState) -> list[StreamState]:
         """Drops every record of the job; sequences go on. (The caller has waited until all are durable.)"""
         for stream in job.streams.values():
             assert stream.durable == stream.appended, "a reset waits until everything is durable"
-            stream.by_sequence.clear()
-            stream.by_key.clear()
-            stream.holes.clear()
-            stream.mending.clear()
+            self.empty(stream)
             stream.quarantined = ""
-            stream.bytes = 0
             stream.first = stream.durable
         return list(job.streams.values())
+
+    def empty(self, stream: StreamState) -> None:
+        """Removes all of its records and holes."""
+        self._garbage += stream.clear()
+
+    def take_garbage(self) -> list[dict[Any, Any]]:
+        """What nobody needs any more, to be emptied piece by piece without the lock: it takes a while to free it."""
+        garbage, self._garbage = self._garbage, []
+        return [some for some in garbage if len(some) > SWEPT_AT_ONCE]
+
+
+def too_high(what: str, number: int, most: int = NUMBER_MAX) -> Refusal | None:
+    if number <= most:
+        return None
+    return Refusal(Reason.INVALID, f"{what} {number}: none is above {most}")
 
 
 def cannot_be_mended(stream: StreamState, sequence: int) -> Refusal:

@@ -96,7 +96,7 @@ class LogEngine:
                 job=job.name,
                 generation=job.generation,
                 streams=len(job.streams),
-                records=sum(len(stream.by_sequence) for stream in job.streams.values()),
+                records=job.tally.records,
             )
         self._committer.start()
         self.administration.start()

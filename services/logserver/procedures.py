@@ -6,13 +6,14 @@ thrown into it. One procedure of a server runs at a time.
 """
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from services.logserver.core import JobState, Refusal, StreamState
+from services.logserver.core import SWEPT_AT_ONCE, JobState, Refusal, StreamState, too_high
 from services.logserver.state import Refused, ServerState, check_names
 from swift.log.directory import LIVES_S
 from swift.log.manifest import JobMeta, StreamMeta
+from swift.log.record import STEP_MAX
 from swift.log.wire import Reason
 
 
@@ -51,7 +52,14 @@ class Emit:
     fields: Mapping[str, object]
 
 
-Step = Settle | Save | Clean | Forget | Emit
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Let others have their turn. ``garbage`` may be emptied meanwhile, piece by piece."""
+
+    garbage: "list[dict[Any, Any]]" = field(default_factory=list)
+
+
+Step = Settle | Save | Clean | Forget | Emit | Rest
 T = TypeVar("T")
 Procedure = Generator[Step, None, T]
 
@@ -86,8 +94,12 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
     """Gives the step below which everything is trimmed, durably."""
     if state.core.jobs.get(job.name) is not job:
         return job.trimmed_below_step  # dropped meanwhile
-    job.uncleaned.update({stream.name: stream for stream in state.core.trim(job, below_step)})
-    state.space.recount(state.core)
+    refusal = too_high("step", below_step, STEP_MAX)
+    if refusal is not None:
+        raise Refused(refusal)
+    if state.core.begin_trim(job, below_step):
+        yield from _sweep(state, job)
+        state.space.recount(state.core)
     trimmed = job.trimmed_below_step
     if trimmed > job.trim_recorded:
         yield Save(job.name, meta_of(job))
@@ -96,6 +108,21 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
         yield Clean(changed)
         yield Emit("trimmed", {"job": job.name, "below_step": trimmed})
     return trimmed
+
+
+def _sweep(state: ServerState, job: JobState) -> Procedure[None]:
+    """(A job that is large is not to hold up others: records are appended and read between two pieces.)"""
+    looked = 0
+    for stream in list(job.streams.values()):
+        sequence: int | None = 0
+        while sequence is not None:
+            sequence = state.core.sweep(job, stream, sequence, SWEPT_AT_ONCE)
+            looked += SWEPT_AT_ONCE if sequence is not None else 1
+            if looked >= SWEPT_AT_ONCE:
+                looked = 0
+                yield Rest()
+        if state.core.end_trim(job, stream):
+            job.uncleaned[stream.name] = stream
 
 
 def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -> Procedure[None]:
@@ -111,17 +138,24 @@ def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -
     yield from _cut_off(state, job, Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
     changed = state.core.reset(job)
     state.space.recount(state.core)
+    yield from _free(state)
     yield Save(job_name, replace(meta_of(job), reset_generation=generation, reset_number=number))
     job.reset_generation, job.reset_number = generation, number
     yield Clean(changed)
     yield Emit("reset", {"job": job_name, "generation": generation})
 
 
+def _free(state: ServerState) -> Procedure[None]:
+    garbage = state.core.take_garbage()
+    if garbage:
+        yield Rest(garbage)
+
+
 def _check_known(state: ServerState, job_name: str) -> JobState:
     job = state.core.jobs.get(job_name)
     if job is None:
-        known = ", ".join(sorted(state.core.jobs)) or "none"
-        raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here; there are: {known}"))
+        # Not which ones there are: who asks may have a right to one job only.
+        raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here"))
     return job
 
 
@@ -133,8 +167,7 @@ def drop(
     check_names(job_name)
     job = _check_droppable(state, job_name, now, force)
     yield from _cut_off(state, job, Refusal(Reason.NOT_GRANTED, f"job {job_name} was dropped"))
-    records = sum(len(stream.by_sequence) for stream in job.streams.values())
-    size = sum(stream.bytes for stream in job.streams.values())
+    records, size = job.tally.records, job.tally.bytes
     del state.core.jobs[job_name]  # before its files: nothing is written to them from here on
     state.space.recount(state.core, trimmed=False)
     try:
@@ -145,6 +178,9 @@ def drop(
         raise
     state.space.dropped_bytes += size
     state.touched.pop(job_name, None)
+    for stream in job.streams.values():
+        state.core.empty(stream)
+    yield from _free(state)
     yield Emit("dropped", {"job": job_name, "records": records, "bytes": size, "reason": why})
     return records, size
 

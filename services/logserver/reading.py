@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
-from services.logserver.core import Hole, JobState, Refusal, StreamState
+from services.logserver.core import Entry, Hole, JobState, Refusal, StreamState
 from services.logserver.readahead import Damage, ReadAhead, Wanted
 from services.logserver.space import Account, Alarm
 from services.logserver.state import Refused, ServerState, check_names
+from services.logserver.watch import rest
 from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import MESSAGE_BYTES
 from swift.log.share import Share
-from swift.log.unlogged import declared, hull
 from swift.log.wire import Reason
 
 _POLL_S = 0.5
-_LOOKED_AT_ONCE = 4096
+_LOOKED_AT_ONCE = 500
 """Records that are looked at before others get the lock: a reader of a small share passes many."""
+_STREAMS_AT_ONCE = 200
+"""... and streams of an inventory."""
+_TRIES = 3
 
 
 class Reading:
@@ -104,22 +107,22 @@ class Reading:
         self, job: JobState, request: log_pb2.ReadRequest, sequence: int
     ) -> tuple[list[Wanted], int, Refusal | None]:
         """The next records to read, the sequence behind them, and what ends the call after them."""
+        if self._state.core.jobs.get(job.name) is not job:
+            return [], sequence, Refusal(Reason.TRIMMED, f"job {job.name} was dropped while it was read")
         plan: list[Wanted] = []
         stream = job.streams.get(request.stream)
+        if stream is None:
+            return plan, sequence, None
         share = _share_of(request)
-        size, looked = 0, 0
-        while stream is not None and size < MESSAGE_BYTES and looked < _LOOKED_AT_ONCE:
-            looked += 1
-            entry = self._state.core.next_to_read(stream, sequence, request.from_step)
-            if isinstance(entry, Refusal):
-                return plan, sequence, entry
-            if entry is None:
-                break
-            sequence = entry.sequence + 1
+        found, behind, refusal = self._state.core.look(stream, sequence, request.from_step, _LOOKED_AT_ONCE)
+        size = 0
+        for entry in found:
+            if size >= MESSAGE_BYTES:
+                return plan, entry.sequence, None
             if share is None or share.has(entry.key):
                 plan.append(Wanted(stream, entry))
                 size += entry.frame_bytes
-        return plan, sequence, None
+        return plan, behind, refusal
 
     def _found_damage(self, damage: Damage) -> Refusal:
         stream, entry, sequence = damage.wanted.stream, damage.wanted.entry, damage.wanted.sequence
@@ -135,42 +138,66 @@ class Reading:
         events.emit("stream_corrupt", job=stream.job, stream=stream.name, reason=reason)
         return Refusal(Reason.CORRUPT, reason)
 
-    def digests(self, request: log_pb2.DigestsRequest) -> list[log_pb2.RecordDigest]:
+    def digests(self, request: log_pb2.DigestsRequest) -> Iterator[list[log_pb2.RecordDigest]]:
+        """Of what is durable when it begins, in log order."""
         check_names(request.job, request.stream)
-        with self._changed:
-            job = self._state.core.known(request.job)
-            refusal = self._state.core.check_readable(job, request.from_step)
-            stream = job.streams.get(request.stream)
-            if refusal is None and stream is not None:
-                for hole in stream.holes:
-                    if hole.below_step > request.from_step:
+        sequence = end = 0
+        while True:
+            with self._changed:
+                job = self._state.core.known(request.job)
+                refusal = self._state.core.check_readable(job, request.from_step)
+                stream = job.streams.get(request.stream)
+                if refusal is None and stream is not None:
+                    hole = stream.hole_in(stream.first, stream.durable, request.from_step)
+                    if hole is not None:
                         refusal = Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
-            if refusal is not None:
-                raise Refused(refusal)
-            if stream is None:
-                return []
-            entries = list(self._state.core.digests(stream, request.from_step))
-        return [
-            log_pb2.RecordDigest(
-                step=entry.key.step,
-                microbatch=entry.key.microbatch,
-                slot=entry.key.slot,
-                digest=entry.digest,
-            )
-            for entry in entries
-        ]
+                if refusal is not None:
+                    raise Refused(refusal)
+                if stream is None:
+                    return
+                end = end or stream.durable
+                numbers = stream.order.some(sequence, _LOOKED_AT_ONCE)
+                entries = [stream.by_sequence[number] for number in numbers if number < end]
+            if not entries:
+                return
+            sequence = entries[-1].sequence + 1
+            yield [_digest(entry) for entry in entries if entry.key.step >= request.from_step]
+            rest()
 
     def inventory(self, job_name: str) -> log_pb2.InventoryReply:
         check_names(job_name)
+        for _ in range(_TRIES):
+            reply = self._inventory(job_name, _STREAMS_AT_ONCE)
+            if reply is not None:
+                return reply
+        reply = self._inventory(job_name, None)
+        assert reply is not None
+        return reply
+
+    def _inventory(self, job_name: str, at_once: int | None) -> log_pb2.InventoryReply | None:
+        """A few streams at a time, so that others can append meanwhile. None: the job was trimmed or emptied, or got
+        another generation, meanwhile."""
         with self._changed:
             job = self._state.core.jobs.get(job_name)
             if job is None:
                 return log_pb2.InventoryReply()
-            return log_pb2.InventoryReply(
-                generation=job.generation,
-                trimmed_below_step=job.trimmed_below_step,
-                streams=[_stream_inventory(job.streams[name]) for name in sorted(job.streams)],
+            before = _age_of(job)
+            reply = log_pb2.InventoryReply(
+                generation=job.generation, trimmed_below_step=job.trimmed_below_step
             )
+            names = sorted(job.streams)
+            if at_once is None:
+                reply.streams.extend(_stream_inventory(job, job.streams[name]) for name in names)
+                return reply
+        for at in range(0, len(names), at_once):
+            with self._changed:
+                if self._state.core.jobs.get(job_name) is not job or _age_of(job) != before:
+                    return None
+                reply.streams.extend(
+                    _stream_inventory(job, job.streams[name]) for name in names[at : at + at_once]
+                )
+            rest()
+        return reply
 
     def status(self, request: log_pb2.StatusRequest) -> log_pb2.StatusReply:
         if request.job:
@@ -180,13 +207,19 @@ class Reading:
             if request.job in state.core.jobs and request.generation:
                 state.touch(request.job, self._clock())
             names = [request.job] if request.job else sorted(state.core.jobs)
-            jobs = [state.core.jobs[name] for name in names if name in state.core.jobs]
-            return log_pb2.StatusReply(
+            reply = log_pb2.StatusReply(
                 space=_space(state.space.server, state.space.disk_reason),
                 closed_reason=state.failed,
-                jobs=[self._job_status(job) for job in jobs if job.generation or job.streams],
                 trimmed_bytes=state.space.trimmed_bytes,
             )
+        for name in names:
+            with self._changed:
+                job = state.core.jobs.get(name)
+                if job is not None and (job.generation or job.streams):
+                    reply.jobs.append(self._job_status(job))
+            if len(names) > 1:
+                rest()
+        return reply
 
     def _job_status(self, job: JobState) -> log_pb2.JobStatus:
         return log_pb2.JobStatus(
@@ -194,7 +227,7 @@ class Reading:
             generation=job.generation,
             trimmed_below_step=job.trimmed_below_step,
             space=_space(self._state.space.job(job.name), ""),
-            records=sum(len(stream.by_sequence) for stream in job.streams.values()),
+            records=job.tally.records,
             writers=self._state.writers_of(job),
             readers=len(job.readers),
             idle_seconds=self._state.idle_s(job.name, self._clock()) or 0.0,
@@ -216,17 +249,25 @@ def _space(account: Account, disk_reason: str) -> log_pb2.Space:
     )
 
 
-def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
-    steps = [entry.key.step for entry in stream.by_sequence.values()]
-    unlogged = hull(entry.key for entry in stream.by_sequence.values())
-    marks = sum(declared(entry.key) is not None for entry in stream.by_sequence.values())
+def _age_of(job: JobState) -> tuple[int, ...]:
+    return job.generation, job.trimmed_below_step, job.reset_generation, job.reset_number
+
+
+def _digest(entry: Entry) -> log_pb2.RecordDigest:
+    key = entry.key
+    return log_pb2.RecordDigest(step=key.step, microbatch=key.microbatch, slot=key.slot, digest=entry.digest)
+
+
+def _stream_inventory(job: JobState, stream: StreamState) -> log_pb2.StreamInventory:
+    steps = stream.steps_from(job.trimmed_below_step)
+    unlogged = stream.unlogged
     return log_pb2.StreamInventory(
         stream=stream.name,
-        records=len(steps),
+        records=len(stream.by_sequence),
         bytes=stream.bytes,
-        has_records=bool(steps),
-        first_step=min(steps, default=0),
-        last_step=max(steps, default=0),
+        has_records=steps is not None,
+        first_step=0 if steps is None else steps.first,
+        last_step=0 if steps is None else steps.last,
         next_sequence=stream.appended,
         durable_sequence=stream.durable,
         corrupt=bool(stream.corrupt_reason),
@@ -236,7 +277,7 @@ def _stream_inventory(stream: StreamState) -> log_pb2.StreamInventory:
         quarantined=stream.quarantined,
         unlogged_from_step=None if unlogged is None else unlogged.first,
         unlogged_to_step=None if unlogged is None else unlogged.last,
-        marks=marks,
+        marks=len(stream.marks),
     )
 
 

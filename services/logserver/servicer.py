@@ -46,7 +46,8 @@ _STATUS = {
     Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     Reason.DENIED: grpc.StatusCode.PERMISSION_DENIED,
 }
-_DIGESTS_A_MESSAGE = 4096
+_MESSAGE_CHARACTERS = 500
+"""Of a refusal: what it repeats of a request is not to be more than gRPC has room for."""
 
 Context = grpc.ServicerContext
 Reply = TypeVar("Reply", bound=Message)
@@ -54,7 +55,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 def _abort(context: Context, refusal: Refusal) -> None:
     context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
-    context.abort(_STATUS[refusal.reason], refusal.message)
+    context.abort(_STATUS[refusal.reason], refusal.message[:_MESSAGE_CHARACTERS])
 
 
 @contextmanager
@@ -128,11 +129,9 @@ class LogServicer:
             yield from self.engine.reading.read(request, context.is_active)
 
     def digests(self, request: log_pb2.DigestsRequest, context: Context) -> Iterator[log_pb2.DigestsReply]:
-        records: list[log_pb2.RecordDigest] = []
         with _answering(context, "Digests"):
-            records = self.engine.reading.digests(request)
-        for at in range(0, len(records), _DIGESTS_A_MESSAGE):
-            yield log_pb2.DigestsReply(records=records[at : at + _DIGESTS_A_MESSAGE])
+            for records in self.engine.reading.digests(request):
+                yield log_pb2.DigestsReply(records=records)
 
     def inventory(self, request: log_pb2.InventoryRequest, context: Context) -> log_pb2.InventoryReply:
         return self._unary(context, lambda: self.engine.reading.inventory(request.job))

@@ -165,7 +165,7 @@ class Space:
         for name in [name for name in self.jobs if name not in core.jobs]:
             del self.jobs[name]
         for name, job in core.jobs.items():
-            self.job(name).used_bytes = sum(stream.bytes for stream in job.streams.values())
+            self.job(name).used_bytes = job.tally.bytes
         self.server.used_bytes = sum(account.used_bytes for account in self.jobs.values())
         for name, used_bytes in before.items():
             gone = used_bytes - (self.jobs[name].used_bytes if name in self.jobs else 0)

@@ -194,10 +194,10 @@ class ServerProcess(Process):
     def _observe(self) -> None:
         """Tells the checkers what is dropped."""
         core, checkers = self.state.core, self.checkers
-        trim, reset = core.trim, core.reset
+        begin_trim, reset = core.begin_trim, core.reset
 
-        def observed_trim(job: JobState, below_step: int) -> list[StreamState]:
-            changed = trim(job, below_step)
+        def observed_trim(job: JobState, below_step: int) -> bool:
+            changed = begin_trim(job, below_step)
             checkers.trim_done(self.name, job.trimmed_below_step)
             return changed
 
@@ -206,7 +206,7 @@ class ServerProcess(Process):
             checkers.reset_done(self.name, dropped, self._resets)
             return reset(job)
 
-        core.trim = observed_trim  # type: ignore[method-assign]
+        core.begin_trim = observed_trim  # type: ignore[method-assign]
         core.reset = observed_reset  # type: ignore[method-assign]
 
     def guarded(self, work: Callable[..., None], *args: object) -> None:
@@ -406,6 +406,6 @@ class ServerProcess(Process):
     def digests(self, stream: str, from_step: int) -> tuple[list[log_pb2.RecordDigest], Refusal | None]:
         request = log_pb2.DigestsRequest(job=JOB, stream=stream, from_step=from_step)
         try:
-            return self.reading.digests(request), None
+            return [record for some in self.reading.digests(request) for record in some], None
         except Refused as refused:
             return [], refused.refusal

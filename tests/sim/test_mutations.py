@@ -14,7 +14,7 @@ from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.fencing import Call
 from services.coordinator.places import Places
-from services.logserver import procedures, reading
+from services.logserver import procedures
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits, Queued
 from services.logserver.core import Entry, JobState, LogCore, Refusal, StreamState
@@ -118,23 +118,24 @@ def test_a_call_that_is_over_and_still_counts_as_a_writer(
 
 
 def test_a_trim_that_goes_too_far(mutation: pytest.MonkeyPatch) -> None:
-    real = LogCore.trim
-    mutation.setattr(LogCore, "trim", lambda self, job, below: real(self, job, below + 1 if below else 0))
+    real = LogCore.begin_trim
+    mutation.setattr(
+        LogCore, "begin_trim", lambda self, job, below: real(self, job, below + 1 if below else 0)
+    )
     is_caught(mutation, "trim")
 
 
 def test_a_trim_that_drops_more_than_it_says(mutation: pytest.MonkeyPatch) -> None:
-    real = LogCore.trim
+    real = LogCore.end_trim
 
-    def trim(self: LogCore, job: JobState, below_step: int) -> list[StreamState]:
-        changed = real(self, job, below_step)
-        for stream in changed:
-            for entry in list(stream.by_sequence.values()):
-                if entry.key.step == job.trimmed_below_step:
-                    stream.remove(entry)
+    def end_trim(self: LogCore, job: JobState, stream: StreamState) -> bool:
+        changed = real(self, job, stream)
+        for entry in list(stream.by_sequence.values()) if changed else ():
+            if entry.key.step == job.trimmed_below_step:
+                stream.remove(entry)
         return changed
 
-    mutation.setattr(LogCore, "trim", trim)
+    mutation.setattr(LogCore, "end_trim", end_trim)
     is_caught(mutation, "acked")
 
 
@@ -319,23 +320,22 @@ def test_an_inventory_that_forgets_declarations(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, "a rank killed", "a log server paused")
-    mutation.setattr(reading, "hull", lambda keys: None)
+    mutation.setattr(StreamState, "unlogged", None)
     is_caught(mutation, "gap")
 
 
 def test_a_trim_that_drops_a_declaration_too_early(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
-    real = LogCore.trim
+    real = LogCore.end_trim
 
-    def trim(self: LogCore, job: JobState, below_step: int) -> list[StreamState]:
-        changed = real(self, job, below_step)
-        for stream in changed:
-            for entry in list(stream.by_sequence.values()):
-                if entry.key.slot == MARK_SLOT:
-                    stream.remove(entry)
+    def end_trim(self: LogCore, job: JobState, stream: StreamState) -> bool:
+        changed = real(self, job, stream)
+        for entry in list(stream.by_sequence.values()) if changed else ():
+            if entry.key.slot == MARK_SLOT:
+                stream.remove(entry)
         return changed
 
     only(monkeypatch, "a rank cut off from a log server", "a log server paused")
-    mutation.setattr(LogCore, "trim", trim)
+    mutation.setattr(LogCore, "end_trim", end_trim)
     is_caught(mutation, "acked")

@@ -96,14 +96,17 @@ class Interpreter:
         at = int(sequence)
         found: list[str] = []
         while True:
-            entry = self.core.next_to_read(self.stream(stream), at, int(step))
-            if not isinstance(entry, Entry):
-                return " ".join(found) + (f"; then {said(entry)}" if entry else "; end")
-            found.append(f"{entry.sequence}:{entry.key.step}.{entry.key.microbatch}.{entry.key.slot}")
-            at = entry.sequence + 1
+            before = at
+            entries, at, refusal = self.core.look(self.stream(stream), at, int(step), 2)
+            found += [
+                f"{entry.sequence}:{entry.key.step}.{entry.key.microbatch}.{entry.key.slot}"
+                for entry in entries
+            ]
+            if refusal is not None or at == max(before, self.stream(stream).first):
+                return " ".join(found) + (f"; then {said(refusal)}" if refusal else "; end")
 
     def do_digests(self, stream: str, step: str) -> str:
-        entries = self.core.digests(self.stream(stream), int(step))
+        entries, _, _ = self.core.look(self.stream(stream), 0, int(step), 1000)
         return " ".join(f"{entry.key.step}.{entry.key.microbatch}" for entry in entries) or "none"
 
     def do_show(self) -> list[str]:

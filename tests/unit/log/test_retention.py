@@ -109,7 +109,7 @@ def test_a_job_that_lives_is_not_dropped() -> None:
         writer = LogWriter([server.address], JOB, 1)
         put(writer, 0)
         writer.flush(TIMEOUT_S)
-        with pytest.raises(UsageError, match=f"no job nobody here; there are: {JOB}"):
+        with pytest.raises(UsageError, match=r"no job nobody here$"):
             admin.drop(server.address, "nobody", TIMEOUT_S)
         with pytest.raises(ServiceError, match=r"last spoken for 0 s ago \(generation 1\)"):
             admin.drop(server.address, JOB, TIMEOUT_S)

@@ -193,11 +193,11 @@ def test_the_snapshot_follows_the_disk_where_there_is_no_quota() -> None:
 def test_what_is_given_up_is_counted_by_job_and_what_never_was_in_the_log_is_not() -> None:
     core, counted = LogCore(), space()
     for name, size in (("a", 50), ("b", 30), ("c", 5)):
-        core.job(name).stream("s").bytes = size
+        core.job(name).tally.bytes = size
         hold(counted, name, size)
-    core.jobs["a"].streams["s"].bytes = 20
+    core.jobs["a"].tally.bytes = 20
     counted.recount(core)
-    core.jobs["b"].streams["s"].bytes = 29
+    core.jobs["b"].tally.bytes = 29
     counted.recount(core, trimmed=False)
     assert (counted.trimmed, counted.trimmed_bytes) == ({"a": 30}, 30)
     counted.dropped_bytes += 5

@@ -202,7 +202,7 @@ def test_a_server_makes_the_digests_answer_without_keeping_others_waiting(
         return make(**fields)  # type: ignore[arg-type]
 
     monkeypatch.setattr(log_pb2, "RecordDigest", making)
-    found = server.engine.reading.digests(log_pb2.DigestsRequest(job=JOB, stream="s0.F"))
+    (found,) = server.engine.reading.digests(log_pb2.DigestsRequest(job=JOB, stream="s0.F"))
     assert [record.step for record in found] == [1]
     assert free == [True]
 

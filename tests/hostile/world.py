@@ -1,0 +1,130 @@
+"""A log server in the test's process, on a directory that another one can take over; and a job that wants its due."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+
+from services.logserver.engine import LogEngine
+from services.logserver.servicer import make_server
+from services.logserver.state import EngineConfig
+from services.logserver.storage import DirectoryStorage
+from services.security.gate import Gate
+from swift._pb import log_pb2, log_pb2_grpc
+from swift.log import admin
+from swift.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
+from swift.log.reader import LogReader
+from swift.log.record import RecordKey, digest_of, stream_tag
+from swift.log.rpc import method, open_channel
+from swift.log.writer import LogWriter
+
+BOUND_S = 5.0
+"""What takes longer is held up: here everything takes milliseconds."""
+STREAM = "s0.F"
+
+
+class Server:
+    """Starts in the constructor. A context manager."""
+
+    def __init__(self, directory: Path, config: EngineConfig | None = None, gate: Gate | None = None) -> None:
+        self.storage = DirectoryStorage(directory, 1 << 20)
+        self.engine = LogEngine(self.storage, config or EngineConfig())
+        self.server, self.health = make_server(self.engine, gate)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.engine.start(self.storage.recover())
+        self.server.start()
+        self.engine.state.on_health(self.engine.state.serves)
+        self.channel: grpc.Channel = open_channel(self.address)
+        self.stub: log_pb2_grpc.LogStub = log_pb2_grpc.LogStub(self.channel)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self.engine.drain()
+        self.server.stop(1).wait()
+        self.engine.close()
+
+    def append(self, messages: Iterable[bytes], timeout_s: float = BOUND_S) -> Iterator[log_pb2.AppendReply]:
+        append = self.channel.stream_stream(method("Append"), None, log_pb2.AppendReply.FromString)
+        return iter(append(iter(messages), timeout=timeout_s))
+
+    def put(self, messages: Sequence[bytes], acked: int) -> None:
+        """Sends them, and goes once everything below that sequence is acknowledged."""
+        done = threading.Event()
+
+        def requests() -> Iterator[bytes]:
+            yield from messages
+            done.wait(BOUND_S)
+
+        for reply in self.append(requests()):
+            if any(one.durable_sequence >= acked for one in reply.acked):
+                done.set()
+        assert done.is_set()
+
+
+def opening(job: str, *, generation: int = 1, acked: int = 0, stream: str = STREAM) -> bytes:
+    opened = log_pb2.Open(job=job, stream=stream, generation=generation, acked_sequence=acked)
+    return log_pb2.AppendRequest(opens=[opened]).SerializeToString()
+
+
+def frame(
+    job: str,
+    sequence: int,
+    step: int,
+    *,
+    generation: int = 1,
+    microbatch: int = 0,
+    slot: int = 0,
+    body: bytes = b"x",
+    stream: str = STREAM,
+) -> bytes:
+    header = FrameHeader(
+        stream_tag=stream_tag(job, stream),
+        sequence=sequence,
+        generation=generation,
+        key=RecordKey(step, microbatch, slot),
+        dtype="uint8",
+        shape=(len(body),),
+        codec=CODEC_NONE,
+        raw_bytes=len(body),
+        stored_bytes=len(body),
+        body_crc=checksum(body),
+        digest=digest_of("uint8", (len(body),), body),
+    )
+    return encode_header(header) + body
+
+
+def message(*frames: bytes) -> bytes:
+    return log_pb2.AppendRequest(frames=b"".join(frames)).SerializeToString()
+
+
+class Neighbour:
+    """A job that wants nothing but its due: `use` fails if that takes long, or anything is missing."""
+
+    def __init__(self, name: str = "neighbour") -> None:
+        self.name = name
+        self.generation = 0
+        self.steps = 0
+
+    def use(self, address: str) -> None:
+        began = time.monotonic()
+        self.generation += 1
+        admin.fence(address, self.name, self.generation, BOUND_S)
+        writer = LogWriter([address], self.name, self.generation, patience_s=BOUND_S)
+        for _ in range(3):
+            writer.append(STREAM, RecordKey(self.steps, 0, 0), "uint8", (1,), bytes([self.steps % 256]))
+            self.steps += 1
+        writer.flush(BOUND_S)
+        writer.close()
+        reader = LogReader([address], self.name)
+        found = reader.digests(STREAM, 0, timeout_s=BOUND_S)
+        reader.close()
+        assert len(found) == self.steps
+        (inventory,) = admin.inventory(address, self.name, BOUND_S)
+        assert (inventory.records, inventory.corrupt) == (self.steps, False)
+        took_s = time.monotonic() - began
+        assert took_s < BOUND_S, f"the other job's calls took {took_s:.1f} s"
