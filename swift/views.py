@@ -22,8 +22,17 @@ class Told:
 
     def __init__(self) -> None:
         self._generation = 0
+        self._inexact = False
 
     def of(self, view: pb.View) -> list[str]:
+        lines = self._plan(view)
+        if view.HasField("inexact_since") and not self._inexact:
+            self._inexact = True
+            if not (lines or (view.HasField("plan") and not view.plan.exact)):  # it was said with the plan
+                lines = [*lines, inexact_words(view)]
+        return lines
+
+    def _plan(self, view: pb.View) -> list[str]:
         plan = view.plan
         if not plan.ranks or view.generation <= self._generation:
             return []

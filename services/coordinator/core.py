@@ -98,6 +98,10 @@ class Job:
                 check_holder(self.row, command.sender)
                 self.suspicions.say(command.sender.rank, command.reason, now)
                 return [self._event("suspect", rank=command.sender.rank, reason=command.reason)]
+            case m.Differs():
+                check_holder(self.row, command.sender)
+                told = exactness.differed(self.row, command)
+                return self._told([self._inexact_event()] if told else [])
             case m.Finish():
                 return self._finish(command)
             case m.Fail():

@@ -7,6 +7,7 @@ registered): what the trainer keeps elsewhere does not go back with the checkpoi
 
 from dataclasses import replace
 
+from services.coordinator import messages as m
 from services.coordinator.row import JobRow
 from swift.recovery import Plan
 
@@ -14,6 +15,14 @@ from swift.recovery import Plan
 def differs(row: JobRow, rank: int, reason: str) -> None:
     """(a refusal) Something that `rank` did again came out different."""
     row.differed = row.differed or f"rank {rank}: {reason}"
+
+
+def differed(row: JobRow, said: m.Differs) -> bool:
+    """A step done again came out different, without a refusal. Whether that is news."""
+    if row.inexact_since is not None:
+        return False
+    row.inexact_since, row.inexact_reason = said.version, f"rank {said.sender.rank}: {said.reason}"
+    return True
 
 
 def named(row: JobRow, plan: Plan) -> Plan:

@@ -91,6 +91,15 @@ class Refuse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Differs:
+    """A step that was done again came out different."""
+
+    sender: Sender
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDurable:
     sender: Sender
     version: int
@@ -238,6 +247,7 @@ Command = (
     | Measure
     | MemberExited
     | Suspect
+    | Differs
     | Finish
     | Fail
     | Tick

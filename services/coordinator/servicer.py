@@ -122,6 +122,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
             ),
         )
 
+    async def Differs(self, request: pb.DiffersRequest, context: Context) -> pb.Ack:
+        command = m.Differs(
+            sender=_sender(request), version=request.version, reason=request.reason[:LONGEST_REASON]
+        )
+        return await self._ack(context, request.job, command)
+
     async def CheckpointDurable(self, request: pb.CheckpointRequest, context: Context) -> pb.Ack:
         return await self._ack(
             context,
@@ -230,6 +236,7 @@ _FromMember = (
     | pb.ReportRequest
     | pb.ReadyRequest
     | pb.RefuseRequest
+    | pb.DiffersRequest
     | pb.CheckpointRequest
     | pb.AskCheckpointRequest
     | pb.MeasureRequest

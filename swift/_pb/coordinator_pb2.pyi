@@ -910,6 +910,38 @@ class RefuseRequest(_message.Message):
 Global___RefuseRequest: _TypeAlias = RefuseRequest  # noqa: Y015
 
 @_typing.final
+class DiffersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    rank: _builtins.int
+    incarnation: _builtins.str
+    version: _builtins.int
+    """of the state that the step began with"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiffersRequest: _TypeAlias = DiffersRequest  # noqa: Y015
+
+@_typing.final
 class CheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

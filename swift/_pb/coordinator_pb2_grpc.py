@@ -64,6 +64,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.RefuseRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Differs = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Differs',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.DiffersRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
         self.CheckpointDurable = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/CheckpointDurable',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.CheckpointRequest.SerializeToString,
@@ -166,6 +171,14 @@ class CoordinatorServicer:
         """(rank, RECOVERING or RUNNING after it) I will not do what the plan says: a record is corrupt or missing,
         my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
         without what was refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Differs(self, request, context):
+        """(rank) What I have done again came out different, without a plan that says so: the job is not exact from that
+        version on. Nothing else follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -285,6 +298,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'Refuse': grpc.unary_unary_rpc_method_handler(
                     servicer.Refuse,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.RefuseRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'Differs': grpc.unary_unary_rpc_method_handler(
+                    servicer.Differs,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.DiffersRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
             ),
             'CheckpointDurable': grpc.unary_unary_rpc_method_handler(
@@ -504,6 +522,33 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/Refuse',
             swift_dot___pb_dot_coordinator__pb2.RefuseRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Differs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Differs',
+            swift_dot___pb_dot_coordinator__pb2.DiffersRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
             options,
             channel_credentials,

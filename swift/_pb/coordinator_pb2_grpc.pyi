@@ -61,6 +61,10 @@ class CoordinatorStub:
     my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
     without what was refused.
     """
+    Differs: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DiffersRequest, _coordinator_pb2.Ack]
+    """(rank) What I have done again came out different, without a plan that says so: the job is not exact from that
+    version on. Nothing else follows.
+    """
     CheckpointDurable: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]
     """(rank) My shard of the checkpoint of this version is durable."""
     AskCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AskCheckpointRequest, _coordinator_pb2.Ack]
@@ -117,6 +121,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """(rank, RECOVERING or RUNNING after it) I will not do what the plan says: a record is corrupt or missing,
     my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
     without what was refused.
+    """
+    Differs: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DiffersRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(rank) What I have done again came out different, without a plan that says so: the job is not exact from that
+    version on. Nothing else follows.
     """
     CheckpointDurable: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank) My shard of the checkpoint of this version is durable."""
@@ -207,6 +215,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """(rank, RECOVERING or RUNNING after it) I will not do what the plan says: a record is corrupt or missing,
         my sends differ, replicas differ, or I cannot load the checkpoint. A new generation follows; its plan does
         without what was refused.
+        """
+
+    @_abc_1.abstractmethod
+    def Differs(
+        self,
+        request: _coordinator_pb2.DiffersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(rank) What I have done again came out different, without a plan that says so: the job is not exact from that
+        version on. Nothing else follows.
         """
 
     @_abc_1.abstractmethod

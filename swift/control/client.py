@@ -231,6 +231,13 @@ class CoordinatorClient:
             ),
         )
 
+    def differs(self, version: int, reason: str) -> None:
+        """A step done again, from the state of `version`, came out different: the job is not exact from there on."""
+        self._call(
+            self._stub.Differs,
+            pb.DiffersRequest(job=self.job, **self._me(), version=version, reason=reason),
+        )
+
     def checkpoint_durable(
         self, version: int, generation: int = 0, groups_number: int = 0, groups_since: int = 0
     ) -> None:

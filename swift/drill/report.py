@@ -82,7 +82,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
     ]
     verdict = _verdict(checks)
     fell_back = [recovery.fell_back for recovery in found if recovery.fell_back]
-    named = [recovery.not_exact for recovery in found if recovery.not_exact]
+    named = [str(event.get("reason", "")) for event in evidence.events if event["event"] == "not_exact"]
     exact = not inexact and not named and (not fell_back or _restores(config))
     return {
         "verdict": verdict,

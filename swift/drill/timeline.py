@@ -142,12 +142,6 @@ class Recovery:
         return reasons[-1]
 
     @property
-    def not_exact(self) -> str:
-        """Why the plan that made the state promises no bits, in the coordinator's words; "" if it does promise them."""
-        made = self.made_by
-        return str(made.get("reason", "")) if made is not None and made.get("exact") is False else ""
-
-    @property
     def replay_expected(self) -> bool:
         """Some rank had steps to replay."""
         return _replays(self.made_by)

@@ -36,6 +36,7 @@ from swift.runtime.help.waits import ReplayClock
 from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import OUTSIDE_STAGES, seed_for
 from swift.runtime.tensors import fill, to_tensor
+from swift.runtime.witness import INPUT, LOSS, RESULT, TARGET, Witness
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -105,6 +106,7 @@ class Channel:
         it has another state or the log begins anew."""
         self.records_read = 0
         self.microbatches_replayed = 0
+        self.witness: Witness | None = None
         self.profile = StepProfile(self._rank)
         self.clock = ReplayClock()
         """(replay) Of the trainer's thread."""
@@ -192,6 +194,7 @@ class Channel:
         """Another one, for a stage that is replayed here for its owner; what it sends goes to `capture`."""
         other = copy.copy(self)
         other._capture = capture
+        other.witness = None  # of this rank's own stages
         other._cursors = {}
         other.clock = ReplayClock()
         other.off_log = False  # whatever this rank's own state is
@@ -252,6 +255,7 @@ class Channel:
         """A forward begins: what enters from outside is recorded, the generator is set to its counter."""
         self._microbatch = microbatch
         for slot, tensor in enumerate(external):
+            self.saw(INPUT, stage, microbatch, slot, tensor)
             self._record(self.stream(stage, "X"), RecordKey(self._step, microbatch, slot), tensor, now=True)
         counter = self._column << _COLUMN_BITS | microbatch
         _torch.set_generator_seed(seed_for(self._seed, self._step, stage, counter), self._device)
@@ -259,7 +263,16 @@ class Channel:
     def targeted(self, stage: int, target: torch.Tensor) -> None:
         """The loss of the microbatch that was just computed is taken against `target`."""
         key = RecordKey(self._step, self._microbatch, 0)
+        self.saw(TARGET, stage, self._microbatch, 0, target)
         self._record(self.stream(stage, "T"), key, target, now=True)
+
+    def saw(self, kind: str, stage: int, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
+        if self.witness is not None:
+            self.witness.saw(kind, stage, microbatch, slot, tensor)
+
+    def lost(self, stage: int, loss: torch.Tensor) -> None:
+        """What the loss function gave for the microbatch that was just computed."""
+        self.saw(LOSS, stage, self._microbatch, 0, loss)
 
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
         if self.off_log:
@@ -314,6 +327,7 @@ class Channel:
             source = streams.collectives(self._collective_source)
             result = to_tensor(self._read(source, key)).to(self._device)
         self.profile.settled()
+        self.saw(RESULT, 0, 0, key.slot, result)
         self._record(streams.collectives(self._rank), key, result, now=True)
         return result
 

@@ -51,6 +51,7 @@ from swift.runtime.saving import Saving
 from swift.runtime.state import TrainerState
 from swift.runtime.transport import Messages
 from swift.runtime.updates import Standing
+from swift.runtime.witness import Witness
 
 TrainStep = Callable[[int], object]
 
@@ -108,6 +109,7 @@ class Engine:
         self._unlogged = UnloggedSteps(member)
         self._gradient_bytes: dict[int, int] = {}  # of each stage
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
+        self._witness = channel.witness = Witness(self._differs, lambda: communicator.broken is not None)
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
 
     def help_replay(self, make_module: MakeModule) -> None:
@@ -363,6 +365,7 @@ class Engine:
         self._saving.learn_groups()
         events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
         self._channel.begin_step(step)
+        self._witness.begin(step)
         self._state.begin_step()
         train_step(step)
         self._channel.settle()
@@ -387,6 +390,8 @@ class Engine:
         self._unlogged.after_step(step, self._writer.unlogged())
         self._writer.forget_below(version)  # only a step that is dropped is sent again
         self._saving.prune()
+        latest = self._member.watcher.latest
+        self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
 
     def _finish(self, num_steps: int) -> None:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
@@ -413,8 +418,14 @@ class Engine:
 
     # --- recovery ---
 
+    def _differs(self, step: int, words: str) -> None:
+        """(witness) Said at once, and once; durable when this returns."""
+        self._member.client.differs(step, words)
+
     def _follow_plan(self, plan: pb.Plan, train_step: TrainStep) -> None:
         assert self._writer is not None
+        if not plan.exact:
+            self._witness.forget()
         done_again = own_plan(plan, self._rank).strategy in (pb.REPLAY, pb.CHECKPOINT)
         self._lost = self._lost or self._writer.refused()
         if self._lost is not None and not done_again:

@@ -37,6 +37,7 @@ from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, logged_
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import laid_like
 from swift.runtime.updates import Updates
+from swift.runtime.witness import watch_forwards
 
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
@@ -237,6 +238,7 @@ class Session:
             if parameter.device.type != "meta":  # not materialised yet
                 _check_device(parameter.device)
         self._add_stage(WholeModule(module))
+        watch_forwards(module, self._channel)
         return module
 
     @contextmanager

@@ -436,8 +436,11 @@ def logged_loss(stages: list[Any], channel: Channel) -> Callable[[Callable[..., 
                     raise ReplayRefused("the loss function takes loss_kwargs, which helpers do not have")
                 return last.share.loss(last.skipped)
             result = loss_fn(output, target, **kwargs)
-            if last is not None and last._inferring and isinstance(result, torch.Tensor):
-                last.loss_like = result.detach()
+            if last is not None and isinstance(result, torch.Tensor):
+                if last._inferring:
+                    last.loss_like = result.detach()
+                else:
+                    channel.lost(last.stage_index, result)
             return result
 
         loss.__wrapped__ = loss_fn  # type: ignore[attr-defined]

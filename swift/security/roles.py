@@ -43,6 +43,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "Report": _MEMBER,
         COORDINATOR + "Ready": _MEMBER,
         COORDINATOR + "Refuse": _MEMBER,
+        COORDINATOR + "Differs": _MEMBER,
         COORDINATOR + "CheckpointDurable": _MEMBER,
         COORDINATOR + "AskCheckpoint": _MEMBER,
         COORDINATOR + "Measure": _MEMBER,

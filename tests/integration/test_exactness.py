@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.trainer_world import run_trainer
 
 
@@ -16,8 +18,10 @@ def said(directory: Path, process: str) -> str:
 
 def test_a_replay_that_differs_makes_the_job_inexact_and_everybody_says_so(tmp_path: Path) -> None:
     """A loader that is not registered: the replacement begins at the first batch again."""
-    fault = {"rank": 0, "step": 8, "microbatch": 0, "phase": "forward"}
-    run = run_trainer(tmp_path, "hidden.py", 12, "loader", "checkpoint_every=5", ranks=2, faults=[fault])
+    fault = {"rank": 0, "step": 8, "microbatch": 0, "phase": "forward", "hold": True}
+    run = run_trainer(
+        tmp_path, "hidden.py", 12, "loader", "checkpoint_every=5", ranks=2, faults=[fault], saved=5
+    )
     assert [plan["exact"] for plan in plans(run)] == [True, False]
     launcher, coordinator = said(tmp_path, "launcher"), said(tmp_path, "coordinator")
     line = next(line for line in launcher.splitlines() if "restore" in line)
@@ -28,3 +32,17 @@ def test_a_replay_that_differs_makes_the_job_inexact_and_everybody_says_so(tmp_p
     assert "not exact since version 5: rank 0: s0.X " in launcher.splitlines()[-1]
     assert "WARNING not_exact job=drill" in coordinator
     assert "WARNING refused job=drill" in coordinator
+
+
+@pytest.mark.parametrize("what", ["loader", "nothing"])
+def test_a_step_that_a_survivor_does_again_is_compared_with_the_first_time(what: str, tmp_path: Path) -> None:
+    """Replicas log nothing: who is left takes another batch for the step that was cut short, and nobody would know."""
+    fault = {"rank": 1, "step": 8, "phase": "reduce"}
+    run = run_trainer(tmp_path, "hidden.py", 12, what, "replicas=2", ranks=2, faults=[fault])
+    assert [plan["exact"] for plan in plans(run)] == [True]
+    told = [line for line in said(tmp_path, "launcher").splitlines() if "not exact" in line]
+    if what == "nothing":
+        assert told == []
+        return
+    assert len(told) == 2  # at once, and at the end
+    assert all("not exact since version 8: rank 0: external input 0 of stage 0" in line for line in told)
