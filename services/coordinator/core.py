@@ -99,9 +99,7 @@ class Job:
                 self.suspicions.say(command.sender.rank, command.reason, now)
                 return [self._event("suspect", rank=command.sender.rank, reason=command.reason)]
             case m.Differs():
-                check_holder(self.row, command.sender)
-                told = exactness.differed(self.row, command)
-                return self._told([self._inexact_event()] if told else [])
+                return self._told(self._inexact(exactness.differed(self.row, command)))
             case m.Finish():
                 return self._finish(command)
             case m.Fail():
@@ -154,7 +152,7 @@ class Job:
 
     def become_running(self, now: float) -> list[Effect]:
         self._enter(State.RUNNING)
-        inexact = [self._inexact_event()] if exactness.settle(self.row) else []
+        inexact = self._inexact(exactness.settle(self.row))
         forget_recovery(self.row)
         self.suspicions.clear()
         self.steps.restart(self.row.ready, now)
@@ -506,13 +504,12 @@ class Job:
         """The row has changed, of which these tell; nothing without any."""
         return [self._persist(), *events, m.PublishView()] if events else []
 
+    def _inexact(self, news: bool) -> list[m.Emit]:
+        return [self._event("not_exact", **exactness.fields(self.row))] if news else []
+
     def _groups_event(self) -> m.Emit:
         row = self.row
         return self._event("groups", in_force=row.groups, since=row.groups_since, wanted=row.groups_next)
-
-    def _inexact_event(self) -> m.Emit:
-        row = self.row
-        return self._event("not_exact", since=row.inexact_since, reason=row.inexact_reason)
 
     def _persist(self, entered: State | None = None) -> m.Persist:
         self.row.revision += 1

@@ -8,6 +8,7 @@ registered): what the trainer keeps elsewhere does not go back with the checkpoi
 from dataclasses import replace
 
 from services.coordinator import messages as m
+from services.coordinator.checks import check_holder
 from services.coordinator.row import JobRow
 from swift.recovery import Plan
 
@@ -19,6 +20,7 @@ def differs(row: JobRow, rank: int, reason: str) -> None:
 
 def differed(row: JobRow, said: m.Differs) -> bool:
     """A step done again came out different, without a refusal. Whether that is news."""
+    check_holder(row, said.sender)
     if row.inexact_since is not None:
         return False
     row.inexact_since, row.inexact_reason = said.version, f"rank {said.sender.rank}: {said.reason}"
@@ -43,3 +45,8 @@ def settle(row: JobRow) -> bool:
         return False  # the replays were exact after all
     row.inexact_since, row.inexact_reason = plan.target_version, differed or plan.reason
     return True
+
+
+def fields(row: JobRow) -> dict[str, object]:
+    """In the trace."""
+    return {"since": row.inexact_since, "reason": row.inexact_reason}
