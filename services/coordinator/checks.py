@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from services.coordinator import messages as m
+from services.coordinator.lives import comes_back
 from services.coordinator.messages import Refusal, Refused
 from services.coordinator.planning import config_of
 from services.coordinator.row import JobRow, State
@@ -28,9 +29,9 @@ def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
 
 
 def check_join(row: JobRow, join: m.Join) -> None:
-    if row.state.is_over:
+    if row.state.is_over and not (comes_back(row, join) or _has_joined(row, join)):
         ended = "has finished" if row.state is State.FINISHED else f"has failed ({row.reason})"
-        raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it under another name")
+        raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it again with swift-ft run")
     if join.world_size != row.world_size:
         raise Refusal(
             Refused.MISMATCH,
@@ -61,6 +62,12 @@ def check_join(row: JobRow, join: m.Join) -> None:
             Refused.TAKEN,
             f"rank {join.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
         )
+
+
+def _has_joined(row: JobRow, join: m.Join) -> bool:
+    """After a job has finished it may have to say so again."""
+    holder = row.holders.get(join.rank)
+    return row.state is State.FINISHED and holder is not None and holder.incarnation == join.incarnation
 
 
 def check_first(join: m.Join) -> None:

@@ -1,25 +1,28 @@
 """Job: the state machine of one job. Commands and a clock reading in, effects out; no I/O.
 
-    FORMING ──all ready──> RUNNING ──all finished──> FINISHED
-       │                    │    ^
-      death           death │    │ all ready at the target
-       v                    v    │
-    FAILED <─no plan─ FENCING ──> PLANNING ──> RECOVERING
+    FORMING ──all ready──> RUNNING ──all finished──> FINISHED ──started again──> FENCING
+     ^   │                  │    ^
+     └───┘            death │    │ all ready at the target
+    death,                  v    │
+    generation + 1    FENCING ──> PLANNING ──> RECOVERING
                          ^  logs fenced  all reported  │
-                         └────── death, refusal ───────┘   (from all four: generation + 1)
+                         └─ death, refusal, a broken ──┘   (from all four: generation + 1)
+                            connection of the living
+    (any) ──no plan, no progress, an error──> FAILED ──started again──> FENCING (FORMING: no checkpoint is complete)
 
 Each `become_x` makes one transition: it changes the row, and its effects begin with Persist. `step` makes at
 most one transition. After a crash, `resume` says the effects of the state again: all are idempotent.
 
 Invariants: the generation only grows, and with every death or refusal; granted <= generation; RUNNING only
-with all ranks ready at one version; a View is a function of the row, so it shows only what is durable.
+with all ranks ready at one version; a View is a function of the row, so it shows only what is durable; so many
+generations at most without a death and without a new version (`setbacks`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from services.coordinator import exactness
 from services.coordinator import messages as m
-from services.coordinator.checkpoints import GIVEN_UP, Checkpoints
+from services.coordinator.checkpoints import GIVEN_UP
 from services.coordinator.checks import (
     check_change,
     check_first,
@@ -28,38 +31,20 @@ from services.coordinator.checks import (
     check_ready,
     is_stale,
 )
-from services.coordinator.hang import StepClock, Suspicions
-from services.coordinator.leases import Leases
-from services.coordinator.log_end import ends_next, is_ready, leave_recovering
+from services.coordinator.lives import begin_again, check_start, note_run, starts_again
+from services.coordinator.log_end import ends_next, is_ready
 from services.coordinator.messages import Effect, Refusal, Refused
-from services.coordinator.places import Places
-from services.coordinator.planning import count_refusal, decide, forget_recovery, give_up_log, layout_problem
-from services.coordinator.regroup import Regroup
-from services.coordinator.row import LEGAL, Holder, IllegalTransition, JobRow, LogServer, State
+from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
+from services.coordinator.row import Holder, JobRow, LogServer, State
+from services.coordinator.setbacks import launcher_code
 from services.coordinator.timing import Timing
-from services.coordinator.words import exit_words, plan_fields, report_fields, versions_words
-from swift.recovery import RankMeasured, Report
+from services.coordinator.transitions import Transitions
+from services.coordinator.words import exit_words, report_fields, versions_words
+from swift.recovery import Report
 
-REFUSALS_MAX = 8
 
-
-class Job:
+class Job(Transitions):
     """One job. Not thread-safe; `now` is monotonic seconds and never goes back."""
-
-    def __init__(self, row: JobRow, timing: Timing, now: float) -> None:
-        self.row = row
-        self.steps = StepClock(timing)
-        self.checkpoints = Checkpoints(row, self.steps, timing)
-        self.places = Places(row, timing, now)
-        self.regroup = Regroup(row)
-        self.leases = Leases(row.holders, now)
-        self._timing = timing
-        self._looked = now
-        self.measured: dict[int, RankMeasured] = {}
-        """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
-        self.suspicions = Suspicions(self.steps)
-        self.replays: dict[int, m.Replaying] = {}
-        """rank -> how far its replay is, while there is one."""
 
     @staticmethod
     def create(
@@ -67,7 +52,7 @@ class Job:
     ) -> "Job":
         """The job that a first Join makes. `step` it with that Join."""
         check_first(join)
-        return Job(JobRow.first(job, log_servers, join, copies), timing, now)
+        return Job(JobRow.first(job, log_servers, join, copies), timing, now, log_servers)
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """The effects of a command. Refusal: it was not taken, and nothing has changed."""
@@ -95,9 +80,7 @@ class Job:
             case m.MemberExited():
                 return self._exited(command)
             case m.Suspect():
-                check_holder(self.row, command.sender)
-                self.suspicions.say(command.sender.rank, command.reason, now)
-                return [self._event("suspect", rank=command.sender.rank, reason=command.reason)]
+                return self._suspect(command, now)
             case m.Differs():
                 return self._told(self._inexact(exactness.differed(self.row, command)))
             case m.Finish():
@@ -148,94 +131,18 @@ class Job:
         self.row.blocked = {}
         return [self._persist(), m.PublishView()]
 
-    # --- transitions: one for each state ---
-
-    def become_running(self, now: float) -> list[Effect]:
-        self._enter(State.RUNNING)
-        inexact = self._inexact(exactness.settle(self.row))
-        forget_recovery(self.row)
-        self.suspicions.clear()
-        self.steps.restart(self.row.ready, now)
-        version = max(self.row.ready.values())
-        self.checkpoints.run_on(version)
-        asked = self._asked(version, self.places.settle(version))
-        return [*self._transition(), *inexact, *asked, *self._trim()]
-
-    def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
-        """A new generation without the holders of the `dead` ranks (rank -> why)."""
-        row = self.row
-        leave_recovering(row)
-        self._enter(State.FENCING)
-        row.generation += 1
-        row.reason = reason
-        row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
-        events = []
-        for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
-            holder = row.holders.pop(rank)
-            row.fenced.append(holder)
-            self.leases.forget(rank)
-            self.steps.forget(rank)
-            self.checkpoints.forget(rank)
-            why = dead.get(rank, "had finished and exited")
-            events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
-        return [*self._transition(), *events, *self._fence_logs()]
-
-    def _fence_logs(self) -> list[Effect]:
-        """Nothing, if all log servers are lost: then it is waited for another one."""
-        return [] if self.row.lacks_log_server() else [m.FenceLogs(generation=self.row.generation)]
-
-    def become_planning(self) -> list[Effect]:
-        self._enter(State.PLANNING)
-        return self._transition()
-
-    def become_recovering(self) -> list[Effect]:
-        self._enter(State.RECOVERING)
-        row = self.row
-        assert row.plan is not None
-        if row.plan.restores:
-            # What was saved after that version belongs to a history that is given up.
-            row.rolled_back_in = row.generation
-            self.checkpoints.roll_back(row.plan.target_version)
-        elif not row.plan.exact:
-            # What is saved from now on has other bits: no checkpoint is made of both.
-            row.rolled_back_in = row.generation
-            row.shards = {}
-        return [*self._transition(), self._plan_event()]
-
-    def _plan_event(self) -> m.Emit:
-        """The plan in the trace. Said again after a restart: the drill's report cannot do without it."""
-        assert self.row.plan is not None
-        return self._event("plan", **plan_fields(self.row.plan))
-
-    def become_finished(self) -> list[Effect]:
-        self._enter(State.FINISHED)
-        self.row.reason = ""
-        return self._transition()
-
-    def become_failed(self, reason: str) -> list[Effect]:
-        self._enter(State.FAILED)
-        self.row.reason = reason
-        self.row.blocked = {}
-        return self._transition()
-
-    def _enter(self, state: State) -> None:
-        if state not in LEGAL[self.row.state]:
-            raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
-        self.row.state = state
-        self.replays.clear()
-
-    def _transition(self) -> list[Effect]:
-        state = self._event("state", state=str(self.row.state), reason=self.row.reason)
-        return [self._persist(entered=self.row.state), state, m.PublishView()]
-
     # --- commands of members ---
 
     def _join(self, join: m.Join, now: float) -> list[Effect]:
         row = self.row
+        if starts_again(row, join):
+            check_start(row, join)
+            return [*self._start_again(join, now), *self._join(join, now)]
         check_join(row, join)
         if join.rank in row.holders:
             return []
         first = row.revision == 0
+        note_run(row, join.run)
         row.holders[join.rank] = Holder(
             rank=join.rank,
             incarnation=join.incarnation,
@@ -250,6 +157,20 @@ class Job:
             return [*self._transition(), joined, *self._fence_logs()]
         return [self._persist(), joined, m.PublishView()]
 
+    def _start_again(self, join: m.Join, now: float) -> list[Effect]:
+        row = self.row
+        if self._log_servers:
+            self.places.forget_all()
+        reason = begin_again(row, join, self._log_servers)
+        note_run(row, join.run)
+        self.places.start_afresh(now)
+        self.measured.clear()
+        self.suspicions.clear()
+        dead = dict.fromkeys(row.holders, "its job was started again")
+        begun = self.become_fencing(dead, reason) if row.checkpoints else self.become_forming(dead, reason)
+        row.setbacks = 0
+        return begun
+
     def _heartbeat(self, heartbeat: m.Heartbeat, now: float) -> list[Effect]:
         rank = heartbeat.sender.rank
         check_holder(self.row, heartbeat.sender)
@@ -260,7 +181,21 @@ class Job:
             self.replays[rank] = heartbeat.replay
         said = self.checkpoints.hear(rank, heartbeat.unsaved)
         told = [self._event(name, **fields) for name, fields in said]
+        if self.setbacks.made_progress():
+            told.append(self._event("progress", version=self.checkpoints.newest_known()))
+            return self._told(told)
         return self._told(told) if any(name == GIVEN_UP for name, _ in said) else [*told]
+
+    def _suspect(self, suspect: m.Suspect, now: float) -> list[Effect]:
+        row, rank = self.row, suspect.sender.rank
+        check_holder(row, suspect.sender)
+        if not self.suspicions.say(rank, suspect.reason, now, suspect.generation):
+            return []
+        event = self._event("suspect", rank=rank, reason=suspect.reason)
+        waits = row.state in (State.FORMING, State.RECOVERING, State.RUNNING)
+        if suspect.again and suspect.generation == row.generation and waits:
+            return [event, *self._without_death(f"rank {rank}: {suspect.reason}")]
+        return [event]
 
     def _report(self, said: m.MemberReport) -> list[Effect]:
         row = self.row
@@ -311,24 +246,23 @@ class Job:
         problem = layout_problem(row)
         if problem:
             return self.become_failed(problem)
-        return self.become_fencing({}, why) if (why := ends_next(row)) else self.become_running(now)
+        if why := ends_next(row):
+            return self.become_fencing({}, why) if row.log_ends else self._without_death(why)
+        return self.become_running(now)
 
     def _refuse(self, refuse: m.Refuse) -> list[Effect]:
         row = self.row
         if is_stale(row, refuse.sender, refuse.generation) or row.state.is_over:
             return []
         rank = refuse.sender.rank
-        row.refusals += 1
         refused = self._event("refused", rank=rank, reason=refuse.reason)
-        if row.state is State.FORMING or row.refusals > REFUSALS_MAX:
-            what = (
-                "before the job was formed" if row.state is State.FORMING else f"no. {row.refusals} in a row"
-            )
-            return [refused, *self.become_failed(f"rank {rank} refused, {what}: {refuse.reason}")]
+        if row.state is State.FORMING:
+            reason = f"rank {rank} refused, before the job was formed: {refuse.reason}"
+            return [refused, *self.become_failed(reason)]
         if refuse.differs:
             exactness.differs(row, rank, refuse.reason)
         count_refusal(row, rank, refuse.reason)
-        return [*self.become_fencing({}, row.refused.reason), refused]
+        return [*self._without_death(row.refused.reason), refused]
 
     def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
         check_holder(self.row, durable.sender)
@@ -343,11 +277,6 @@ class Job:
         if is_stale(self.row, ask.sender, ask.generation) or self.row.state.is_over:
             return []
         return self._told(self._asked(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}"))
-
-    def _asked(self, after_version: int, reason: str) -> list[m.Emit]:
-        if not reason or not self.checkpoints.ask(after_version, reason):
-            return []
-        return [self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)]
 
     def _finish(self, finish: m.Finish) -> list[Effect]:
         row = self.row
@@ -377,19 +306,27 @@ class Job:
         row, rank = self.row, exited.rank
         holder = row.holders.get(rank)
         event = self._event("member_exited", rank=rank, member_pid=exited.pid, exit_code=exited.exit_code)
-        if row.state.is_over:
+        if row.state is State.FAILED:
             return [event]
-        if holder is None and row.state is State.FORMING and 0 <= rank < row.world_size:
-            return [
-                event,
-                *self.become_failed(f"rank {rank} {exit_words(exited.exit_code)} before it joined"),
-            ]
         if holder is None or not holder.is_process(exited.incarnation, exited.pid) or holder.gone:
             return [event]
-        if exited.exit_code == 0 and rank in row.finished:
+        why = exit_words(exited.exit_code)
+        if exited.exit_code == 0 and (rank in row.finished or row.state is State.FINISHED):
             holder.gone = True
             return [event, self._persist()]
-        return [event, *self._deaths({rank: exit_words(exited.exit_code)}, {})]
+        if row.state is State.FINISHED:
+            return [event, *self._lost_after_the_end(rank, why)]
+        if ends := self.setbacks.exit(rank, exited.exit_code):
+            return [event, *self.become_failed(ends, launcher_code(exited.exit_code))]
+        return [event, *self._deaths({rank: why}, {})]
+
+    def _lost_after_the_end(self, rank: int, why: str) -> list[Effect]:
+        """It may have had files to save: its rank is free for another process, if that finds the state there."""
+        row = self.row
+        holder = row.holders.pop(rank)
+        row.fenced.append(holder)
+        self.leases.forget(rank)
+        return self._told([self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why)])
 
     def _tick(self, now: float) -> list[Effect]:
         looked, self._looked = self._looked, now
@@ -403,18 +340,17 @@ class Job:
         late = self.leases.overdue(there, self._timing.lease_s, now)
         lost = self.places.overdue(now) if self.row.state is not State.FORMING else {}
         if not late and not lost:
-            return []
+            suspicion = self.suspicions.due(self.row, self._timing.suspicion_s, now)
+            return self._without_death(suspicion) if suspicion else []
         events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
         return [*self._deaths(late, lost), *events]
 
     def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
         """Of ranks, and the loss of log servers, found together."""
         reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
-        if self.row.state is State.FORMING:
-            return self.become_failed(f"{reason} before the job was formed")
         words = self.places.lose(lost)
         events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
-        return [*self.become_fencing(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
+        return [*self._anew(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
 
     # --- answers of the log servers ---
 
@@ -447,6 +383,8 @@ class Job:
     def _change_log_servers(self, change: m.ChangeLogServers, now: float) -> list[Effect]:
         check_change(self.row, change)
         added, lost = self.places.change(change, now)
+        if lost and change.why and (ends := self.setbacks.refuse(f"log server {change.lost} {change.why}")):
+            return self.become_failed(ends)
         if lost:
             return self._deaths({}, lost)
         return self.become_fencing({}, f"log server {change.add} has come") if added else []
@@ -493,27 +431,3 @@ class Job:
 
     def _all_reported(self) -> bool:
         return len(self.row.reports) == self.row.world_size
-
-    def _trim(self) -> list[Effect]:
-        """Only while RUNNING: a replay under way must not lose its records."""
-        if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
-            return []
-        return [m.TrimLogs(below_step=self.row.checkpoints[-1])]
-
-    def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
-        """The row has changed, of which these tell; nothing without any."""
-        return [self._persist(), *events, m.PublishView()] if events else []
-
-    def _inexact(self, news: bool) -> list[m.Emit]:
-        return [self._event("not_exact", **exactness.fields(self.row))] if news else []
-
-    def _groups_event(self) -> m.Emit:
-        row = self.row
-        return self._event("groups", in_force=row.groups, since=row.groups_since, wanted=row.groups_next)
-
-    def _persist(self, entered: State | None = None) -> m.Persist:
-        self.row.revision += 1
-        return m.Persist(entered=entered)
-
-    def _event(self, event: str, **fields: object) -> m.Emit:
-        return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})

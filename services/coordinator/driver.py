@@ -14,6 +14,7 @@ from typing import TypeVar
 from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
+from services.coordinator.lives import starts_again
 from services.coordinator.logs import Answered, GenerationRefused, JobForgotten, LogControl, Unfit
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, LogServer
@@ -99,7 +100,7 @@ class Driver:
             except (ValueError, KeyError, TypeError) as error:
                 raise StoreFailed(f"the row of job {name} cannot be read: {error!r}") from None
             self._stored[name] = revision
-            job = self._jobs[name] = Job(row, self.timing, self._clock())
+            job = self._jobs[name] = Job(row, self.timing, self._clock(), self._log_servers)
             self._relocate(job)
             self._publish(row)
             events.emit(
@@ -161,10 +162,11 @@ class Driver:
 
     def join(self, name: str, join: m.Join) -> pb.View:
         job = self._jobs.get(name)
-        if job is None:
+        if job is None or starts_again(job.row, join):
             live = sum(not other.row.state.is_over for other in self._jobs.values())
             if live >= self._jobs_max:
                 raise TooMany(f"{live} jobs are under way here: no more (--jobs-max)")
+        if job is None:
             job = Job.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
             self._step(job, join, self._clock())
             self._jobs[name] = job

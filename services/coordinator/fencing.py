@@ -30,7 +30,8 @@ RESETS: Mapping[Call, int] = {Call.EMPTY: EMPTIED_WHEN_NEW, Call.GIVE_UP: GIVEN_
 def to_fence(job: Job) -> dict[str, tuple[Call, ...]]:
     """Of every log server in use, by its address. One that does not know the job any more: see `used_anew`."""
     fresh = job.places.fresh()
-    held = (Call.FENCE_HELD if job.row.granted else Call.FENCE,)
+    # Before a job runs nothing of it is in any log.
+    held = (Call.FENCE_HELD if job.row.granted and job.row.state is not State.FORMING else Call.FENCE,)
     return {
         job.row.log_servers[number].address: (Call.FENCE, Call.EMPTY) if number in fresh else held
         for number in job.row.living()

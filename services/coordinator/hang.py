@@ -1,4 +1,4 @@
-"""Steps that run too long: shown to people, never acted on."""
+"""Steps that run too long: shown, never acted on. Connections that broke: acted on, unless somebody is found dead."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -60,21 +60,35 @@ class StepClock:
 
 
 class Suspicions:
-    """What is shown and fences nobody: what ranks said, and steps that run too long."""
+    """What fences nobody: what ranks said, and steps that run too long."""
 
     def __init__(self, steps: StepClock) -> None:
         self._steps = steps
-        self._said: dict[int, tuple[str, float]] = {}
+        self._said: dict[int, tuple[str, float, int]] = {}
 
-    def say(self, rank: int, reason: str, now: float) -> None:
-        self._said[rank] = (reason, now)
+    def say(self, rank: int, reason: str, now: float, generation: int) -> bool:
+        """False: it has said so before, and does until a newer generation comes."""
+        known = self._said.get(rank)
+        if known is not None and known[2] == generation and generation:
+            return False
+        self._said[rank] = (reason, now, generation)
+        return True
 
     def clear(self) -> None:
         self._said.clear()
 
+    def due(self, row: JobRow, older_s: float, now: float) -> str:
+        """A connection that broke in this generation, so long ago that a death would be known. Empty: there is none."""
+        if row.state not in (State.FORMING, State.RECOVERING, State.RUNNING):
+            return ""
+        for rank, (reason, at, generation) in sorted(self._said.items()):
+            if generation == row.generation and now - at >= older_s:
+                return f"rank {rank} has lost a connection, and nobody has died: {reason}"
+        return ""
+
     def all(self, row: JobRow, now: float) -> list[tuple[int, str, float]]:
         """(rank, why, since how many seconds)."""
-        said = [(rank, reason, now - at) for rank, (reason, at) in sorted(self._said.items())]
+        said = [(rank, reason, now - at) for rank, (reason, at, _) in sorted(self._said.items())]
         if row.state is not State.RUNNING:
             return said
         bound_s = self._steps.bound_s

@@ -42,7 +42,6 @@ def ends_next(row: JobRow) -> str:
         return f"the checkpoint of version {target} is complete: the log, which rank {names} has left, begins anew"
     # All have said that they have saved it. If that is not so, the log is what is left: replay from it, exactly.
     why = f"no checkpoint of version {target} came about, and rank {names} has left the log"
-    row.refusals += 1
     row.refused = row.refused.and_help(why)
     return why
 

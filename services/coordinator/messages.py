@@ -27,6 +27,8 @@ class Join:
     world_size: int
     config: Mapping[str, str]
     fingerprint: Mapping[str, str]
+    run: str = ""
+    """The launcher that started the process; empty: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,10 @@ class MemberExited:
 class Suspect:
     sender: Sender
     reason: str
+    generation: int = 0
+    """In which the connection was lost; 0: not said, and then it is only shown."""
+    again: bool = False
+    """The trainer's step has raised an error, and is to be done again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,6 +45,10 @@ class Places:
     def start_afresh(self, now: float) -> None:
         self._leases.start_afresh(now)
 
+    def forget_all(self) -> None:
+        """The row is given other servers, by which their numbers begin anew."""
+        self._leases = Leases([], 0.0)
+
     def overdue(self, now: float) -> dict[int, str]:
         """Servers that are lost by their silence -> why."""
         ages = {number: self._leases.age_s(number, now) for number in self._row.living()}

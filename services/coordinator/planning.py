@@ -57,7 +57,7 @@ def decide(
         reports,
         layout_of(row),
         streams,
-        Checkpoints(versions=tuple(row.checkpoints)),
+        Checkpoints(versions=tuple(v for v in row.checkpoints if v not in row.unloadable)),
         replace(
             config_of(row.config), groups=RecoveryGroups.parse(row.groups), groups_since=row.groups_since
         ),
@@ -77,8 +77,9 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
     mine = row.plan.of(rank)
     why = f"rank {rank} refused {mine.strategy}: {reason}"
     if mine.strategy is Strategy.CHECKPOINT:
-        # It cannot be loaded, so it is none: the one before it, or nothing, is left.
-        row.checkpoints = [v for v in row.checkpoints if v != mine.from_version]
+        # It cannot be loaded: the one before it, or nothing, is left. Should nothing do, it stays for a new start, with
+        # another trainer or a mended disk.
+        row.unloadable = sorted({*row.unloadable, mine.from_version})
         row.refused = replace(row.refused, reason=why)
         return
     shared = [h for h in row.plan.help if rank in (h.owner, *h.helpers)]
@@ -119,7 +120,9 @@ def give_up_log(row: JobRow, plan: Plan) -> None:
 
 def forget_recovery(row: JobRow) -> None:
     """It is over: the next one begins without what was refused in it, and with the log that there is now."""
-    row.refused, row.refusals, row.distrusted, row.log_ends = Refusals(), 0, [], False
+    row.refused, row.distrusted, row.log_ends = Refusals(), [], False
+    row.checkpoints = [v for v in row.checkpoints if v not in row.unloadable]
+    row.unloadable = []
 
 
 def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:

@@ -32,13 +32,13 @@ class State(enum.StrEnum):
 
 
 LEGAL: Mapping[State, frozenset[State]] = {
-    State.FORMING: frozenset({State.RUNNING, State.FAILED}),
+    State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED}),
     State.RUNNING: frozenset({State.FENCING, State.FINISHED, State.FAILED}),
     State.FENCING: frozenset({State.FENCING, State.PLANNING, State.FAILED}),
     State.PLANNING: frozenset({State.FENCING, State.RECOVERING, State.FAILED}),
     State.RECOVERING: frozenset({State.FENCING, State.RUNNING, State.FAILED}),
-    State.FINISHED: frozenset(),
-    State.FAILED: frozenset(),
+    State.FINISHED: frozenset({State.FENCING, State.FORMING}),
+    State.FAILED: frozenset({State.FENCING, State.FORMING}),
 }
 
 
@@ -149,7 +149,21 @@ class JobRow:
     distrusted: list[int] = field(default_factory=list)
     """Ranks whose state came of what was refused: they count as holding none, until RUNNING."""
     refusals: int = 0
-    """Since the job ran last."""
+    """Generations for which nobody had died, since a new version was reached."""
+    setbacks: int = 0
+    """All generations since then."""
+    exits: dict[int, list[int]] = field(default_factory=dict)
+    """rank -> the codes with which its processes have ended by themselves since then."""
+    reached: int = 0
+    """The highest version that a rank had when a generation was made: a higher one, on all ranks, is a new one."""
+    unloadable: list[int] = field(default_factory=list)
+    """Complete checkpoints that some rank could not load in this recovery."""
+    runs: list[str] = field(default_factory=list)
+    """The launchers whose ranks have joined since the job began, or was started again."""
+    exit_code: int = 0
+    """Of a job that has failed: what its launchers end with, if it is not 1."""
+    final: int | None = None
+    """Of a job that has finished: its last version, if the checkpoint of it is complete."""
     log_ends: bool = False
     """The checkpoint behind which the log begins anew is complete, or the log is empty already: it goes, with
     whatever it holds by then, before the job runs."""
@@ -228,7 +242,8 @@ class JobRow:
             for rank, logs in values["placement"].items()
         }
         values.setdefault("groups", values["config"].get("groups", ""))
-        for name in ("stages", "stage_shards", "reports", "ready", "finished", "shards", "groups_from"):
+        by_rank = ("stages", "stage_shards", "reports", "ready", "finished", "shards", "groups_from", "exits")
+        for name in by_rank:
             values[name] = {int(key): value for key, value in values.get(name, {}).items()}
         values["reports"] = {rank: Report(**report) for rank, report in values["reports"].items()}
         values["refused"] = Refusals(

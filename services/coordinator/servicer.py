@@ -52,6 +52,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             world_size=request.world_size,
             config=dict(request.config),
             fingerprint=dict(request.fingerprint),
+            run=request.run[:LONGEST_ID],
         )
         if not 0 < len(member.incarnation) <= LONGEST_ID:
             await context.abort(
@@ -193,7 +194,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return await self._ack(context, request.job, m.ChangeGroups(groups=request.groups[:LONGEST_GROUPS]))
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.Ack:
-        command = m.Suspect(sender=_sender(request), reason=request.reason[:LONGEST_REASON])
+        command = m.Suspect(
+            sender=_sender(request),
+            reason=request.reason[:LONGEST_REASON],
+            generation=request.generation,
+            again=request.again,
+        )
         return await self._ack(context, request.job, command)
 
     async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.Ack:

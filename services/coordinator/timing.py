@@ -54,6 +54,12 @@ class Timing:
         return _log_call_s(self.heartbeat_s)
 
     @property
+    def suspicion_s(self) -> float:
+        """How long after a broken connection somebody may still be found dead. A launcher tells of an exit within
+        milliseconds; if it does not, all go on together from what they hold."""
+        return self.heartbeat_s
+
+    @property
     def space_s(self) -> float:
         """How often the log servers are asked how much room there is."""
         return max(1.0, 2 * self.heartbeat_s)

@@ -43,6 +43,10 @@ def view_of(row: JobRow) -> pb.View:
         checkpoints_from=row.shards_from,
         inexact_since=row.inexact_since,
         inexact_reason=row.inexact_reason,
+        runs=row.runs,
+        setbacks=row.setbacks,
+        exit_code=row.exit_code,
+        final_version=row.final,
     )
 
 

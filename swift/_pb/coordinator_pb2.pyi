@@ -498,6 +498,10 @@ class View(_message.Message):
     CHECKPOINTS_FROM_FIELD_NUMBER: _builtins.int
     INEXACT_SINCE_FIELD_NUMBER: _builtins.int
     INEXACT_REASON_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    SETBACKS_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
+    FINAL_VERSION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -525,6 +529,12 @@ class View(_message.Message):
     inexact_since: _builtins.int
     """Since that version the job's bits are not those of a run that never failed, and why; absent: they are."""
     inexact_reason: _builtins.str
+    setbacks: _builtins.int
+    """Generations since all ranks have last come to a new version; 0: they have since the last one."""
+    exit_code: _builtins.int
+    """State FAILED: what `swift-ft run` ends with, if it is not 1."""
+    final_version: _builtins.int
+    """State FINISHED: the version of which there is a complete checkpoint. Without it nobody can come back."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -555,6 +565,10 @@ class View(_message.Message):
 
     @_builtins.property
     def groups_from(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]: ...
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The launchers whose ranks have joined since the job began, or was started again: `JoinRequest.run`."""
+
     def __init__(
         self,
         *,
@@ -583,17 +597,25 @@ class View(_message.Message):
         checkpoints_from: _builtins.int = ...,
         inexact_since: _builtins.int | None = ...,
         inexact_reason: _builtins.str = ...,
+        runs: _abc.Iterable[_builtins.str] | None = ...,
+        setbacks: _builtins.int = ...,
+        exit_code: _builtins.int = ...,
+        final_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "fenced", b"fenced", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "runs", b"runs", "setbacks", b"setbacks", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
+    _WhichOneofReturnType__final_version: _TypeAlias = _typing.Literal["final_version"]  # noqa: Y015
+    _WhichOneofArgType__final_version: _TypeAlias = _typing.Literal["_final_version", b"_final_version"]  # noqa: Y015
     _WhichOneofReturnType__inexact_since: _TypeAlias = _typing.Literal["inexact_since"]  # noqa: Y015
     _WhichOneofArgType__inexact_since: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_at) -> _WhichOneofReturnType__checkpoint_at | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__final_version) -> _WhichOneofReturnType__final_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__inexact_since) -> _WhichOneofReturnType__inexact_since | None: ...
 
@@ -648,8 +670,11 @@ class JoinRequest(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     world_size: _builtins.int
+    run: _builtins.str
+    """The `swift-ft run` that started the process. A job that is over is started again by one that it does not know."""
     @_builtins.property
     def member(self) -> Global___Member: ...
     @_builtins.property
@@ -668,10 +693,11 @@ class JoinRequest(_message.Message):
         world_size: _builtins.int = ...,
         config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "fingerprint", b"fingerprint", "job", b"job", "member", b"member", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "fingerprint", b"fingerprint", "job", b"job", "member", b"member", "run", b"run", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1057,11 +1083,14 @@ class SuspectRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     generation: _builtins.int
     reason: _builtins.str
+    again: _builtins.bool
+    """the step has raised an error, and is to be done again"""
     def __init__(
         self,
         *,
@@ -1070,10 +1099,11 @@ class SuspectRequest(_message.Message):
         incarnation: _builtins.str = ...,
         generation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "generation", b"generation", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,9 +121,11 @@ class CoordinatorClient:
         fingerprint: Mapping[str, str],
         *,
         takeover_s: float = 15.0,
+        run: str = "",
     ) -> pb.View:
         """Become the holder of `member.rank`. JoinRefused: another fingerprint or configuration, or the rank
-        still has a live holder after `takeover_s`; the message is the coordinator's.
+        still has a live holder after `takeover_s`; the message is the coordinator's. `run`: the launcher that
+        started this process; a job that is over is started again by a launcher that it does not know.
 
         A replacement may be there before the coordinator knows that its predecessor is dead: from the
         launcher's notice, or from the lease, which `takeover_s` should outlast.
@@ -134,6 +136,7 @@ class CoordinatorClient:
             world_size=world_size,
             config=dict(config),
             fingerprint=dict(fingerprint),
+            run=run,
         )
         deadline = time.monotonic() + takeover_s
         while True:
@@ -287,11 +290,13 @@ class CoordinatorClient:
         """(operator) Other recovery groups: in force from a checkpoint on. UsageError: the job cannot have them."""
         self._call(self._stub.ChangeGroups, pb.ChangeGroupsRequest(job=self.job, groups=groups))
 
-    def suspect(self, generation: int, reason: str) -> None:
-        """A communication error. It is shown; it never fences anybody."""
+    def suspect(self, generation: int, reason: str, *, again: bool = False) -> None:
+        """A communication error in that generation. It fences nobody: if nobody is found dead, a generation begins in
+        which all keep what they hold. `again`: an error of the trainer's own, after which the step is to be done again.
+        """
         self._call(
             self._stub.Suspect,
-            pb.SuspectRequest(job=self.job, **self._me(), generation=generation, reason=reason),
+            pb.SuspectRequest(job=self.job, **self._me(), generation=generation, reason=reason, again=again),
         )
 
     def finish(self, version: int) -> None:

@@ -162,6 +162,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
             coordinator=args.coordinator,
             name=args.job or job_name(config.run_id),
             checkpoint_dir=None if args.checkpoint_dir is None else os.path.abspath(args.checkpoint_dir),
+            run=uuid.uuid4().hex,
         ),
         output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
         spare_count=args.spares,

@@ -21,6 +21,8 @@ class Job:
     coordinator: str
     name: str
     checkpoint_dir: str | None
+    run: str = ""
+    """This launcher: no other one has the same."""
 
     def sys_path0(self) -> str:
         """What `python SCRIPT` or `python -m MODULE` puts first in sys.path."""
@@ -91,6 +93,7 @@ def rank_env(
         "SWIFT_COORDINATOR": job.coordinator,
         "SWIFT_JOB": job.name,
         "SWIFT_INCARNATION": incarnation,
+        "SWIFT_RUN": job.run,
     }
     if job.checkpoint_dir is not None:
         env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir

@@ -11,6 +11,7 @@ What a member says in a state it says again until the View moves on: the coordin
 """
 
 import json
+import math
 import os
 import threading
 import time
@@ -41,7 +42,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.early import EarlyCheckpoint, UnloggedSteps, flush_at_end
-from swift.runtime.errors import is_communication, let_go
+from swift.runtime.errors import is_communication, let_go, words_of
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
@@ -139,8 +140,7 @@ class Engine:
             except (Interrupted, LogInterrupted):
                 continue  # a newer generation came meanwhile
             except RuntimeError as error:  # a peer was lost while the groups were being built
-                self._member.client.suspect(view.generation, str(error))
-                self._await_notice(error)
+                self._await_notice(error, view.generation)
 
     def _await_change(self, view: pb.View) -> None:
         """Returns when the View has moved on, or when it is time to say again what this rank has said."""
@@ -209,6 +209,10 @@ class Engine:
 
     def _open_log(self, view: pb.View) -> None:
         self.log_servers = list(view.log_servers)
+        if self._writer is not None and view.state == pb.FORMING:
+            # Somebody was lost before the job has run: nothing is logged yet.
+            emptied = self._place_log(view)
+            self._writer.set_generation(view.generation, list(self._own_servers), emptied)
         if self._writer is None:
             self._place_log(view)
             self._writer = open_writer(
@@ -457,18 +461,25 @@ class Engine:
             or isinstance(error, LogUnavailable)
             or self._communicator.broken is not None  # the trainer may have stumbled over what came of it
         ):
-            # Not ours to decide: the coordinator hears of the death from a launcher or from the lease.
-            self._member.client.suspect(generation, str(error))
-            self._await_notice(error)
+            # Not ours to decide: the coordinator hears of a death from a launcher or from the lease, and if there is
+            # none, all go on together in another generation.
+            self._await_notice(error, generation)
         else:
             self._fail(error)
 
-    def _await_notice(self, error: Exception) -> None:
-        """Returns once a newer generation is there. Raises Fenced or JobFailed; the error itself if none comes."""
+    def _await_notice(self, error: Exception, suspected_in: int = 0) -> None:
+        """Returns once a newer generation is there. Raises Fenced or JobFailed; the error itself if none comes.
+
+        `suspected_in`: the generation whose connections broke, which the coordinator is to know.
+        """
         deadline = time.monotonic() + self._config.suspicion_timeout_s
+        said = -math.inf
         while not self._member.noticed:
             if time.monotonic() > deadline:
                 self._fail(error)
+            if suspected_in and time.monotonic() - said > _RESAY_S:
+                self._member.client.suspect(suspected_in, words_of(error))
+                said = time.monotonic()
             time.sleep(_NOTICE_POLL_S)
         try:
             self._member.check()

@@ -32,3 +32,10 @@ def let_go(error: BaseException) -> None:
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
+
+
+def words_of(error: BaseException) -> str:
+    """One line: the kind of an error that says nothing of itself, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    first = " ".join(lines[0].split()) if lines else ""
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

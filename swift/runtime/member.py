@@ -17,6 +17,8 @@ from swift.errors import Fenced, JobFailed, ServiceError, SwiftError
 from swift.recovery import RankMeasured
 from swift.runtime.communicator import Interrupted
 
+ENV_RUN = "SWIFT_RUN"
+"""The launcher that started this process."""
 _MEASURED_EVERY_S = 2.0
 
 
@@ -60,7 +62,8 @@ class Member:
         on_notice: Callable[[int], None],
     ) -> pb.View:
         """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on."""
-        view = self.client.join(self.identity, world_size, config, fingerprint)
+        run = os.environ.get(ENV_RUN, "")
+        view = self.client.join(self.identity, world_size, config, fingerprint, run=run)
         self._on_notice = on_notice
         self._entered = self._noticed = view.generation
         interval_s = self.client.heartbeat(0).interval_s

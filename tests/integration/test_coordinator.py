@@ -55,7 +55,7 @@ def test_a_job_forms_loses_a_rank_recovers_and_finishes(job: Job) -> None:
     finish(job, members)
     with CoordinatorClient(job.coordinators[0].address, "a") as client, pytest.raises(JoinRefused) as caught:
         client.join(control.make_member(0), RANKS, CONFIG, FINGERPRINT)
-    assert str(caught.value) == "job a has finished: start it under another name"
+    assert str(caught.value) == "job a has finished: start it again with swift-ft run"
 
 
 def test_a_silent_member_is_fenced_and_a_zombie_is_told(job: Job) -> None:

@@ -25,7 +25,7 @@ FAULTS_UNTIL_S = 14.0
 GRACE_S = 90.0
 OPERATED = 0.125
 """Of the worlds."""
-LEGITIMATE_ENDS = ("before the job was formed", "before it joined", "in a row")
+LEGITIMATE_ENDS = ("in a row",)
 """Why a job may fail, if enough goes wrong."""
 NOWHERE_TO_GO = "no complete checkpoint"
 """And where ranks could not load one."""
@@ -107,9 +107,10 @@ class World:
 
     def row_saved(self, row: JobRow) -> None:
         if row.rolled_back_in != self.history:
-            assert row.plan is not None
-            self.kernel.count("history given up")
-            self.truth.begin(row.rolled_back_in, row.plan.target_version, self.history)
+            assert row.plan is not None or row.state is State.FORMING
+            self.kernel.count("history given up" if row.plan is not None else "begun anew before it ran")
+            base = row.plan.target_version if row.plan is not None else 0
+            self.truth.begin(row.rolled_back_in, base, self.history)
             self.history = row.rolled_back_in
             self.checkers.history_begins()
         self._look_at_places(row)

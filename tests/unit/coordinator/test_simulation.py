@@ -36,7 +36,7 @@ MESHES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))
 CHOICES = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 CRASHES = st.none() | st.integers(0, 5)
 """How many effects of a command are carried out before the coordinator dies."""
-FAILURES = ("before the job was formed", "before it joined", "no complete checkpoint", "in a row")
+FAILURES = ("no complete checkpoint", "in a row")
 """The ends that such a history may have, besides FINISHED."""
 
 
@@ -136,7 +136,7 @@ class Simulation(Followers, RuleBasedStateMachine):
             assert row.checkpoint_at > max([*known, *row.checkpoints], default=0)
         if row.state is not before.state or grown:
             assert row.state in LEGAL[before.state]
-            assert grown == (row.state is State.FENCING)
+            assert grown == (row.state in (State.FENCING, State.FORMING))
         if row.state is State.RECOVERING and row.plan is not None and row.plan.restores:
             assert self.emptied == row.generation, "restored over a log of another history"
         if row.state is State.RUNNING and before.state is not State.RUNNING:
@@ -384,7 +384,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         generation, rank = view.generation, process.rank
         if view.state == pb.FORMING:
             process.become(0)
-            if choice != 8 and ("CheckpointDurable", 0) not in process.acked:
+            if choice != 8 and ("CheckpointDurable", 0, generation) not in process.acked:
                 self.save(process, crash)
             else:
                 self.ready(process, generation, crash)
@@ -458,7 +458,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         (version, generation, bits), process.unsaved = process.unsaved, None
         self.saved[process.rank, version] = bits
         durable = m.CheckpointDurable(sender=process.sender, version=version, generation=generation)
-        self.once(process, durable, crash, version)
+        self.once(process, durable, crash, version, generation)
 
     @rule(index=st.integers(0, 20), crash=CRASHES)
     def what_failed_is_written_after_all(self, index: int, crash: int | None) -> None:

@@ -5,13 +5,13 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
          [seed=] [torch=] [strategy=] [undo=] [helpers=]       [off_log=yes]
-         [help_combine=]                                 refuse rank= generation= reason= [differs=yes]
+         [help_combine=] [run=] [replicas=]              refuse rank= generation= reason= [differs=yes]
     report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
     ask rank= generation= after= reason=                 pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
-    beat rank= version=                                  suspect rank= reason=
+    beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
     fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
          [server=]
     inventory generation= [[SERVER/]STREAM=first-last | ...=corrupt]   (no server: all have it)
@@ -41,7 +41,7 @@ from swift.recovery import StreamSummary
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
 
 
-CONFIG = ("strategy", "undo", "groups", "helpers", "help_combine")
+CONFIG = ("strategy", "undo", "groups", "helpers", "help_combine", "replicas")
 
 
 class World:
@@ -88,6 +88,7 @@ class World:
             world_size=int(world),
             config={"seed": config.get("seed", "7")} | {key: config[key] for key in CONFIG if key in config},
             fingerprint={"torch": config.get("torch", "2.13.0")},
+            run=config.get("run", ""),
         )
         if self.job is None:
             servers = [LogServer(address=f"l{n}", host=f"m{n}") for n in range(self.servers)]
@@ -192,8 +193,11 @@ class World:
     def do_fail(self, reason: str, rank: str = "", inc: str = "") -> list[str]:
         return self.step(m.Fail(sender=self.sender(rank, inc) if rank else None, reason=reason))
 
-    def do_suspect(self, rank: str, reason: str) -> list[str]:
-        return self.step(m.Suspect(sender=self.sender(rank), reason=reason))
+    def do_suspect(self, rank: str, reason: str, generation: str = "0", again: str = "") -> list[str]:
+        suspect = m.Suspect(
+            sender=self.sender(rank), reason=reason, generation=int(generation), again=again == "yes"
+        )
+        return self.step(suspect)
 
     def do_unsaved(
         self, rank: str, version: str, unsaved: str, generation: str = "1", reason: str = "no space"

@@ -1,0 +1,85 @@
+"""A job that is over, started again: what failed goes on at its newest complete checkpoint, what has finished at its
+last version, with as many steps more as its trainer asks for.
+
+::
+
+    (launcher)  names itself in the Join of its ranks: `Join.run`
+    (here)      a job that is over knows the launchers that it had: one of theirs is late, and refused; another one is
+                a new start. Nobody holds any state then: FENCING, and the plan restores the newest checkpoint and
+                empties the log; or FORMING, if the job had not come so far
+    (a rank)    of a job that has finished, lost while it saves its files: its successor joins, loads the final
+                checkpoint, and does what comes after `Session.run` again
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from services.coordinator import messages as m
+from services.coordinator.messages import Refusal, Refused
+from services.coordinator.row import JobRow, LogServer, State
+from services.coordinator.setbacks import RUNS_KEPT
+from swift.recovery import Refusals
+
+LASTING = ("replicas", "shards")
+"""What a checkpoint's shards were made by: a new start cannot have it otherwise."""
+
+
+def starts_again(row: JobRow, join: m.Join) -> bool:
+    """A launcher that this job, which is over, has not had."""
+    return row.state.is_over and bool(join.run) and join.run not in row.runs
+
+
+def comes_back(row: JobRow, join: m.Join) -> bool:
+    """It is there for a rank that was lost after the job had finished."""
+    return row.state is State.FINISHED and row.final is not None and join.rank not in row.holders
+
+
+def check_start(row: JobRow, join: m.Join) -> None:
+    """Refusal: it is not the job that its checkpoints are of."""
+    wanted = [("world size", str(row.world_size), str(join.world_size))]
+    wanted += [(key, row.config.get(key, "1"), join.config.get(key, "1")) for key in LASTING]
+    for name, before, now in wanted:
+        if before != now:
+            raise Refusal(
+                Refused.MISMATCH,
+                f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.rank} "
+                f"says {now}: make them equal, or start it under another name",
+            )
+    if not 0 <= join.rank < row.world_size:
+        raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
+
+
+def note_run(row: JobRow, run: str) -> None:
+    if run and run not in row.runs:
+        row.runs = [*row.runs, run][-RUNS_KEPT:]
+
+
+def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> str:
+    """What the new start goes by. The log begins anew as well, on the servers that there are now. In words."""
+    changed = [
+        f"{key} is {_value(now, key)} instead of {_value(before, key)}"
+        for before, now in ((row.config, join.config), (row.fingerprint, join.fingerprint))
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
+    ended = f"had failed ({row.reason})" if row.state is State.FAILED else "had finished"
+    at = f"at version {max(row.checkpoints)}" if row.checkpoints else "from its beginning"
+    if not row.checkpoints:
+        row.inexact_since, row.inexact_reason = None, ""
+    elif changed and row.inexact_since is None:
+        row.inexact_since, row.inexact_reason = max(row.checkpoints), f"started again: {'; '.join(changed)}"
+    row.config, row.fingerprint = dict(join.config), dict(join.fingerprint)
+    row.runs, row.exit_code, row.final = [], 0, None
+    row.refused, row.distrusted, row.unloadable, row.differed = Refusals(), [], [], ""
+    row.refusals, row.setbacks, row.exits = 0, 0, {}
+    row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""
+    row.groups, row.groups_since = join.config.get("groups", ""), 0
+    row.groups_next, row.groups_from = "", {}
+    if log_servers:
+        row.log_servers = [replace(server, fresh=True) for server in log_servers]
+        row.placement = {}
+    return "; ".join([f"started again {at}: it {ended}", *changed])
+
+
+def _value(values: Mapping[str, str], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"

@@ -1,0 +1,185 @@
+"""What a job's core is made of, and its transitions: one `become_x` for each state (`core` draws them).
+
+Each changes the row, and its effects begin with Persist.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from services.coordinator import exactness
+from services.coordinator import messages as m
+from services.coordinator.checkpoints import Checkpoints
+from services.coordinator.hang import StepClock, Suspicions
+from services.coordinator.leases import Leases
+from services.coordinator.log_end import leave_recovering
+from services.coordinator.messages import Effect
+from services.coordinator.places import Places
+from services.coordinator.planning import forget_recovery
+from services.coordinator.regroup import Regroup
+from services.coordinator.row import LEGAL, IllegalTransition, JobRow, LogServer, State
+from services.coordinator.setbacks import Setbacks
+from services.coordinator.timing import Timing
+from services.coordinator.words import plan_fields
+from swift.recovery import RankMeasured
+
+
+class Transitions:
+    """The parts of one job, and how it gets from state to state."""
+
+    def __init__(
+        self, row: JobRow, timing: Timing, now: float, log_servers: Sequence[LogServer] = ()
+    ) -> None:
+        """`log_servers`: those there are now, for a job that is started again; none: those it had."""
+        self.row = row
+        self._log_servers = log_servers
+        self.steps = StepClock(timing)
+        self.checkpoints = Checkpoints(row, self.steps, timing)
+        self.places = Places(row, timing, now)
+        self.regroup = Regroup(row)
+        self.setbacks = Setbacks(row, self.steps)
+        self.leases = Leases(row.holders, now)
+        self._timing = timing
+        self._looked = now
+        self.measured: dict[int, RankMeasured] = {}
+        """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
+        self.suspicions = Suspicions(self.steps)
+        self.replays: dict[int, m.Replaying] = {}
+        """rank -> how far its replay is, while there is one."""
+
+    def become_running(self, now: float) -> list[Effect]:
+        self._enter(State.RUNNING)
+        inexact = self._inexact(exactness.settle(self.row))
+        forget_recovery(self.row)
+        self.suspicions.clear()
+        self.steps.restart(self.row.ready, now)
+        version = max(self.row.ready.values())
+        self.checkpoints.run_on(version)
+        asked = self._asked(version, self.places.settle(version))
+        return [*self._transition(), *inexact, *asked, *self._trim()]
+
+    def become_forming(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        """A new generation of a job that has not run yet: all begin anew, at version 0."""
+        self._enter(State.FORMING)
+        events = self._new_generation(dead, reason)
+        row = self.row
+        # What was saved so far is of weights that nobody may have now.
+        row.rolled_back_in = row.generation
+        row.checkpoints, row.shards, row.shards_from = [], {}, 0
+        return [*self._transition(), *events, *self._fence_logs()]
+
+    def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        """A new generation without the holders of the `dead` ranks (rank -> why)."""
+        leave_recovering(self.row)
+        self._enter(State.FENCING)
+        events = self._new_generation(dead, reason)
+        return [*self._transition(), *events, *self._fence_logs()]
+
+    def _new_generation(self, dead: Mapping[int, str], reason: str) -> list[m.Emit]:
+        row = self.row
+        self.setbacks.begin_generation()
+        row.generation += 1
+        row.reason = reason
+        row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
+        events = []
+        for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
+            holder = row.holders.pop(rank)
+            row.fenced.append(holder)
+            self.leases.forget(rank)
+            self.steps.forget(rank)
+            self.checkpoints.forget(rank)
+            why = dead.get(rank, "had finished and exited")
+            events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
+        return events
+
+    def _anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        if self.row.state is State.FORMING:
+            return self.become_forming(dead, reason)
+        return self.become_fencing(dead, reason)
+
+    def _without_death(self, reason: str, what: str = "") -> list[Effect]:
+        """A new generation in which all keep what they hold; as often as `setbacks` allows."""
+        if ends := self.setbacks.refuse(what or reason):
+            return self.become_failed(ends)
+        return self._anew({}, reason)
+
+    def _fence_logs(self) -> list[Effect]:
+        """Nothing, if all log servers are lost: then it is waited for another one."""
+        return [] if self.row.lacks_log_server() else [m.FenceLogs(generation=self.row.generation)]
+
+    def become_planning(self) -> list[Effect]:
+        self._enter(State.PLANNING)
+        return self._transition()
+
+    def become_recovering(self) -> list[Effect]:
+        self._enter(State.RECOVERING)
+        row = self.row
+        assert row.plan is not None
+        if row.plan.restores:
+            # What was saved after that version belongs to a history that is given up.
+            row.rolled_back_in = row.generation
+            self.checkpoints.roll_back(row.plan.target_version)
+        elif not row.plan.exact:
+            # What is saved from now on has other bits: no checkpoint is made of both.
+            row.rolled_back_in = row.generation
+            row.shards = {}
+        return [*self._transition(), self._plan_event()]
+
+    def _plan_event(self) -> m.Emit:
+        """The plan in the trace. Said again after a restart: the drill's report cannot do without it."""
+        assert self.row.plan is not None
+        return self._event("plan", **plan_fields(self.row.plan))
+
+    def become_finished(self) -> list[Effect]:
+        self._enter(State.FINISHED)
+        row = self.row
+        row.reason = ""
+        version = max(row.finished.values())
+        row.final = version if version in row.checkpoints else None
+        return self._transition()
+
+    def become_failed(self, reason: str, exit_code: int = 0) -> list[Effect]:
+        self._enter(State.FAILED)
+        self.row.reason = reason
+        self.row.exit_code = exit_code
+        self.row.blocked = {}
+        return self._transition()
+
+    def _enter(self, state: State) -> None:
+        if state not in LEGAL[self.row.state]:
+            raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
+        self.row.state = state
+        self.replays.clear()
+
+    def _transition(self) -> list[Effect]:
+        state = self._event("state", state=str(self.row.state), reason=self.row.reason)
+        return [self._persist(entered=self.row.state), state, m.PublishView()]
+
+    # --- what is told ---
+
+    def _asked(self, after_version: int, reason: str) -> list[m.Emit]:
+        if not reason or not self.checkpoints.ask(after_version, reason):
+            return []
+        return [self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)]
+
+    def _trim(self) -> list[Effect]:
+        """Only while RUNNING: a replay under way must not lose its records."""
+        if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
+            return []
+        return [m.TrimLogs(below_step=self.row.checkpoints[-1])]
+
+    def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
+        """The row has changed, of which these tell; nothing without any."""
+        return [self._persist(), *events, m.PublishView()] if events else []
+
+    def _groups_event(self) -> m.Emit:
+        row = self.row
+        return self._event("groups", in_force=row.groups, since=row.groups_since, wanted=row.groups_next)
+
+    def _inexact(self, news: bool) -> list[m.Emit]:
+        return [self._event("not_exact", **exactness.fields(self.row))] if news else []
+
+    def _persist(self, entered: State | None = None) -> m.Persist:
+        self.row.revision += 1
+        return m.Persist(entered=entered)
+
+    def _event(self, event: str, **fields: object) -> m.Emit:
+        return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})
