@@ -279,6 +279,43 @@ def set_generator_seed(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
+def generator_states() -> list[torch.Tensor]:
+    """Of the default generators: the CPU's, then each CUDA device's that is in use."""
+    found = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found += [generator.get_state() for generator in torch.cuda.default_generators]
+    return found
+
+
+def set_generator_states(states: Sequence[torch.Tensor]) -> None:
+    """As `generator_states` gave them."""
+    torch.default_generator.set_state(states[0])
+    for generator, state in zip(torch.cuda.default_generators, states[1:], strict=False):
+        generator.set_state(state)
+
+
+def behind_calls(schedule: Any, call: Any) -> None:
+    """``call()`` behind each time that the schedule has run its microbatches, for training or evaluation."""
+    inner = schedule._step_microbatches
+
+    def step_microbatches(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        call()
+        return result
+
+    schedule._step_microbatches = step_microbatches
+
+
+def before_forward(module: torch.nn.Module, call: Any) -> None:
+    """``call()`` before each forward of this very module: a deep copy of it has the hook, too."""
+
+    def hook(given: torch.nn.Module, _args: Any) -> None:
+        if given is module and not torch.compiler.is_compiling():
+            call()
+
+    module.register_forward_pre_hook(hook, prepend=True)
+
+
 def set_operation_timeout(timeout: timedelta) -> None:
     """The longest an operation of the default group may take (its construction may have had another bound)."""
     _c10d._set_pg_timeout(timeout)

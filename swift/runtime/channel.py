@@ -27,22 +27,19 @@ from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
-from swift.runtime import _torch
 from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
 from swift.runtime.help.waits import ReplayClock
 from swift.runtime.profiling import StepProfile
-from swift.runtime.rng import OUTSIDE_STAGES, seed_for
+from swift.runtime.rng import Randomness
 from swift.runtime.tensors import fill, to_tensor
 from swift.runtime.witness import INPUT, LOSS, RESULT, TARGET, Witness
 
 FORWARD = "F"
 BACKWARD = "B"
 _PHASES = {FORWARD: "forward", BACKWARD: "backward"}
-# Microbatches of different columns see different randomness.
-_COLUMN_BITS = 40
 
 # A record that nobody has written for this long will not come: its writer would have been declared dead.
 RECORD_TIMEOUT_S = 120.0
@@ -86,7 +83,7 @@ class Channel:
         """In the step under way."""
         self._rank = mesh.rank
         self._column, self._columns = mesh.column, mesh.columns
-        self._seed = seed
+        self.randomness = Randomness(seed, mesh.column, device)
         self._device = device
         self._faults = faults
         self._store = store
@@ -144,14 +141,13 @@ class Channel:
             self._capture.drop()
 
     def begin_step(self, step: int) -> None:
-        self._step = step
+        self._step = self.randomness.step = step
         self._ordinal = 0
         # What replays side by side feeds each other through the log, whatever is wanted of it later.
         self.logged_by = self.logged_groups.at(step, [self.groups] if self.replaying else [])
         self.profile.begin()
         for cursor in self._cursors.values():
             cursor.drop_below(step)  # what was sent to other stages is never asked for, and would stay
-        _torch.set_generator_seed(seed_for(self._seed, step, OUTSIDE_STAGES, self._rank), self._device)
 
     # --- replay ---
 
@@ -197,6 +193,7 @@ class Channel:
         other.witness = None  # of this rank's own stages
         other._cursors = {}
         other.clock = ReplayClock()
+        other.randomness = copy.copy(self.randomness)
         other.off_log = False  # whatever this rank's own state is
         other.profile = StepProfile(self._rank)
         return other
@@ -257,8 +254,7 @@ class Channel:
         for slot, tensor in enumerate(external):
             self.saw(INPUT, stage, microbatch, slot, tensor)
             self._record(self.stream(stage, "X"), RecordKey(self._step, microbatch, slot), tensor, now=True)
-        counter = self._column << _COLUMN_BITS | microbatch
-        _torch.set_generator_seed(seed_for(self._seed, self._step, stage, counter), self._device)
+        self.randomness.forward(stage, microbatch)
 
     def targeted(self, stage: int, target: torch.Tensor) -> None:
         """The loss of the microbatch that was just computed is taken against `target`."""

@@ -20,7 +20,7 @@ class SessionConfig:
     """Settings of one rank's session; those in `agreed` must be equal on all ranks."""
 
     seed: int = 0
-    """Root of all randomness inside the stages."""
+    """Root of all randomness in steps: of torch, `random` and numpy, inside the stages and outside."""
     checkpoint_every: int = 100
     """Optimizer steps between two checkpoints; the log holds what came after the newest complete one."""
     strategy: str = "auto"

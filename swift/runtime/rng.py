@@ -1,13 +1,30 @@
 """Randomness from a counter, so that replay needs no history.
 
-The default generator is seeded per (seed, step, stage, microbatch) before each forward, so the bits do not
-depend on the schedule, on what ran before, or on who computes the microbatch. Activation checkpointing saves
-and restores the generator's state around its recomputation, so it sees the same bits.
+The default generators of torch, `random` and numpy are seeded per (seed, step, stage, microbatch) before each forward
+and backward, so the bits do not depend on the schedule, on what ran before, or on who computes the microbatch.
+Activation checkpointing saves and restores torch's state around its recomputation, so it sees the same bits. What a
+trainer draws outside of the stages follows from (seed, step, column) at the step's begin and behind each call of a
+schedule: so the ranks of one pipeline draw the same there, as ranks with one `torch.manual_seed` do.
 """
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from swift.runtime import _torch
 
 _MASK = (1 << 64) - 1
 # No stage has this index: the seed of what a trainer draws outside of its stages.
 OUTSIDE_STAGES = 0xFFFF_FFFF
+# Beside a stage's index: what is computed there.
+_BACKWARD, _WEIGHTS, _WHOLE, _ITERATOR = (kind << 33 for kind in range(1, 5))
+# Microbatches of different columns see different randomness.
+_COLUMN_BITS = 40
 
 
 def _mix(value: int) -> int:
@@ -24,3 +41,118 @@ def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
     for part in (step, stage, microbatch):
         value = _mix(value ^ (part & _MASK))
     return value >> 1
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Every default generator: about 10 µs."""
+    _torch.set_generator_seed(seed, device)
+    random.seed(seed)
+    np.random.seed((seed & 0xFFFF_FFFF, seed >> 32))
+
+
+class Randomness:
+    """The default generators of one rank.
+
+    (engine) ``begin_step(step)`` before the trainer's step; (channel) ``forward``, ``backward``, ``weights`` of stages,
+    ``outside`` behind a schedule; (whole modules) ``whole``
+    """
+
+    def __init__(self, seed: int, column: int = 0, device: torch.device | None = None):
+        self._seed, self._column = seed, column
+        self._device = device or torch.device("cpu")
+        self.step = 0
+        self._calls = 0
+
+    def _set(self, stage: int, count: int) -> None:
+        seed_all(self.seed(self.step, stage, count), self._device)
+
+    def seed(self, step: int, stage: int, count: int) -> int:
+        return seed_for(self._seed, step, stage, self._column << _COLUMN_BITS | count)
+
+    def begin_step(self, step: int) -> None:
+        """The trainer's own code is next."""
+        self.step, self._calls = step, 0
+        self._set(OUTSIDE_STAGES, 0)
+
+    def outside(self) -> None:
+        """A schedule has returned to it."""
+        self._calls += 1
+        self._set(OUTSIDE_STAGES, self._calls)
+
+    def forward(self, stage: int, microbatch: int) -> None:
+        self._set(stage, microbatch)
+
+    def backward(self, stage: int, microbatch: int) -> None:
+        self._set(stage + _BACKWARD, microbatch)
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        """(a backward in two parts) The second one."""
+        self._set(stage + _WEIGHTS, microbatch)
+
+    def whole(self, module: int, count: int) -> None:
+        """The forward of that number, in this step, of that whole module."""
+        self._set(module + _WHOLE, count)
+
+    def iterator(self, step: int, count: int) -> int:
+        """The seed of a data loader's iterator, the one of that number that was made in that step."""
+        return self.seed(step, _ITERATOR, count)
+
+    def digest(self, step: int) -> str:
+        """SHA-256 of the states with which all generators begin that step."""
+        with kept():
+            mine = Randomness(self._seed, self._column, self._device)
+            mine.begin_step(step)
+            return digest_of_states()
+
+
+def digest_of_states() -> str:
+    """SHA-256 of the default generators' states: of torch on each device, of `random`, of numpy."""
+    sha = hashlib.sha256()
+    for state in _torch.generator_states():
+        sha.update(state.numpy().tobytes())
+    sha.update(repr(random.getstate()).encode())
+    for part in np.random.get_state(legacy=True):
+        sha.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return sha.hexdigest()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """The default generators are afterwards what they were before."""
+    ours, theirs, tensors = random.getstate(), np.random.get_state(), _torch.generator_states()
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(theirs)
+        _torch.set_generator_states(tensors)
+
+
+# --- generators of a trainer's own ---
+
+
+class Registered:
+    """A generator as an object that a recovery can take back."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]):
+        self._get, self._put = get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._put(state["state"])
+
+
+def as_registered(value: Any) -> Any:
+    """`value` itself, unless it is a generator of torch, `random` or numpy."""
+    if isinstance(value, torch.Generator):
+        return Registered(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return Registered(value.getstate, value.setstate)
+    if isinstance(value, np.random.RandomState):
+        return Registered(lambda: value.get_state(legacy=False), value.set_state)
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return Registered(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return value

@@ -85,6 +85,7 @@ class Session:
             self._communicator.check_whole,
             RecoveryGroups.parse(config.groups),
         )
+        self._state.randomness = self._channel.randomness
         self._engine = Engine(
             rank,
             config,
@@ -114,7 +115,7 @@ class Session:
     ) -> "Session":
         """The session of the rank that ``swift-ft run`` made of this process.
 
-        `seed`: root of all randomness inside the stages. `checkpoint_every`: steps between checkpoints.
+        `seed`: root of all randomness in steps. `checkpoint_every`: steps between checkpoints.
         `codec`: "none", "lz4", "bitshuffle" or "auto". Other settings: see `SessionConfig`. Blocks until all ranks
         have joined.
         Raises UsageError (not launched, bad setting), JoinRefused (another rank differs).
@@ -237,8 +238,10 @@ class Session:
         for parameter in module.parameters():
             if parameter.device.type != "meta":  # not materialised yet
                 _check_device(parameter.device)
-        self._add_stage(WholeModule(module))
+        whole = WholeModule(module)
+        self._add_stage(whole)
         watch_forwards(module, self._channel)
+        whole.seeded_by(self._channel.randomness, len(self._state.stages))
         return module
 
     @contextmanager
@@ -334,6 +337,7 @@ class Session:
                         "does not see them; give the stage a plain module, the session averages its gradients"
                     )
             _torch.wrap_loss(schedule, logged_loss(stages, self._channel))
+            _torch.behind_calls(schedule, self._channel.randomness.outside)
             self._state.schedules.append(schedule)
         for name, value in objects.items():
             self._state.add_object(name, value)

@@ -23,6 +23,7 @@ from swift.runtime.buffers import Buffers
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.groups import LastingGroup
 from swift.runtime.profiling import WEIGHTS
+from swift.runtime.rng import Randomness
 from swift.runtime.updates import Updates
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ class _Logged(_Base):
             self._awaiting_backward.discard(bwd_chunk_id)
             self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
         self.last_backward = last_backward
+        self._channel.randomness.backward(self.stage_index, self._microbatch(bwd_chunk_id))
         with self._channel.computing(self.stage_index, BACKWARD):
             result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.last_backward = False
@@ -264,6 +266,7 @@ class _Logged(_Base):
         """(schedules that compute gradients of weights apart)"""
         if self._skips(bwd_chunk_id):
             return
+        self._channel.randomness.weights(self.stage_index, self._microbatch(bwd_chunk_id))
         weighing = nullcontext() if self.share is None else self.share.weighing()
         with self._channel.computing(self.stage_index, WEIGHTS), weighing:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
@@ -377,9 +380,19 @@ class WholeModule:
     def __init__(self, module: torch.nn.Module):
         self.submod = module
         self.last_backward = True  # False while gradients are only accumulated
+        self._forwards = 0
+
+    def seeded_by(self, randomness: Randomness, number: int) -> None:
+        """Each forward begins with generators of its own: what was drawn before, and how often, does not count."""
+
+        def before_forward() -> None:
+            randomness.whole(number, self._forwards)
+            self._forwards += 1
+
+        _torch.before_forward(self.submod, before_forward)
 
     def begin_step(self) -> None:
-        """Nothing is counted: there is no schedule."""
+        self._forwards = 0
 
     def streams_read(self) -> list[str]:
         """(replay) Nothing: it has no neighbours."""

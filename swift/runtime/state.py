@@ -16,6 +16,7 @@ from swift.runtime.buffers import Buffers
 from swift.runtime.groups import LastingGroup
 from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import local
+from swift.runtime.rng import Randomness, as_registered
 from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import digest
 from swift.runtime.updates import Updates
@@ -35,7 +36,7 @@ class TrainerState:
     """The stages, optimizers and registered objects of one rank."""
 
     def __init__(self, seed: int, updates: Updates) -> None:
-        self._seed = seed
+        self.randomness = Randomness(seed)
         self.updates = updates
         self.replicate: LastingGroup | None = None  # the replicas of this rank's shard, if there are shards
         self.stages: list[Any] = []
@@ -79,6 +80,7 @@ class TrainerState:
     def add_object(self, name: str, value: Any) -> None:
         if name in self.objects:
             raise UsageError(f"register({name}=...) was called twice; use another name")
+        value = as_registered(value)
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
                 raise UsageError(
@@ -130,6 +132,7 @@ class TrainerState:
         # A trainer may set them at any place in its step (`group["lr"] = …` for this step): ranks that it has left at
         # different places are replicas only with what they began with.
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
+        self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 
     def end_step(self) -> None:
         self._before, self._groups = None, []
@@ -264,7 +267,7 @@ class TrainerState:
         parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
         if "loader" in parts:
             parts["data"] = parts.pop("loader")
-        out = {"rng": digest({}, f"{self._seed}|{self.version}")}
+        out = {"rng": self.randomness.digest(self.version)}
         for name, value in parts.items():
             tensors, rest = split(value)
             out[name] = digest(tensors, json.dumps(rest))

@@ -6,9 +6,8 @@ taken before and after, says that it is what it was.
 """
 
 import json
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from swift.runtime.help.line import Line, Post, Wire
 from swift.runtime.help.manifest import difference, named, stand, tied, together
 from swift.runtime.help.owner import check_buffers
 from swift.runtime.help.shares import memory_needed
+from swift.runtime.rng import kept
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, dtype_name
@@ -102,7 +102,7 @@ class Helper:
         """The stages' modules, or why this rank does not help."""
         own = {tensor.data_ptr() for tensor in split(self._state.state_dict())[0].values() if tensor.numel()}
         try:
-            with _randomness_kept():
+            with kept():  # a trainer's module may be made from a seed that it sets
                 modules = [self._make_module(index) for index in asked["stages"]]
         except Exception as error:  # noqa: BLE001  (the trainer's code, which training goes on without)
             return [], f"a stage's module was not made: {type(error).__name__}: {error}"
@@ -291,14 +291,3 @@ def state_digest(state: TrainerState) -> str:
         found.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
         found.update(byte_view(tensor).data)
     return found.hexdigest()
-
-
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    """A trainer's module may be made from a seed that it sets."""
-    kept = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(kept)

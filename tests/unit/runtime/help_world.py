@@ -301,7 +301,7 @@ def shapes_come_from_others(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def one_at_a_time(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each forward is computed with the generator that was seeded for it: ranks are threads here, not processes."""
+    """Each microbatch is computed with generators seeded for it: ranks are threads here, not processes."""
 
     def alone(owner: Any, name: str) -> None:
         inner = getattr(owner, name)
@@ -312,7 +312,8 @@ def one_at_a_time(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(owner, name, locked)
 
-    alone(LoggedPipelineStage, "forward_one_chunk")
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        alone(LoggedPipelineStage, name)
     alone(Channel, "begin_step")
     alone(_torch.Schedule, "_initialize_pp_stages")
 

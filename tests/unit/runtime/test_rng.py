@@ -1,7 +1,18 @@
+import copy
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.runtime.rng import seed_for
+from swift.checkpoint.state import join, split
+from swift.runtime import _torch
+from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_for
+from swift.runtime.stage import WholeModule
 
 GOLDEN = (1195769770526638388, 6442797892194084694)
 
@@ -24,3 +35,106 @@ def test_seeds_never_change_between_versions() -> None:
     # A replay after an upgrade draws the same bits only if these stay.
     assert seed_for(0, 0, 0, 0) == GOLDEN[0]
     assert seed_for(7, 17, 2, 3) == GOLDEN[1]
+
+
+def drawn() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def test_every_default_generator_follows_from_the_counter() -> None:
+    mine, again = Randomness(7, column=1), Randomness(7, column=1)
+    settings = {
+        "step": lambda r: r.begin_step(4),
+        "next step": lambda r: r.begin_step(5),
+        "outside": lambda r: r.outside(),
+        "forward": lambda r: r.forward(0, 3),
+        "backward": lambda r: r.backward(0, 3),
+        "weights": lambda r: r.weights(0, 3),
+        "whole": lambda r: r.whole(0, 3),
+        "other stage": lambda r: r.forward(1, 3),
+        "other microbatch": lambda r: r.forward(0, 4),
+    }
+    found = {}
+    with kept():
+        for name, setting in settings.items():
+            setting(mine)
+            found[name] = drawn()
+            drawn()
+            setting(again)
+            assert drawn() == found[name]
+        Randomness(7, column=0).begin_step(4)
+        found["other column"] = drawn()
+        Randomness(8, column=1).begin_step(4)
+        found["other seed"] = drawn()
+    for values in zip(*found.values(), strict=True):
+        assert len(set(values)) == len(found)
+
+
+def test_what_is_kept_comes_back() -> None:
+    before = digest_of_states()
+    with kept():
+        drawn()
+        assert digest_of_states() != before
+    assert digest_of_states() == before
+
+
+@pytest.mark.parametrize("broken", ["torch", "random", "numpy"])
+def test_the_digest_sees_each_generator(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the seeding of one of them broken it depends on what was drawn before: it can fail."""
+    randomness = Randomness(7)
+    before = randomness.digest(3)
+    drawn()
+    assert randomness.digest(3) == before != randomness.digest(4)
+    owner, name = {
+        "torch": (_torch, "set_generator_seed"),
+        "random": (random, "seed"),
+        "numpy": (np.random, "seed"),
+    }[broken]
+    monkeypatch.setattr(owner, name, lambda *_: None)
+    one = randomness.digest(3)
+    drawn()
+    assert randomness.digest(3) != one
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator(), lambda g: torch.rand((), generator=g).item()),
+        (random.Random(3), lambda g: g.random()),
+        (np.random.RandomState(3), lambda g: float(g.rand())),
+        (np.random.default_rng(3), lambda g: float(g.random())),
+        (np.random.Generator(np.random.Philox(3)), lambda g: float(g.random())),
+    ],
+    ids=["torch", "random", "RandomState", "default_rng", "Philox"],
+)
+def test_a_generator_of_ones_own_can_be_registered(generator: Any, draw: Any) -> None:
+    registered = as_registered(generator)
+    draw(generator)
+    tensors, skeleton = split(registered.state_dict())
+    saved = join(json.loads(json.dumps(skeleton)), {name: tensor.clone() for name, tensor in tensors.items()})
+    first = [draw(generator) for _ in range(3)]
+    registered.load_state_dict(saved)
+    assert [draw(generator) for _ in range(3)] == first
+
+
+def test_a_whole_module_draws_the_same_whatever_was_drawn_before() -> None:
+    module = torch.nn.Dropout(0.5)
+    whole, x = WholeModule(module), torch.ones(64)
+    randomness = Randomness(7)
+    whole.seeded_by(randomness, 1)
+
+    def masks(before: int) -> list[torch.Tensor]:
+        randomness.begin_step(2)
+        whole.begin_step()
+        torch.rand(before)
+        return [module(x) for _ in range(3)]
+
+    with kept():
+        one, other = masks(0), masks(5)
+        twin = copy.deepcopy(module)
+        randomness.begin_step(2)
+        whole.begin_step()
+        twin(x)
+        assert torch.equal(module(x), one[0])  # a copy's forward (an average of weights, say) is not counted
+    assert all(map(torch.equal, one, other))
+    assert not torch.equal(one[0], one[1])
