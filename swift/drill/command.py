@@ -110,6 +110,11 @@ def make_parser() -> Parser:
     add("--model", default="default", metavar="NAME", help=f"{', '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
     _add_updates(parser)
+    add(
+        "--paranoid",
+        action="store_true",
+        help="compute the first step, and the one after every recovery, twice from one state, and compare",
+    )
     add("--secure", action="store_true", help="over mutual TLS, with tokens, all made for this drill")
     add("--json", type=Path, metavar="PATH", help="write the report there")
     add("--html", type=Path, metavar="PATH", help="write the report as a page there")
@@ -180,6 +185,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         optimizer_implementation=args.optimizer_implementation.lower(),
         undo=args.undo.lower(),
         reduction=args.reduction.lower(),
+        paranoid=args.paranoid,
         secure=args.secure,
         json_path=args.json,
         html_path=args.html,

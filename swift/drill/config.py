@@ -75,6 +75,8 @@ class DrillConfig:
     """So many ranks help to replay a lost stage."""
     combine: str = "ordered"
     """How their gradients come together: as one process would add them, or "fast"."""
+    paranoid: bool = False
+    """The first step of every generation is computed twice, and compared."""
     secure: bool = False
     """Over mutual TLS, and with tokens."""
     json_path: Path | None = None
@@ -102,6 +104,10 @@ class DrillConfig:
                 raise UsageError(f"unknown --{flag} {value!r}: one of {', '.join(filter(None, known))}")
         if not 0 <= self.helpers <= 64:
             raise UsageError(f"--helpers must be 0 to 64, not {self.helpers}")
+        if self.paranoid and self.updates == "wait_free":
+            raise UsageError(
+                "--paranoid: with --updates wait_free half a step is applied before it is compared"
+            )
         if self.combine == "fast" and not self.helpers:
             raise UsageError("--combine fast: nothing is combined without helpers; add --helpers 1 or more")
         if not 0 <= self.spares <= 64:
@@ -210,6 +216,8 @@ class DrillConfig:
             words += ["--undo", self.undo]
         if self.helpers:
             words += ["--helpers", str(self.helpers), "--combine", self.combine]
+        if self.paranoid:
+            words.append("--paranoid")
         if self.secure:
             words.append("--secure")
         if self.log_servers > 1:

@@ -135,6 +135,7 @@ class FaultedRun:
             # Costs copies of what is in flight: a drill wants to know how far an undo is off.
             settings={
                 **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
+                **({"SWIFT_PARANOID": "1"} if config.paranoid else {}),
                 **({"SWIFT_PROFILE": "1"} if config.groups.starts or config.helpers else {}),
             },
             security=Security(directory / "security", JOB) if config.secure else None,

@@ -119,6 +119,11 @@ def make_parser() -> argparse.ArgumentParser:
         "makes fresh interpreters, for modules of --preload that must not be forked. One that starts a thread or "
         "keeps a file open is noticed, and then processes are spawned (default fork).",
     )
+    ours.add_argument(
+        "--paranoid",
+        action="store_true",
+        help="Compute the first step twice from one state, and again after every recovery, and compare.",
+    )
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
     return parser
 
@@ -135,6 +140,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     loopback = _choose_rendezvous(args)
     # torch's own log handling would make a directory that nobody uses.
     log_dir, args.log_dir = args.log_dir, os.devnull
+    if args.paranoid:
+        os.environ["SWIFT_PARANOID"] = "1"
     if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"
     try:

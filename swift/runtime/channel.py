@@ -35,7 +35,7 @@ from swift.runtime.help.waits import ReplayClock
 from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import Randomness
 from swift.runtime.tensors import fill, to_tensor
-from swift.runtime.witness import INPUT, LOSS, RESULT, TARGET, Witness
+from swift.runtime.witness import INPUT, LOSS, RESULT, SENT, TARGET, Witness
 
 FORWARD = "F"
 BACKWARD = "B"
@@ -104,10 +104,16 @@ class Channel:
         self.records_read = 0
         self.microbatches_replayed = 0
         self.witness: Witness | None = None
+        self.rehearsing = False
+        """The step under way is taken back (`swift.runtime.rehearsal`): nothing of it is logged."""
         self.profile = StepProfile(self._rank)
         self.clock = ReplayClock()
         """(replay) Of the trainer's thread."""
         self._replayed_too: Mapping[int, int] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._rank
 
     @property
     def replaying(self) -> bool:
@@ -271,6 +277,9 @@ class Channel:
         self.saw(LOSS, stage, self._microbatch, 0, loss)
 
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
+        if self.witness is not None and self.witness.thorough:
+            place = (slot << 1) + (direction == BACKWARD)
+            self.witness.saw(SENT, stage, microbatch, place, tensor)
         if self.off_log:
             return
         key = RecordKey(self._step, microbatch, slot)
@@ -301,6 +310,8 @@ class Channel:
         """``now``: it may change after the call."""
         assert self._capture is not None
         self._check_whole()
+        if self.rehearsing:
+            return
         if now:
             self.profile.beside(tensor.nbytes)
         if any(groups.logs for groups in self.logged_by):

@@ -61,6 +61,9 @@ class SessionConfig:
     help_combine: str = "ordered"
     """How their gradients come together: "ordered" (the bits of one process), or "fast": not bit for bit; then a
     checkpoint is made before training goes on, and the log begins anew."""
+    paranoid: bool = False
+    """Compute the first step twice from one state, and again after every recovery, and compare inputs, losses, what is
+    sent and gradients. At the start a difference refuses the job; after a recovery it makes it not exact."""
     metrics_listen: str = ""
     """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
     rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""
@@ -97,6 +100,11 @@ class SessionConfig:
             raise UsageError(
                 "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"
             )
+        if self.paranoid and self.updates == "wait_free":
+            raise UsageError(
+                "paranoid with updates='wait_free': half a step is applied before it can be compared; use "
+                "updates='after_backward' while you look for a difference"
+            )
         if self.helpers < 0:
             raise UsageError(f"helpers={self.helpers}; give 0 or more")
         if self.bucket_bytes < 1:
@@ -121,4 +129,5 @@ class SessionConfig:
             "bucket_bytes": str(self.bucket_bytes),
             "helpers": str(self.helpers),
             "help_combine": self.help_combine,
+            **({"paranoid": "True"} if self.paranoid else {}),
         }

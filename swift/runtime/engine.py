@@ -47,6 +47,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
 from swift.runtime.member import Member
+from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, log_totals, own_plan
 from swift.runtime.saving import Saving
 from swift.runtime.state import TrainerState
@@ -111,6 +112,7 @@ class Engine:
         self._gradient_bytes: dict[int, int] = {}  # of each stage
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
         self._witness = channel.witness = Witness(self._differs, lambda: communicator.broken is not None)
+        self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
 
     def help_replay(self, make_module: MakeModule) -> None:
@@ -357,6 +359,7 @@ class Engine:
             if latest is not None and latest.state == pb.RUNNING and latest.generation == view.generation:
                 break
         self._state.lived = True
+        self._rehearsal.arm(at_start=view.state == pb.FORMING)
         if view.state == pb.RECOVERING and not (
             view.plan.exact or view.plan.saves or version in view.checkpoints
         ):
@@ -367,6 +370,7 @@ class Engine:
         step = self._state.version
         replaying = self._channel.replaying
         self._saving.learn_groups()
+        self._rehearsal.before(train_step, step, self._drop_step)
         events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
         self._channel.begin_step(step)
         self._witness.begin(step)
@@ -424,6 +428,7 @@ class Engine:
 
     def _differs(self, step: int, words: str) -> None:
         """(witness) Said at once, and once; durable when this returns."""
+        self._rehearsal.refuse(step, words)
         self._member.client.differs(step, words)
 
     def _follow_plan(self, plan: pb.Plan, train_step: TrainStep) -> None:

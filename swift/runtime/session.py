@@ -40,6 +40,7 @@ from swift.runtime.updates import Updates
 from swift.runtime.witness import watch_forwards
 
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
+ENV_PARANOID = "SWIFT_PARANOID"
 ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -120,6 +121,7 @@ class Session:
         have joined.
         Raises UsageError (not launched, bad setting), JoinRefused (another rank differs).
         """
+        settings.setdefault("paranoid", bool(os.environ.get(ENV_PARANOID)))
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
         try:
@@ -363,8 +365,9 @@ class Session:
 
     @property
     def replaying(self) -> bool:
-        """True while a step is replayed from the log: its metrics were reported before."""
-        return self._channel.replaying
+        """True while a step is replayed from the log: its metrics were reported before. (Also while it is rehearsed,
+        with `paranoid`: they will be.)"""
+        return self._channel.replaying or self._channel.rehearsing
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The sum of `tensor` over the ranks of this rank's pipeline, as a new tensor; its result is logged.

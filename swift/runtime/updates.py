@@ -69,6 +69,7 @@ class Updates:
         self._faults = faults
         self._check = check  # raises Interrupted once a newer generation is published
         self.vote: Callable[[], None] = lambda: None  # given by the engine
+        self.before_update: Callable[[], None] = lambda: None  # given by the engine
         self.settle: Callable[[], None] = lambda: None  # given by the session
         self.replaying: Callable[[], bool] = lambda: False  # given by the session
         self.wait_free = config.updates == "wait_free" and reducer is not None
@@ -188,6 +189,7 @@ class Updates:
 
     def commit(self) -> None:
         """Returns once every rank has all its gradients reduced; see `Engine.vote` for what it does else."""
+        self.before_update()
         if self._reducer is not None and not self.replaying():
             if self.wait_free:
                 self._fault("optimizer")

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from swift.runtime.tensors import byte_view, plain
 
 INPUT, TARGET, RESULT, LOSS, OUTPUT = "input", "target", "result", "loss", "output"
+SENT, GRADIENT = "sent", "gradient"  # in a rehearsal
 SAMPLED_BYTES = 1 << 20
 """Of a larger tensor, so much is digested, evenly spaced."""
 
@@ -30,6 +31,8 @@ _WORDS = {
     TARGET: "the target of stage {stage}, microbatch {microbatch},",
     RESULT: "the result of collective {slot}",
     LOSS: "the loss of microbatch {microbatch}",
+    SENT: "what stage {stage} sends, microbatch {microbatch},",
+    GRADIENT: "the gradient of parameter {slot} of stage {stage}",
     OUTPUT: "output {slot} of the module in its forward {microbatch}",
 }
 _LOADER = "is what it comes from registered (session.register(loader=...))?"
@@ -63,10 +66,13 @@ class Witness:
         self._step = 0
         self._seen: dict[Seen, bytes] = {}
         self._calls = 0
+        self.thorough = False
+        """In this step, what is sent and the gradients are looked at as well."""
         self.quiet = False
         """Nothing is looked at: it was said, or other bits are expected from here on."""
 
     def begin(self, step: int) -> None:
+        self.thorough = self.thorough and step == self._step
         self._step = step
         self._seen = self._steps.setdefault(step, {})
         self._calls = 0

@@ -1,0 +1,72 @@
+"""`paranoid`: the first step of a generation is computed twice from one state, up to its update, and compared.
+
+(engine) ``arm`` before training begins or goes on → (every rank, first step) ``before``: the step, whose update raises
+`Rehearsed`; it is dropped as a failure would drop it → the step again, for good: inputs, losses, what is sent to
+neighbours and the gradients must be what they were (`swift.runtime.witness`)
+
+What is not put back when a step is dropped (a loader that is not registered, a counter of the trainer's, randomness
+of its own) shows at once, without a failure: at the start the job is refused for it, after a recovery it is named.
+"""
+
+from collections.abc import Callable
+
+from swift import events
+from swift.errors import UsageError
+from swift.runtime.channel import Channel
+from swift.runtime.state import TrainerState
+from swift.runtime.witness import GRADIENT, Witness
+
+
+class Rehearsed(Exception):
+    """The step is as far as it is to go."""
+
+
+class Rehearsal:
+    """One rank's. All ranks arm in the same generation, so they rehearse the same step."""
+
+    def __init__(self, wanted: bool, channel: Channel, state: TrainerState, witness: Witness) -> None:
+        self._wanted = wanted
+        self._channel = channel
+        self._state = state
+        self._witness = witness
+        self._due = self._at_start = False
+        state.updates.before_update = self._before_update
+
+    def arm(self, *, at_start: bool) -> None:
+        """`at_start`: the job begins, so that it can be refused."""
+        self._due, self._at_start = self._wanted, at_start
+
+    def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """Rehearses the step, if it is the one; `drop` takes it back."""
+        self._at_start = self._at_start and self._due
+        if not self._due or self._channel.replaying:
+            return
+        self._due, at_start, self._at_start = False, self._at_start, False
+        self._channel.begin_step(step)
+        self._witness.begin(step)
+        self._witness.thorough = self._channel.rehearsing = True
+        self._state.begin_step()
+        try:
+            train_step(step)
+        except Rehearsed:
+            pass
+        finally:
+            self._channel.rehearsing = False
+        drop()
+        events.emit("rehearsed", rank=self._channel.rank, step=step)
+        self._at_start = at_start
+
+    def refuse(self, step: int, words: str) -> None:
+        """Something differs. Raises UsageError if the job can still be refused."""
+        if self._at_start:
+            raise UsageError(f"step {step} was computed twice from one state (paranoid), and {words}")
+
+    def _before_update(self) -> None:
+        """(inside optimizer.step, gradients are reduced, nothing is applied)"""
+        if self._witness.thorough:
+            for stage in self._state.stages:
+                for slot, parameter in enumerate(stage.submod.parameters()):
+                    if parameter.grad is not None:
+                        self._witness.saw(GRADIENT, stage.stage_index, 0, slot, parameter.grad)
+        if self._channel.rehearsing:
+            raise Rehearsed
