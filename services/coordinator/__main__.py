@@ -20,7 +20,6 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.coordinator import messages as m
 from services.coordinator.driver import JOBS_MAX, Driver
@@ -30,7 +29,7 @@ from services.coordinator.servicer import Servicer
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import SqliteStore, StoreFailed
 from services.coordinator.timing import LEASE_HEARTBEATS, Timing, usual_log_lost_s
-from services.health import TellingAioHealth
+from services.health import AioHealth
 from services.security import listening
 from services.security.gate import Gate
 from services.security.interceptors import AsyncGate
@@ -295,7 +294,7 @@ async def serve(
 
     take_signals(stop)
     server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
-    checks = TellingAioHealth()
+    checks = AioHealth(gate.shown)
     hide = None
     try:
         port = await started(server, driver, servicer, checks, protection)
@@ -340,15 +339,14 @@ async def started(
     server: grpc.aio.Server,
     driver: Driver,
     servicer: Servicer,
-    checks: TellingAioHealth,
+    checks: AioHealth,
     protection: Protection,
 ) -> int:
     """Brings up services and jobs; the port."""
     pb_grpc.add_CoordinatorServicer_to_server(servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    serving = health_pb2.HealthCheckResponse
+    server.add_generic_rpc_handlers((checks.handlers(),))
     for service in SERVICES:
-        await checks.set(service, serving.NOT_SERVING)
+        checks.statuses.set(service, serving=False)
     port = listening.bind(server, protection)
     try:
         driver.start()
@@ -356,7 +354,7 @@ async def started(
         raise ServiceError(f"--directory: {error}") from None
     await server.start()
     for service in SERVICES:
-        await checks.set(service, serving.SERVING)
+        checks.statuses.set(service, serving=True)
     return port
 
 

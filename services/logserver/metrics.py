@@ -228,6 +228,8 @@ class RefusalWatch(grpc.ServerInterceptor):
         def behaviour(request: Any, context: Any) -> Any:
             return inner(request, _Context(context, self._told))
 
+        pool = getattr(inner, "experimental_thread_pool", None)
+        behaviour.experimental_thread_pool = pool  # type: ignore[attr-defined]
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(behaviour, handler.request_deserializer, handler.response_serializer)
 

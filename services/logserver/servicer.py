@@ -3,25 +3,21 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.health import TellingHealth
+from services.health import Health
 from services.logserver.core import Refusal
 from services.logserver.engine import LogEngine
 from services.logserver.state import Refused, Session
 from services.security.gate import Denied, Gate, Visit
 from services.security.interceptors import SyncGate, visit_of
+from services.security.lanes import Lanes
 from swift._pb import log_pb2
 from swift.log.wire import REASON_KEY, SERVICE, Reason, server_options, split_frames
-
-CALLS_MAX = 512
-"""Calls that run at once; each of them has a thread. More are refused."""
 
 _STATUS = {
     Reason.STALE_GENERATION: grpc.StatusCode.FAILED_PRECONDITION,
@@ -204,26 +200,22 @@ def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
 
 def make_server(
     engine: LogEngine, gate: Gate | None = None, watching: Sequence[grpc.ServerInterceptor] = ()
-) -> tuple[grpc.Server, health.HealthServicer]:
+) -> tuple[grpc.Server, Health]:
     """A server that is not bound and not started yet, and its health service, NOT_SERVING. Without a gate
     everybody may do everything. ``watching`` sees what the gate refuses, too."""
     gate = gate or Gate(None)
     gate.generation_of = engine.state.core.generation_of
+    lanes = Lanes()
     server = grpc.server(
-        futures.ThreadPoolExecutor(max_workers=CALLS_MAX, thread_name_prefix="call"),
-        interceptors=[*watching, SyncGate(gate)],
-        options=server_options(engine.config.body_bytes_max),
-        maximum_concurrent_rpcs=CALLS_MAX,
+        lanes.refusals, interceptors=[*watching, SyncGate(gate, lanes)], options=server_options()
     )
-    checks = TellingHealth()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    server.add_generic_rpc_handlers((_handlers(LogServicer(engine)),))
+    checks = Health(gate.shown)
+    server.add_generic_rpc_handlers((checks.handlers(), _handlers(LogServicer(engine))))
 
     def on_health(serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
         serving = serving and engine.state.condition() == "serving"
         for name in ("", SERVICE):
-            checks.set(name, status.SERVING if serving else status.NOT_SERVING)
+            checks.statuses.set(name, serving=serving)
 
     engine.state.on_health = on_health
     on_health(False)

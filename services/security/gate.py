@@ -24,7 +24,7 @@ from swift import events
 from swift.log.wire import REASON_KEY, Reason
 from swift.security.channel import AUTHORIZATION, BEARER
 from swift.security.roles import MAY_CALL
-from swift.security.tokens import Authority, Grant, NotAuthenticated
+from swift.security.tokens import EVERY_JOB, Authority, Grant, NotAuthenticated
 
 HEALTH = "/grpc.health.v1.Health/"
 _EVENT_EVERY_S = 1.0
@@ -35,7 +35,7 @@ Metadata = Sequence[tuple[str, "str | bytes"]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallLimits:
     per_peer: int = 256
-    """Calls under way from one address."""
+    """Calls of one kind (see `services.security.lanes`) under way from one address."""
     request_bytes_max: int = 1 << 20
     """Of a call that sends one message."""
 
@@ -79,7 +79,7 @@ class Gate:
         self.shown = shown
         self._authority = authority
         self._lock = threading.Lock()
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, str]] = Counter()
         self._said_at = -_EVENT_EVERY_S
         self._unsaid = 0
         self.on_denied: Callable[[str], None] = lambda reason: None
@@ -122,18 +122,18 @@ class Gate:
         events.emit("denied", call=method, reason=denied.reason.value, others=unsaid)
         return denied
 
-    def came(self, peer: str) -> bool:
+    def came(self, peer: str, kind: str) -> bool:
         with self._lock:
-            if self._calls[peer] >= self.limits.per_peer:
+            if self._calls[kind, peer] >= self.limits.per_peer:
                 return False
-            self._calls[peer] += 1
+            self._calls[kind, peer] += 1
             return True
 
-    def went(self, peer: str) -> None:
+    def went(self, peer: str, kind: str) -> None:
         with self._lock:
-            self._calls[peer] -= 1
-            if self._calls[peer] <= 0:
-                del self._calls[peer]
+            self._calls[kind, peer] -= 1
+            if self._calls[kind, peer] <= 0:
+                del self._calls[kind, peer]
 
 
 class Visit:
@@ -143,24 +143,30 @@ class Visit:
         self._gate = gate
         self._method = method
         self._token = token
-        self._peer = ""
+        self._peer = self._kind = ""
         self._jobs: set[str] = set()  # that this call is about
 
     def grant(self) -> Grant:
         return self._gate.grant(self._method, self._token)
 
-    def enter(self, peer: str) -> None:
-        """Counts the call. Raises Denied if its peer has too many."""
+    @property
+    def holder(self) -> str:
+        """The one job that its token is of; empty: it has none, or one of every job."""
+        job = "" if self._gate.is_open else self.grant().job
+        return "" if job == EVERY_JOB else job
+
+    def enter(self, peer: str, kind: str = "") -> None:
+        """Counts the call among those of its kind. Raises Denied if its peer has too many."""
         address = peer_address(peer)
-        if not self._gate.came(address):
+        if not self._gate.came(address, kind):
             limit = self._gate.limits.per_peer
             message = f"{limit} calls are under way from this address: --calls-per-peer allows no more"
             raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
-        self._peer = address
+        self._peer, self._kind = address, kind
 
     def leave(self) -> None:
         if self._peer:
-            self._gate.went(self._peer)
+            self._gate.went(self._peer, self._kind)
             self._peer = ""
 
     def parse(self, data: bytes, deserialize: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from services.security.gate import HEALTH, Denied, Gate, Visit
-from swift.security.health import SECURITY_KEY
+from services.security.lanes import Call, Lane, Lanes
+from swift.log.wire import Reason
 
 Handler = Any  # grpc.RpcMethodHandler: its types do not say what it has
 _visit: ContextVar[Visit] = ContextVar("visit")
@@ -23,32 +24,58 @@ def visit_of() -> Visit:
 
 
 class SyncGate(grpc.ServerInterceptor):
-    """For a grpc.Server. Tokens and roles are checked in gRPC's own thread, before the call gets one."""
+    """For a grpc.Server. Tokens, roles, and whether there is room are checked in gRPC's own thread, before the call
+    gets one: of its lane, so that calls of one kind cannot take what others need.
 
-    def __init__(self, gate: Gate) -> None:
+    To gRPC every call is one of streams: so the request of a call that has one is waited for here, no longer than its
+    lane allows, and a thread is not held until the last answer has found a reader.
+    """
+
+    def __init__(self, gate: Gate, lanes: Lanes | None = None) -> None:
         self._gate = gate
+        self._lanes = lanes or Lanes()
 
     def intercept_service(self, continuation: Callable[[Any], Handler], details: Any) -> Handler:
         handler = continuation(details)
         if handler is None:
             return None
-        if details.method.startswith(HEALTH):
-            return _health(handler, self._gate.shown)
+        method = details.method
+        visit, holder = None, ""
         try:
-            visit = self._gate.admit(details.method, details.invocation_metadata)
+            if not method.startswith(HEALTH):
+                visit = self._gate.admit(method, details.invocation_metadata)
+                holder = visit.holder
+            call = self._lanes.take(method, holder)
+            if call is None:
+                raise self._gate.noted(method, _no_room(self._lanes.of(method)))
         except Denied as denied:
-            return _refusing(denied)
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _sync_unary(handler, visit), None, handler.response_serializer
-            )
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                _sync_stream(handler, visit), None, handler.response_serializer
-            )
-        return grpc.stream_stream_rpc_method_handler(
-            _sync_streams(handler, visit), handler.request_deserializer, handler.response_serializer
-        )
+            return self._refusing(denied)
+        pool = self._lanes.of(method).pool
+        if handler.response_streaming:
+            behaviour: Any = _streaming(handler, visit, call)
+            behaviour.experimental_thread_pool = pool
+            return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+        behaviour = _single(handler, visit, call)
+        behaviour.experimental_thread_pool = pool
+        return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+
+    def _refusing(self, denied: Denied) -> Handler:
+        """Of streams, whatever the call is: so that no message of it is read."""
+
+        def refuse(_requests: Any, context: Any) -> Iterator[Any]:
+            _abort_sync(context, denied)
+            yield from ()
+
+        refuse.experimental_thread_pool = self._lanes.refusals  # type: ignore[attr-defined]
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _no_room(lane: Lane) -> Denied:
+    message = (
+        f"{lane.limits.calls} calls of this kind ({lane.name}) are under way, or with tokens of this job "
+        f"{lane.share}: no more are taken"
+    )
+    return Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
 
 
 @contextmanager
@@ -64,67 +91,54 @@ def _abort_sync(context: Any, denied: Denied) -> None:
     context.abort(denied.code, denied.message)
 
 
-def _enter(visit: Visit, context: Any) -> None:
-    visit.enter(context.peer())
-    if not context.add_callback(visit.leave):
-        visit.leave()
+def _enter(visit: Visit | None, call: Call, context: Any) -> None:
+    call.begin(context)
+    if visit is not None:
+        visit.enter(context.peer(), call.lane)
+        if not context.add_callback(visit.leave):
+            visit.leave()
 
 
-def _sync_unary(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Any]:
-    def call(data: bytes, context: Any) -> Any:
+def _request(handler: Handler, visit: Visit | None, call: Call, requests: Iterator[bytes]) -> Any:
+    """The one request of a call. Raises Denied."""
+    data = call.first(requests)
+    if data is None:
+        raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call")
+    return data if visit is None else visit.parse(data, handler.request_deserializer)
+
+
+def _single(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any, Any], Any]:
+    def answer(requests: Iterator[bytes], context: Any) -> Any:
         with _refusals(context):
-            _enter(visit, context)
-            request = visit.parse(data, handler.request_deserializer)
-        return handler.unary_unary(request, context)
+            _enter(visit, call, context)
+            request = _request(handler, visit, call, requests)
+        reply = handler.unary_unary(request, context)
+        call.sending()  # until gRPC says that the call is over
+        return reply
 
-    return call
+    return answer
 
 
-def _sync_stream(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Iterator[Any]]:
-    def call(data: bytes, context: Any) -> Iterator[Any]:
+def _streaming(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any, Any], Iterator[Any]]:
+    def answer(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
         with _refusals(context):
-            _enter(visit, context)
-            request = visit.parse(data, handler.request_deserializer)
-            with closing(handler.unary_stream(request, context)) as replies:
+            _enter(visit, call, context)
+            if handler.request_streaming:
+                assert visit is not None
+                _visit.set(visit)
+                replies = handler.stream_stream(requests, context)
+            else:
+                request = _request(handler, visit, call, requests)
+                replies = handler.unary_stream(request, context)
+            with closing(replies):
                 for reply in replies:
-                    visit.still_good()
+                    if visit is not None and not handler.request_streaming:
+                        visit.still_good()
+                    call.sending()
                     yield reply
+                    call.sent()
 
-    return call
-
-
-def _sync_streams(handler: Handler, visit: Visit) -> Callable[[Any, Any], Iterator[Any]]:
-    def call(requests: Any, context: Any) -> Iterator[Any]:
-        with _refusals(context):
-            _enter(visit, context)
-        _visit.set(visit)
-        yield from handler.stream_stream(requests, context)
-
-    return call
-
-
-def _health(handler: Handler, shown: str) -> Handler:
-    """`Check` says besides how the server is protected."""
-    if handler.unary_unary is None:
-        return handler
-
-    def check(request: Any, context: Any) -> Any:
-        context.set_trailing_metadata(((SECURITY_KEY, shown),))
-        return handler.unary_unary(request, context)
-
-    return grpc.unary_unary_rpc_method_handler(
-        check, handler.request_deserializer, handler.response_serializer
-    )
-
-
-def _refusing(denied: Denied) -> Handler:
-    """Of streams, whatever the call is: so that no message of it is read."""
-
-    def refuse(_requests: Any, context: Any) -> Iterator[Any]:
-        _abort_sync(context, denied)
-        yield from ()
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return answer
 
 
 class AsyncGate(grpc.aio.ServerInterceptor):
@@ -140,7 +154,7 @@ class AsyncGate(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if details.method.startswith(HEALTH):
-            return _async_health(handler, self._gate.shown)
+            return handler
         try:
             visit = self._gate.admit(details.method, details.invocation_metadata)
         except Denied as denied:
@@ -187,19 +201,6 @@ def _async_stream(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Asyn
             visit.leave()
 
     return call
-
-
-def _async_health(handler: Handler, shown: str) -> Handler:
-    if handler.unary_unary is None:
-        return handler
-
-    async def check(request: Any, context: Any) -> Any:
-        context.set_trailing_metadata(((SECURITY_KEY, shown),))
-        return await handler.unary_unary(request, context)
-
-    return grpc.unary_unary_rpc_method_handler(
-        check, handler.request_deserializer, handler.response_serializer
-    )
 
 
 def _async_refusing(denied: Denied) -> Handler:

@@ -153,7 +153,7 @@ def pour(address: str, _stream: str, size: int, count: int) -> None:
 
 def _serve(handler: "grpc.RpcMethodHandler[Any, Any]", name: str) -> None:
     """Until a line comes on stdin, or its end."""
-    server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options(BODY_BYTES_MAX))
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options())
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {name: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     keep_freed_memory()

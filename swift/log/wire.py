@@ -78,10 +78,16 @@ def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
     ]
 
 
-def server_options(frame_bytes_max: int) -> list[tuple[str, int]]:
+MESSAGE_BYTES_MAX = 8 << 20
+"""That a server takes. A record that is larger comes in several messages: see `swift.log.assembly`."""
+
+
+def server_options() -> list[tuple[str, int]]:
+    """(gRPC refuses a message that says to be larger before it has any memory for it, whatever call it is for.)"""
     return [
-        ("grpc.max_receive_message_length", frame_bytes_max + (1 << 20)),
-        ("grpc.max_send_message_length", frame_bytes_max + (1 << 20)),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", 1024),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
