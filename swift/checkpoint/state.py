@@ -6,7 +6,7 @@ form); NaN and infinity too.
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +21,20 @@ _LISTED: dict[str, Callable[[list[Any]], Any]] = {
     "set": set,
     "frozenset": frozenset,
     "size": torch.Size,
+}
+_NAMED: dict[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+}
+_FACTORIES: dict[str, Any] = {
+    "none": None,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "dict": dict,
+    "set": set,
 }
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -52,7 +66,17 @@ def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         pairs = [
             [_key(key, path), _split(item, f"{path}.{_word(key)}", tensors)] for key, item in value.items()
         ]
-        return {"ordered" if isinstance(value, OrderedDict) else "dict": pairs}
+        if isinstance(value, defaultdict) and value.default_factory in _FACTORIES.values():
+            word = next(word for word, made in _FACTORIES.items() if made is value.default_factory)
+            return {"default": [word, pairs]}
+        kind = (
+            "ordered"
+            if isinstance(value, OrderedDict)
+            else "counter"
+            if isinstance(value, Counter)
+            else "dict"
+        )
+        return {kind: pairs}
     if isinstance(value, deque):
         items = [_split(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
         return {"deque": [items, value.maxlen]}
@@ -153,9 +177,10 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if "scalar" in skeleton:
         return _array(bytes.fromhex(skeleton["scalar"]), skeleton)[()]
     kind, items = next(iter(skeleton.items()))
-    if kind in ("dict", "ordered"):
-        pairs = [(join(key, tensors), join(value, tensors)) for key, value in items]
-        return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
+    if kind == "default":
+        return defaultdict(_FACTORIES[items[0]], join({"dict": items[1]}, tensors))
+    if kind in _NAMED:
+        return _NAMED[kind]([(join(key, tensors), join(value, tensors)) for key, value in items])
     if kind == "deque":
         return deque((join(item, tensors) for item in items[0]), items[1])
     if kind in _LISTED:

@@ -27,7 +27,7 @@ class PreImage:
         self._around: list[Kept] = []
         if whole:
             self._around = [Kept(group, but=("params",)) for group in optimizer.param_groups]
-            self._around += [Kept(optimizer.state, but=parameters), Kept(vars(optimizer), but=_BASE)]
+            self._around += [Kept(optimizer.state, but=parameters), Kept(vars(optimizer), but=OPTIMIZERS_OWN)]
 
     @property
     def extra_bytes(self) -> int:
@@ -55,7 +55,7 @@ class PreImage:
 
 
 # What torch.optim.Optimizer itself keeps; the step does not change it, or it is taken apart.
-_BASE = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))) | {"step"}
+OPTIMIZERS_OWN = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))) | {"step"}
 
 
 def _size(tensors: list[torch.Tensor]) -> int:

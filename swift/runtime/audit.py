@@ -6,11 +6,14 @@ back to the checkpoint. Buffers or registered objects that differ are the traine
 each replica's own batches, a loader that knows its shard): a joiner would get its neighbour's. That is bad input.
 """
 
+import json
+import sys
 from typing import Any
 
 import torch
 import xxhash
 
+from swift import events
 from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers, UsageError
 from swift.runtime.groups import LastingGroup
@@ -31,13 +34,8 @@ class Audit:
     def compare(self) -> None:
         """Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas."""
         parts = self._state.parts()
-        own = torch.frombuffer(bytearray(b"".join(map(_digest, parts.values()))), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in self._group.ranks]
-
-        def run(messages: Messages) -> None:
-            messages.all_gather(gathered, own)
-
-        self._group.run(run)
+        own = _tensor(b"".join(map(_digest, parts.values())))
+        gathered = self._gather(own)
         for index, name in enumerate(parts):
             place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
             others = [
@@ -47,6 +45,40 @@ class Audit:
             ]
             if others:
                 self._differs(name, others)
+        self._compare_attributes()
+
+    def _compare_attributes(self) -> None:
+        """What modules keep in Python may well be each replica's own (the last loss, a map of attention), and of no
+        consequence. It is not copied then, which is said once; and a job in which it is lost is not exact."""
+        own = {path: _digest(value).hex() for path, value in self._state.beside.state()["values"].items()}
+        data = json.dumps(own, sort_keys=True).encode()
+        gathered = self._gather(_tensor(xxhash.xxh3_128_digest(data) + len(data).to_bytes(8, "little")))
+        told = [bytes(each.numpy()) for each in gathered]
+        apart: list[str] = []
+        if len(set(told)) > 1:
+            room = max(int.from_bytes(each[_DIGEST_BYTES:], "little") for each in told)
+            texts = [bytes(each.numpy()).rstrip() for each in self._gather(_tensor(data.ljust(room)))]
+            all_of = [json.loads(text) for text in texts]
+            names = {path for each in all_of for path in each}
+            apart = sorted(path for path in names if len({each.get(path) for each in all_of}) > 1)
+        if new := sorted(set(apart) - set(self._state.apart)):
+            events.emit("attributes_apart", version=self._state.version, names=new)
+            print(
+                f"swift: {', '.join(new[:5])}{', …' if len(new) > 5 else ''}: each replica has a value of its own, "
+                "which is lost with its rank, and then the job is not exact; make it the same on all, or say that it "
+                "need not last: session.transient('NAME')",
+                file=sys.stderr,
+            )
+        self._state.apart = apart
+
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(own) for _ in self._group.ranks]
+
+        def run(messages: Messages) -> None:
+            messages.all_gather(gathered, own)
+
+        self._group.run(run)
+        return gathered
 
     def _differs(self, name: str, others: list[int]) -> None:
         ranks = ", ".join(map(str, others))
@@ -59,6 +91,10 @@ class Audit:
             "same on all (one position for all loaders; no running statistics of each one's own batches: GroupNorm, or "
             "track_running_stats=False), or use strategy='replay'"
         )
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _digest(part: Any) -> bytes:

@@ -9,12 +9,16 @@ import torch
 
 from swift.checkpoint.state import stride_told
 from swift.errors import ReplayRefused, ReplicaDiffers
-from swift.runtime.manifest import Entry, Manifest, check_fits, local, placement, torch_dtype
+from swift.runtime.manifest import Entry, Manifest, check_fits, fits, local, placement, torch_dtype
 from swift.runtime.tensors import as_bytes
 
 # A new tensor of this many bytes lies in huge pages. The kernel clears pages when they are first written; one by
 # one that takes as long as receiving does (2.4 GB/s against 7 in huge pages).
 _HUGE_BYTES = 2 << 20
+
+
+# What is there may have another shape from step to step.
+_GROWING = ("state.optimizers.", "state.objects.")
 
 
 class Destination:
@@ -28,10 +32,14 @@ class Destination:
         self._entries = manifest.entries
         self._into = into
         self._joiner = joiner
+        here: dict[str, torch.Tensor] = {}
         for entry in self._entries:
-            if entry.path in into:
-                check_fits(entry, into[entry.path], source, joiner)
-        here = {entry.path: local(into[entry.path]) for entry in self._entries if entry.path in into}
+            if entry.path not in into:
+                continue
+            if entry.path.startswith(_GROWING) and not fits(entry, into[entry.path]):
+                continue
+            check_fits(entry, into[entry.path], source, joiner)
+            here[entry.path] = local(into[entry.path])
         # One memory here as there: filled through the entry that it is the same as.
         tied = {e.path for e in self._entries if e.path in here and _same(here[e.path], here.get(e.same_as))}
         self._overlapping = _overlapping({path: tensor for path, tensor in here.items() if path not in tied})

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from swift import events
@@ -193,7 +193,10 @@ class Engine:
     def _standing(self) -> Standing:
         if not self._state.present:
             return Standing(version=None)
-        return self._state.updates.standing(self._state.version)
+        standing = self._state.updates.standing(self._state.version)
+        if standing.version is not None and not self._state.can_drop:  # in the vote: it can only be finished
+            return replace(standing, version=None)
+        return standing
 
     def _place_log(self, view: pb.View) -> list[str]:
         """Takes the servers that the View names for what this rank writes. Gives those that were emptied since."""

@@ -5,6 +5,7 @@ was; a module copies into the tensors that it has, whatever their strides. Both 
 load in their own way), and what they have changed is put right, or refused.
 """
 
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -39,8 +40,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         )
 
 
-def load_module(module: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Raises ServiceError if it has other parameters or buffers."""
+def load_module(module: torch.nn.Module, saved: dict[str, Any], begun: Collection[str] | None = None) -> None:
+    """Raises ServiceError if it has other parameters. `begun`: the buffers with which a process begins."""
+    _make_buffers(module, saved, begun)
     try:
         module.load_state_dict(saved)
     except RuntimeError as error:
@@ -53,6 +55,27 @@ def load_module(module: torch.nn.Module, saved: dict[str, Any]) -> None:
                 continue
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and value.shape == tensor.shape:
                 tensor.data = value.detach().clone(memory_format=torch.preserve_format)
+
+
+def _make_buffers(module: torch.nn.Module, saved: dict[str, Any], begun: Collection[str] | None) -> None:
+    """Those that a forward has made are made, those that it has not made yet go."""
+    own = module.state_dict()
+    for name in saved.keys() - own.keys():
+        prefix, _, last = name.rpartition(".")
+        try:
+            owner = module.get_submodule(prefix)
+        except AttributeError:
+            continue  # torch says it
+        if isinstance(saved[name], torch.Tensor) and last not in owner._parameters and last != "_extra_state":
+            owner._buffers[last] = torch.empty_like(saved[name])
+    for name in own.keys() - saved.keys():
+        prefix, _, last = name.rpartition(".")
+        owner = module.get_submodule(prefix)
+        if last in owner._buffers and begun is not None:
+            if name in begun:
+                owner._buffers[last] = None
+            else:
+                del owner._buffers[last]
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -262,10 +262,15 @@ def plan_chunks(sizes: Sequence[int], sources: int) -> list[Chunk]:
     return [Chunk(index, index % sources, pieces) for index, pieces in enumerate(found)]
 
 
+def fits(entry: Entry, destination: torch.Tensor) -> bool:
+    expected = entry_of(entry.path, destination)
+    return (entry.dtype, entry.shape, entry.placement) == (expected.dtype, expected.shape, expected.placement)
+
+
 def check_fits(entry: Entry, destination: torch.Tensor, source: int, joiner: int) -> None:
     """Raises ReplicaDiffers, in one line, if a tensor of that entry cannot be received into `destination`."""
-    expected = entry_of(entry.path, destination)
-    if (entry.dtype, entry.shape, entry.placement) != (expected.dtype, expected.shape, expected.placement):
+    if not fits(entry, destination):
+        expected = entry_of(entry.path, destination)
         raise ReplicaDiffers(
             f"{entry.path}: rank {source} holds {entry}, rank {joiner} has room for {expected}"
         )

@@ -158,7 +158,9 @@ class Restorer:
             self._state.present = False
             self._copied = None
             try:
-                self._state.load_state_dict(self._store.load(mine.from_version))
+                state = self._store.load(mine.from_version)
+                self._state.load_state_dict(state)
+                self._tell_lost(state, mine.from_version)
             except ServiceError as error:
                 raise ReplayRefused(str(error)) from None  # the coordinator may know an older one
             self._state.present = True
@@ -228,7 +230,7 @@ class Restorer:
         sent = send_state(
             transfer,
             self._rank,
-            self._state.state_dict(),
+            self._state.shared_dict(),
             self._member.check,
             self._faults.copying,
             wire=_Wire(self._world, self._faults),
@@ -262,6 +264,7 @@ class Restorer:
             self._state.load_state_dict(received.state)
         except ServiceError as error:
             raise ReplicaDiffers(f"ranks {list(transfer.sources)} hold another state: {error}") from None
+        self._tell_lost(received.state, transfer.version)
         self._state.present = True
         self._copied = _Copied(transfer.version, received.witnesses)
         events.emit(
@@ -281,6 +284,15 @@ class Restorer:
             bytes=received.bytes,
         )
         events.emit("restore_end", **where, version=transfer.version)
+
+    def _tell_lost(self, state: dict[str, Any], version: int) -> None:
+        """What the rank had and no state can hold."""
+        beside = state["beside"]
+        if lost := [*beside["unknown"], *beside.get("apart", [])]:
+            self._member.client.differs(
+                version,
+                f"{', '.join(lost)} of rank {self._rank} cannot be given to another process, and was lost",
+            )
 
     def _replay(
         self,

@@ -344,6 +344,13 @@ class Session:
         for name, value in objects.items():
             self._state.add_object(name, value)
 
+    def transient(self, *names: str) -> None:
+        """Attributes of modules that need not outlive a failure, by the names that they have in any module.
+
+        What a step changes there (the last loss, a map of attention) is otherwise a part of the rank's state.
+        """
+        self._state.beside.transient.update(names)
+
     def run(self, train_step: TrainStep, num_steps: int) -> None:
         """Calls ``train_step(step)`` for every step below `num_steps` that is still to do.
 
@@ -354,6 +361,7 @@ class Session:
         if num_steps < 0:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")
         self._state.check_complete()
+        self._state.remember()
         self._engine.run(train_step, num_steps)
 
     # --- inside a step ---

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import ReplayRefused, UsageError
 from swift.runtime import _torch
-from swift.runtime.buffers import Buffers
+from swift.runtime.before import Before
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.groups import LastingGroup
 from swift.runtime.profiling import WEIGHTS
-from swift.runtime.rng import Randomness
+from swift.runtime.rng import Randomness, kept
 from swift.runtime.updates import Updates
 
 if TYPE_CHECKING:
@@ -60,13 +60,33 @@ class Share(Protocol):
         of which that is so now."""
 
 
+class Inference:
+    """(torch runs a stage once more, to learn its shapes) ``Inference(module)`` … ``end()``: as if it had not."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = Before([module], parameters=True)
+        self._module.keep()
+        self._modes = [(part, part.training) for part in module.modules()]
+        self._randomness = ExitStack()
+        self._randomness.enter_context(kept())
+
+    def end(self) -> bool:
+        """The forward has changed something."""
+        changed = self._module.changed
+        self._module.put_back()
+        for part, training in self._modes:
+            part.training = training
+        self._randomness.close()
+        return changed
+
+
 class _Logged(_Base):
     """What a logged stage does differently from torch's. Mixed in before the torch class."""
 
     _channel: Channel
     _calls: int
     _inferring: bool
-    _buffers_before: Buffers | None
+    _before_inference: Inference | None
     _awaiting_forward: set[int]
     _awaiting_backward: set[int]
     _updates: Updates
@@ -77,7 +97,7 @@ class _Logged(_Base):
     share: Share | None = None
     """While others help with a replay."""
     changes_buffers = False
-    """A forward changes buffers (running statistics), so that each microbatch needs what the one before has left."""
+    """A forward changes its module (running statistics), so that each microbatch needs what the one before has left."""
     loss_like: Any = None
     """(last stage) What the loss function returns."""
     skipped: int | None = None
@@ -94,7 +114,7 @@ class _Logged(_Base):
         self.grad_scale = 1
         self._calls = -1
         self._inferring = False
-        self._buffers_before = None
+        self._before_inference = None
         self._awaiting_forward = set()
         self._awaiting_backward = set()
         self._withheld, self._arriving = {}, {}
@@ -331,12 +351,13 @@ class _Logged(_Base):
         metas = _torch.meta_from_json(self._channel.get_meta(key))
         return _torch.ForwardMeta(metas) if kind == "forward" else _torch.BackwardMeta(metas)
 
-    # Inference runs the module on arbitrary bits, so what it did to buffers (running statistics) is taken back.
+    # Inference runs the module on arbitrary bits, so what it did to it (running statistics, attributes, an encoder that
+    # follows another one) is taken back, and what it drew.
     # The other columns do not take part in it, so the weights that FSDP gathers are arbitrary as well.
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self._inferring = True
-        self._buffers_before = Buffers(self.submod)
+        self._before_inference = Inference(self.submod)
         with self._without_columns():
             return super()._forward_metadata_inference(*args, **kwargs)
 
@@ -360,10 +381,9 @@ class _Logged(_Base):
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         _torch.reset_sharded(self.submod)
-        if self._buffers_before is not None:
-            self.changes_buffers = self.changes_buffers or self._buffers_before.changed
-            self._buffers_before.put_back()
-        self._buffers_before = None
+        if self._before_inference is not None:
+            self.changes_buffers = self._before_inference.end() or self.changes_buffers
+        self._before_inference = None
         self._inferring = False
 
 

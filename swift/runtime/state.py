@@ -6,20 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from swift.checkpoint.state import split
 from swift.errors import ServiceError, UsageError
 from swift.optim.journal import UndoResult
 from swift.optim.kept import Kept
 from swift.runtime import _torch, sharded
-from swift.runtime.buffers import Buffers
+from swift.runtime.before import Before, Looks
+from swift.runtime.beside import Beside
 from swift.runtime.groups import LastingGroup
 from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import local
 from swift.runtime.rng import Randomness, as_registered
 from swift.runtime.stage import WholeModule
-from swift.runtime.tensors import digest
+from swift.runtime.tensors import byte_view, digest, plain
 from swift.runtime.updates import Updates
+
+# Of a process, in which every bit of frozen parameters is compared; later what tells cheaply.
+_STEPS_LOOKED_AT = 3
 
 
 @dataclass(kw_only=True)
@@ -29,7 +34,6 @@ class _BeforeStep:
 
     objects: dict[str, Any]
     placements: dict[str, str]
-    buffers: list[Buffers]
 
 
 class TrainerState:
@@ -47,6 +51,15 @@ class TrainerState:
         self.lived = False  # until this process has run with the others, and logged what it sent
         self._before: _BeforeStep | None = None
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
+        self._modules = Before(())
+        self._looks = Looks()
+        self._changing: dict[int, torch.nn.Parameter] = {}
+        """Parameters that no optimizer updates, and that a step changes all the same (a momentum encoder's)."""
+        self._steps_here = 0
+        self._digests: dict[int, bytes] = {}
+        self.beside = Beside()
+        self.apart: list[str] = []
+        """What replicas have each of its own (`swift.runtime.audit`)."""
 
     # --- registration ---
 
@@ -67,6 +80,7 @@ class TrainerState:
                     f"two stages {stage.stage_index} on one rank: a rank can have several stages of one pipeline, not "
                     "two pipelines; make one pipeline of both, or give a whole model to session.module"
                 )
+        _check_ready(stage.submod)
         self.stages.append(stage)
 
     def keyed(self) -> dict[str, Any]:
@@ -117,6 +131,11 @@ class TrainerState:
                 "some parameters of the stages have no optimizer; pass them to session.optimizer or freeze them"
             )
 
+    def remember(self) -> None:
+        """(all is registered, and nothing is loaded yet) What a new process begins with."""
+        modules = {key: stage.submod for key, stage in self.keyed().items()}
+        self.beside.remember(modules, self.optimizers, self.objects.values())
+
     # --- one step ---
 
     def begin_step(self) -> None:
@@ -127,8 +146,10 @@ class TrainerState:
         self._before = _BeforeStep(
             objects=copy.deepcopy(objects),
             placements=placements,
-            buffers=[Buffers(stage.submod) for stage in self.stages],
         )
+        self._modules.roots = [stage.submod for stage in self.stages]
+        self._modules.keep(self._changing.values())
+        self._looks.keep(p for p in self._parameters() if not sharded.is_sharded(p))
         # A trainer may set them at any place in its step (`group["lr"] = …` for this step): ranks that it has left at
         # different places are replicas only with what they began with.
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
@@ -136,6 +157,8 @@ class TrainerState:
 
     def end_step(self) -> None:
         self._before, self._groups = None, []
+        self._learn_changing()
+        self._modules.forget()
         self.version += 1
         self.updates.begin_step(self.version)
 
@@ -156,9 +179,46 @@ class TrainerState:
             if isinstance(self.objects[name], torch.amp.GradScaler):
                 _torch.forget_unscaled(self.objects[name])
             self.objects[name].load_state_dict(state)
-        for buffers in before.buffers:
-            buffers.put_back()
+        if self._changed_otherwise():
+            # Values of before the step are nowhere. (From its next step on they are kept.)
+            self.present = False
+        self._modules.put_back()
         self._put_back_groups()
+
+    @property
+    def can_drop(self) -> bool:
+        """(a step is under way) It can be taken back."""
+        return self._before is None or not self._changed_otherwise()
+
+    def _changed_otherwise(self) -> bool:
+        """A parameter was changed by something else than the session's update, and nobody has kept what it was."""
+        if self.updates.begun or self.updates.partial:
+            return False
+        kept = self._changing
+        return any(id(p) not in kept and self._looks.changed(p) for p in self._looks)
+
+    def _learn_changing(self) -> None:
+        """(a step is done) In the first steps of a process every bit of frozen parameters is looked at."""
+        held = {
+            id(p)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        frozen = [
+            p
+            for p in self._looks
+            if (id(p) not in held or not p.requires_grad) and id(p) not in self._changing
+        ]
+        if self._steps_here < _STEPS_LOOKED_AT:
+            digests = {id(p): xxhash.xxh3_128_digest(byte_view(plain(p)).data) for p in frozen if p.numel()}
+            found = [p for p in frozen if self._digests.get(id(p), digests.get(id(p))) != digests.get(id(p))]
+            self._digests = digests
+        else:
+            found, self._digests = [], {}
+        self._steps_here += 1
+        for parameter in (*found, *(p for p in frozen if self._looks.changed(p))):
+            self._changing[id(parameter)] = parameter
 
     def undo(self) -> list[UndoResult]:
         """(after `drop_step`) Takes back what is applied of its update. Raises ServiceError if that cannot be done."""
@@ -195,8 +255,15 @@ class TrainerState:
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """The tensors that a copy of a replica's state is received into, by their path in `state_dict`."""
-        tensors, _ = split(self.state_dict())
+        tensors, _ = split({key: value for key, value in self.state_dict().items() if key != "beside"})
         return tensors
+
+    def shared_dict(self) -> dict[str, Any]:
+        """What replicas have in common; the names of what each has of its own are in it."""
+        state = self.state_dict()
+        beside = state["beside"]
+        values = {path: value for path, value in beside["values"].items() if path not in self.apart}
+        return {**state, "beside": {**beside, "values": values, "apart": list(self.apart)}}
 
     def state_dict(self) -> dict[str, Any]:
         """Local tensors that share the memory of what they are the state of; `placements` says which are shards."""
@@ -205,6 +272,7 @@ class TrainerState:
             "stages": {key: stage.submod.state_dict() for key, stage in self.keyed().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "objects": self._object_states(),
+            "beside": self.beside.state(),
         }
         state, placements = sharded.localized(state)
         return {**state, "placements": placements} if placements else state
@@ -238,11 +306,12 @@ class TrainerState:
         sharded.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
         state = sharded.globalized(state, placements, self._parameters())
         for name, stage in stages.items():
-            load_module(stage.submod, state["stages"][name])
+            load_module(stage.submod, state["stages"][name], self.beside.names_at_begin(name))
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, value)
         for name, value in state["objects"].items():
             self.objects[name].load_state_dict(value)
+        self.beside.load(state["beside"])
         self._before, self._groups = None, []
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
@@ -265,6 +334,8 @@ class TrainerState:
         """SHA-256 of each part of the state; equal on two runs only if every bit is."""
         state = self.state_dict()
         parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
+        if state["beside"]["values"] or state["beside"]["gone"]:
+            parts["modules"] = state["beside"]
         if "loader" in parts:
             parts["data"] = parts.pop("loader")
         out = {"rng": self.randomness.digest(self.version)}
@@ -279,3 +350,14 @@ class TrainerState:
             parts = [local(parameter).detach().flatten().float() for parameter in self._parameters()]
         flat = torch.cat(parts) if parts else torch.empty(0)
         return flat[:: max(1, -(-flat.numel() // at_most))].contiguous().numpy().tobytes().hex()
+
+
+def _check_ready(module: torch.nn.Module) -> None:
+    """Raises UsageError for a module that makes its parameters in its first forward."""
+    lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, lazy):
+            raise UsageError(
+                f"{name} of a lazy module has no shape yet; call the module once (under torch.no_grad()) before the "
+                "session is told of it, and make the optimizer after that"
+            )

@@ -33,6 +33,7 @@ def copied(run: Run) -> bool:
     ("mode", "fault"),
     [
         ("layout", {"rank": 1, "step": 4, "phase": "optimizer"}),
+        ("attributes", {"rank": 1, "step": 4, "phase": "reduce"}),
     ],
 )
 def test_replicas(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 import json
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ def test_what_is_neither_tensor_nor_plain_is_refused() -> None:
         frozenset({1.5}),
         deque([1, [2]], maxlen=3),
         OrderedDict([("b", 1), ("a", 2)]),
+        Counter("aab"),
+        defaultdict(list, {"a": [1]}),
         {(0, 1): "pair", None: "none", 2.5: "half", b"x": 1},
         b"\x00\xff",
         1 + 2j,

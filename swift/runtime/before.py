@@ -1,0 +1,408 @@
+"""Modules as they were: what a forward did to them can be taken back.
+
+Buffers, Python attributes (numbers, containers, arrays, tensors, objects of the trainer's own classes) and parameters
+that no optimizer updates. A forward may change a value in place, bind another one to its name
+(``self.mean = 0.9 * self.mean + …``), or make one (a cache). So it is the names that are kept, what was bound to
+them, and the values of what can be changed in place.
+
+It is done before every step, so it looks at what is there, and copies what is small or has changed since.
+"""
+
+import ctypes
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from swift.runtime.tensors import same_bits
+
+# What every module has, and torch keeps. (Training and evaluation mode is the session's to put back.)
+MODULES_OWN = frozenset(vars(torch.nn.Module()))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
+_INERT = (
+    *_PLAIN,
+    Enum,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    type,
+    torch.nn.Parameter,
+)
+# Objects of these packages are not taken apart.
+_OTHERS = (
+    "torch",
+    "swift",
+    "numpy",
+    "logging",
+    "threading",
+    "multiprocessing",
+    "concurrent",
+    "typing",
+    "weakref",
+    "functools",
+    "importlib",
+    "asyncio",
+    "types",
+    "abc",
+    "builtins",
+    "_thread",
+    "_io",
+)
+# Modules of these keep what a step needs in other places.
+_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "torch.fx", "torch.export")
+_LARGE_BYTES = 64 << 10
+_ENDS_BYTES = 64
+
+
+def attributes_of(module: torch.nn.Module) -> bool:
+    """Its attributes are its class's, and not a wrapper's of torch's."""
+    made_by_torch = type(module).__module__.startswith(_WRAPPERS)
+    return not (made_by_torch or isinstance(module, torch.fx.GraphModule))
+
+
+def object_of_ones_own(value: Any) -> bool:
+    """It has attributes, and a class that a trainer's code may change objects of."""
+    kind = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type | torch.nn.Module | Enum)
+        and not callable(getattr(value, "__get__", None))
+        and (
+            kind.__module__.partition(".")[0] not in _OTHERS
+            or (kind.__module__ == "types" and kind.__name__ == "SimpleNamespace")
+        )
+    )
+
+
+def generator_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """(get, set) of the state of a random generator; None: it is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if isinstance(value, np.random.RandomState):
+        return (lambda: value.get_state(legacy=False)), value.set_state
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+    return None
+
+
+class Looks:
+    """(before every step) ``keep(parameters)`` … ``changed(parameter)``: as `look`, with less work."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        """Address and readable bytes."""
+        self._were: dict[torch.nn.Parameter, tuple[Any, ...]] = {}
+
+    def keep(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._were = {parameter: self._look(parameter) for parameter in parameters}
+
+    def __iter__(self) -> Iterator[torch.nn.Parameter]:
+        return iter(self._were)
+
+    def changed(self, parameter: torch.nn.Parameter) -> bool:
+        return self._look(parameter) != self._were[parameter]
+
+    def _look(self, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+        address = parameter.data_ptr()
+        known = self._known.get(parameter)
+        if known is None or known[0] != address:
+            readable = plain_tensor(parameter) and parameter.device.type == "cpu"
+            known = address, min(parameter.nbytes, _ENDS_BYTES) if readable else 0
+            self._known[parameter] = known
+        size = known[1]
+        return address, parameter._version, ctypes.string_at(address, size) if size else b""
+
+
+def look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells cheaply that a tensor was changed: its memory, its version, and its first and last bytes.
+
+    Kernels and `.data` do not count versions; whoever changes a whole tensor so changes its ends.
+    """
+    address, size = tensor.data_ptr(), tensor.nbytes
+    if not size or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return address, _version(tensor)
+    ends = min(size, _ENDS_BYTES)
+    return (
+        address,
+        _version(tensor),
+        ctypes.string_at(address, ends),
+        ctypes.string_at(address + size - ends, ends),
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def plain_tensor(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+    )
+
+
+def _inert(value: Any) -> bool:
+    """Nothing in it can change."""
+    if isinstance(value, tuple):
+        return all(map(_inert, value))
+    return isinstance(value, _INERT)
+
+
+class _Holder:
+    """A dictionary of names."""
+
+    __slots__ = ("but", "holder", "mutable", "seen")
+
+    def __init__(self, holder: dict[str, Any], but: frozenset[str]):
+        self.holder, self.but = holder, but
+        self.seen: dict[str, Any] = {}
+        self.mutable: list[Any] = []
+        self.look()
+
+    def look(self) -> None:
+        holder, seen = self.holder, self.seen
+        if (
+            len(holder) == len(seen)
+            and all(map(is_, holder.values(), seen.values()))
+            and list(holder) == list(seen)
+        ):
+            return
+        self.seen = holder.copy()
+        self.mutable = [v for k, v in holder.items() if k not in self.but and not _inert(v)]
+
+    def put_back(self) -> None:
+        holder, seen, but = self.holder, self.seen, self.but
+        for key in [key for key in holder if key not in seen and key not in but]:
+            del holder[key]
+        for key, value in seen.items():
+            if key not in but and holder.get(key, self) is not value:
+                holder[key] = value
+
+    @property
+    def changed(self) -> bool:
+        names = [key for key in (*self.holder, *self.seen) if key not in self.but]
+        return any(self.holder.get(key, self) is not self.seen.get(key, self) for key in names)
+
+
+class _Copy:
+    """A tensor or an array, and what it was."""
+
+    __slots__ = ("looked", "value", "was")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.was: Any
+        self.looked: tuple[Any, ...] = ()
+        if isinstance(value, np.ndarray):
+            self.was = value.copy()
+        else:
+            self.was, self.looked = value.detach().clone(), look(value)
+
+    @property
+    def stands(self) -> bool:
+        """(large ones) It need not be copied again."""
+        large = isinstance(self.value, torch.Tensor) and self.value.nbytes >= _LARGE_BYTES
+        return large and look(self.value) == self.looked
+
+    @property
+    def changed(self) -> bool:
+        if isinstance(self.value, np.ndarray):
+            return bool(self.value.tobytes() != self.was.tobytes())
+        return (
+            self.value.shape != self.was.shape
+            or self.value.dtype != self.was.dtype
+            or not same_bits(self.value, self.was)
+        )
+
+    def put_back(self) -> None:
+        if isinstance(self.value, np.ndarray):
+            if self.value.flags.writeable:
+                self.value[...] = self.was
+            return
+        with torch.no_grad():
+            if self.value.shape == self.was.shape and self.value.dtype == self.was.dtype:
+                if self.changed:
+                    self.value.detach().copy_(self.was)
+            else:
+                self.value.data = self.was.clone()
+
+
+class _Contents:
+    """A container, and what was in it."""
+
+    __slots__ = ("value", "was")
+
+    def __init__(self, value: Any):
+        self.value, self.was = value, value.copy()
+
+    @property
+    def changed(self) -> bool:
+        if len(self.value) != len(self.was):
+            return True
+        if isinstance(self.value, set):
+            return bool(self.value != self.was)
+        if isinstance(self.value, dict):
+            return list(self.value) != list(self.was) or not all(
+                map(is_, self.value.values(), self.was.values())
+            )
+        return not all(map(is_, self.value, self.was))
+
+    def put_back(self) -> None:
+        if not self.changed:
+            return
+        self.value.clear()
+        if isinstance(self.value, dict | set):
+            self.value.update(self.was)
+        else:
+            self.value.extend(self.was)
+
+
+class _State:
+    """A random generator, and where it was."""
+
+    __slots__ = ("get", "set", "was")
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]):
+        self.get, self.set, self.was = get, put, get()
+
+    @property
+    def changed(self) -> bool:
+        return repr(self.get()) != repr(self.was)
+
+    def put_back(self) -> None:
+        self.set(self.was)
+
+
+class Before:
+    """``keep()`` … ``changed``, ``put_back()``; ``keep()`` again."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], *, parameters: bool = False):
+        """`parameters`: their values as well."""
+        self.roots = list(modules)
+        self._parameters = parameters
+        self._flags: list[tuple[torch.nn.Parameter, bool]] = []
+        self._holders: dict[int, _Holder] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._kept: list[_Holder | _Copy | _Contents | _State] = []
+        self._visited: set[int] = set()
+
+    def keep(self, besides: Iterable[torch.Tensor] = ()) -> None:
+        """`besides`: tensors whose values are kept, too."""
+        self._kept, self._visited = [], set()
+        copies, self._copies = self._copies, {}
+        holders, self._holders = self._holders, {}
+        self._old = copies, holders
+        self._flags = []
+        for module in self._modules():
+            self._module(module)
+        for tensor in besides:
+            self._value(tensor, parameter=True)
+        self._old = {}, {}
+
+    def forget(self) -> None:
+        """The step is done."""
+        self._kept = []
+
+    @property
+    def changed(self) -> bool:
+        return any(kept.changed for kept in self._kept)
+
+    def put_back(self) -> None:
+        for kept in self._kept:
+            kept.put_back()
+        for parameter, trained in self._flags:
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
+        self._kept, self._flags = [], []
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        # Every step, so not by torch's `modules()`, which makes names.
+        left, seen = list(self.roots), set()
+        while left:
+            module = left.pop()
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                left.extend(module._modules.values())  # type: ignore[arg-type]
+                yield module
+
+    def _module(self, module: torch.nn.Module) -> None:
+        if id(module) in self._visited:
+            return
+        self._visited.add(id(module))
+        if attributes_of(module):
+            self._dictionary(vars(module), MODULES_OWN)
+        if module._buffers:
+            self._dictionary(module._buffers, frozenset())
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._flags.append((parameter, parameter.requires_grad))
+                if self._parameters:
+                    self._value(parameter, parameter=True)
+
+    def _dictionary(self, holder: dict[str, Any], but: frozenset[str]) -> None:
+        found = self._old[1].get(id(holder))
+        if found is None or found.holder is not holder:
+            found = _Holder(holder, but)
+        else:
+            found.look()
+        self._holders[id(holder)] = found
+        self._kept.append(found)
+        for value in found.mutable:
+            self._value(value)
+
+    def _value(self, value: Any, *, parameter: bool = False) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._visited:
+            return
+        if isinstance(value, torch.Tensor):
+            if plain_tensor(value) and (parameter or not isinstance(value, torch.nn.Parameter)):
+                self._visited.add(id(value))
+                self._copy(value)
+        elif isinstance(value, tuple | frozenset):
+            for item in value:
+                self._value(item)
+        elif isinstance(value, torch.nn.Module):
+            self._hidden(value)
+        elif type(value) is np.ndarray:
+            self._visited.add(id(value))
+            if not value.dtype.hasobject:
+                self._copy(value)
+        else:
+            self._visited.add(id(value))
+            self._thing(value)
+
+    def _hidden(self, module: torch.nn.Module) -> None:
+        """One that hangs below no other: who keeps it in a list wants its parameters out of `parameters()`."""
+        for part in module.modules():
+            if id(part) not in self._visited:
+                self._module(part)
+                for parameter in part._parameters.values():
+                    if parameter is not None and not parameter.requires_grad:
+                        self._value(parameter, parameter=True)
+
+    def _thing(self, value: Any) -> None:
+        if isinstance(value, list | dict | set | deque):
+            self._kept.append(_Contents(value))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._value(item)
+        elif (state := generator_state(value)) is not None:
+            self._kept.append(_State(*state))
+        elif object_of_ones_own(value):
+            self._dictionary(vars(value), frozenset())
+
+    def _copy(self, value: Any) -> None:
+        found = self._old[0].get(id(value))
+        if found is None or found.value is not value or not found.stands:
+            found = _Copy(value)
+        self._copies[id(value)] = found
+        self._kept.append(found)

@@ -1,0 +1,296 @@
+"""What modules keep in Python: a dropped step takes it back, and another process gets it."""
+
+import copy
+import enum
+import json
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from swift.checkpoint.state import join, split
+from swift.errors import ServiceError, UsageError
+from swift.runtime.beside import Beside
+from swift.runtime.stage import Inference, WholeModule
+from swift.runtime.state import TrainerState
+from tests.unit.runtime.test_state import make_updates
+
+
+class Mode(enum.Enum):
+    WARM, COLD = 1, 2
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.values = 0.0, [1.0]
+
+
+class Odd(nn.Module):
+    """As people write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.key = nn.Linear(3, 3)
+        self.key.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.calls, self.mode, self.rank = 0, Mode.WARM, id(self)
+        self.past: list[float] = []
+        self.recent: deque[int] = deque(maxlen=2)
+        self.table = {"a": [1, 2], "act": torch.relu}
+        self.counts = np.zeros(3, dtype=np.int64)
+        self.scale = torch.ones(3)
+        self.meter = Meter()
+        self.noise = torch.Generator().manual_seed(1)
+        self.dice = random.Random(1)
+        self.hidden = [nn.Linear(3, 3)]
+        self.hidden[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.linear.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + theirs.data * 0.1
+            for mine, theirs in zip(self.hidden[0].parameters(), self.linear.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.scale.mul_(1.01)
+        self.calls += 1
+        self.mode = Mode.COLD
+        self.past.append(float(self.calls))
+        self.recent.append(self.calls)
+        self.table["a"].append(self.calls)
+        self.table["b"] = self.calls
+        self.counts += 1
+        self.meter.total += 0.5
+        self.meter.values.append(self.meter.total)
+        self.made = {"late": torch.ones(2) * self.calls}
+        self.linear.requires_grad_(True)
+        drawn = torch.rand(3, generator=self.noise) * self.dice.random()
+        return (
+            (self.linear(x) + self.key(x) + self.hidden[0](x) + self.mean + drawn)
+            * self.scale
+            * len(self.past)
+        )
+
+
+def make() -> tuple[TrainerState, Odd, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    state, module = TrainerState(1, make_updates()), Odd()
+    state.add_stage(WholeModule(module))
+    optimizer = torch.optim.AdamW(module.linear.parameters())
+    state.updates.add(optimizer)
+    state.check_complete()
+    state.remember()
+    return state, module, optimizer
+
+
+def forward(module: Odd, step: int) -> torch.Tensor:
+    return module(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+def steps(state: TrainerState, module: Odd, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        state.begin_step()
+        optimizer.zero_grad()
+        forward(module, state.version).backward()
+        optimizer.step()
+        state.end_step()
+
+
+def through_json(state: TrainerState) -> Any:
+    tensors, skeleton = split(state.shared_dict())
+    return join(json.loads(json.dumps(skeleton)), {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("done", [1, 4])
+def test_a_dropped_step_takes_back_what_a_forward_did(done: int) -> None:
+    (state, *others), (twin, *twins) = make(), make()
+    steps(state, *others, count=done)
+    steps(twin, *twins, count=done)
+    state.begin_step()
+    forward(others[0], 99).backward()
+    assert state.can_drop
+    state.present = True
+    state.drop_step()
+    assert state.present
+    assert others[0].past == twins[0].past
+    assert state.digests() == twin.digests()
+    steps(state, *others, count=2)
+    steps(twin, *twins, count=2)
+    assert state.digests() == twin.digests()
+
+
+def test_what_is_not_known_to_change_in_the_first_step_is_not_held() -> None:
+    """A frozen parameter is copied before each step once it is known to change. Until then its rank has no state."""
+    state, module, _ = make()
+    state.present = True
+    state.begin_step()
+    forward(module, 0)
+    assert not state.can_drop
+    state.drop_step()
+    assert not state.present
+
+
+@pytest.mark.parametrize("later", [0, 3])
+def test_another_process_goes_on_with_the_same_bits(later: int) -> None:
+    (state, *others), (other, *theirs) = make(), make()
+    steps(state, *others, count=3)
+    saved = through_json(state)
+    steps(state, *others, count=2)
+    steps(other, *theirs, count=later)  # a survivor, which is further
+    table = theirs[0].table
+    rank = theirs[0].rank
+    other.load_state_dict(saved)
+    assert theirs[0].table is table
+    assert theirs[0].table["act"] is torch.relu
+    assert (theirs[0].mode, theirs[0].rank) == (Mode.COLD, rank)
+    steps(other, *theirs, count=2)
+    assert other.digests() == state.digests()
+    assert theirs[0].hidden[0].weight.equal(others[0].hidden[0].weight)
+
+
+def test_a_survivor_goes_back_to_the_first_version() -> None:
+    (state, *others), (twin, *twins) = make(), make()
+    first = through_json(state)
+    steps(state, *others, count=3)
+    state.load_state_dict(first)
+    assert state.digests() == twin.digests()
+    assert not hasattr(others[0], "made")
+    steps(state, *others, count=2)
+    steps(twin, *twins, count=2)
+    assert state.digests() == twin.digests()
+
+
+def test_shape_inference_leaves_nothing_behind() -> None:
+    (state, *others), (twin, *twins) = make(), make()
+    before = torch.default_generator.get_state(), random.getstate()
+    inference = Inference(others[0])
+    others[0].eval()
+    torch.rand(3), random.random()
+    forward(others[0], 5)
+    assert inference.end()
+    assert torch.equal(torch.default_generator.get_state(), before[0])
+    assert random.getstate() == before[1]
+    assert others[0].training
+    assert state.digests() == twin.digests()
+    steps(state, *others, count=2)
+    steps(twin, *twins, count=2)
+    assert state.digests() == twin.digests()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("late", None)
+
+
+def beside(module: nn.Module) -> Beside:
+    found = Beside()
+    found.remember({"0": module})
+    return found
+
+
+def test_what_a_process_makes_itself_is_not_in_the_state() -> None:
+    module = Counting()
+    module.rank = 3
+    found = beside(module)
+    assert found.state()["values"] == {}
+    module.rank = 4
+    assert found.state()["values"] == {"0.rank": 4}
+    found.transient.add("rank")
+    assert found.state()["values"] == {}
+
+
+def test_what_nobody_can_tell_is_named() -> None:
+    module = Counting()
+    module.source = iter([1, 2])
+    module.log = open  # a function
+    found = beside(module)
+    assert found.state()["unknown"] == []
+    module.source = iter([1, 2])
+    assert found.state()["unknown"] == ["0.source"]
+
+
+def test_an_object_that_a_step_made_is_refused_where_it_is_not() -> None:
+    module, other = Counting(), Counting()
+    found, theirs = beside(module), beside(other)
+    module.meter = Meter()
+    with pytest.raises(ServiceError, match=r"in a step.*make it in the module's __init__"):
+        theirs.load(copy.deepcopy(found.state()))
+    other.meter = Meter()
+    module.meter.total = 3.0
+    theirs.load(copy.deepcopy(found.state()))
+    assert other.meter.total == 3.0
+
+
+def test_flags_that_a_step_changed_come_back() -> None:
+    module, other = Counting(), Counting()
+    found, theirs = beside(module), beside(other)
+    module.weight.requires_grad_(False)
+    module.eval()
+    theirs.load(found.state())
+    assert not other.weight.requires_grad
+    assert not other.training
+    theirs.load(beside(Counting()).state())
+    assert other.weight.requires_grad
+    assert other.training
+
+
+def test_buffers_that_a_forward_makes_are_made_for_others() -> None:
+    (state, _, _), (other, module, _) = (make() for _ in range(2))
+    first = through_json(state)
+    mine = state.stages[0].submod
+    mine.linear.register_buffer("cache", torch.arange(3.0))
+    mine.linear.register_buffer("spare", torch.arange(2.0), persistent=False)
+    other.load_state_dict(through_json(state))
+    assert torch.equal(module.linear.cache, torch.arange(3.0))
+    assert torch.equal(module.linear.spare, torch.arange(2.0))
+    assert "spare" not in module.state_dict()
+    other.load_state_dict(first)
+    assert not hasattr(module.linear, "cache")
+    assert not hasattr(module.linear, "spare")
+
+
+def test_a_lazy_module_is_refused_in_one_line() -> None:
+    state = TrainerState(1, make_updates())
+    with pytest.raises(UsageError, match="lazy module has no shape yet; call the module once"):
+        state.add_stage(WholeModule(nn.LazyLinear(3)))
+
+
+class Keeps(torch.optim.SGD):
+    """An optimizer with a life of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.rounds = 0
+        self.slow = torch.zeros(2)
+
+    def step(self, closure: Any = None) -> Any:
+        self.rounds += 1
+        self.slow += 1
+        return super().step(closure)
+
+
+def test_attributes_of_an_optimizer_are_state() -> None:
+    def made() -> tuple[TrainerState, Any]:
+        state, module = TrainerState(1, make_updates()), Counting()
+        state.add_stage(WholeModule(module))
+        optimizer = Keeps(module.parameters())
+        state.updates.add(optimizer)
+        state.remember()
+        return state, optimizer
+
+    (state, optimizer), (other, another) = made(), made()
+    for _ in range(3):
+        state.begin_step()
+        state.stages[0].submod.weight.sum().backward()
+        optimizer.step()
+        state.end_step()
+    other.load_state_dict(through_json(state))
+    assert another.rounds == 3
+    assert another.slow.tolist() == [3.0, 3.0]
