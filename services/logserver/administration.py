@@ -11,7 +11,7 @@ from services.logserver import procedures
 from services.logserver.commits import refusal_of
 from services.logserver.committer import Committer
 from services.logserver.core import JobState, Refusal, StreamState
-from services.logserver.failures import StorageError
+from services.logserver.failures import JobDamaged, StorageError
 from services.logserver.procedures import Clean, Emit, Forget, Procedure, Rest, Save, Settle, Step, meta_of
 from services.logserver.state import Refused, ServerState, check_names
 from services.logserver.watch import DiskWatch, rest
@@ -56,6 +56,7 @@ class Administration:
         """Gives the step below which everything is trimmed now."""
         check_names(job_name)
         with self._changed:
+            self._state.check_apart(job_name)
             job = self._state.core.jobs.get(job_name)
         return self._trim(job, below_step) if job is not None else 0
 
@@ -157,6 +158,11 @@ class Administration:
     def _save(self, job: str, meta: JobMeta) -> None:
         try:
             self._state.storage.save(job, meta)
+        except JobDamaged as damaged:
+            with self._changed:
+                told = self._state.set_apart(job, str(damaged))
+            events.emit(told.event, **told.fields)
+            raise Refused(Refusal(Reason.APART, str(damaged))) from None
         except StorageError as error:
             raise Refused(refusal_of(error)) from None
 

@@ -76,6 +76,7 @@ class Appends:
 
     def open(self, session: Session, request: log_pb2.Open, now: float) -> None:
         check_names(request.job, request.stream)
+        self._state.check_apart(request.job)
         try:
             fsync = Fsync(request.fsync or self._state.config.fsync)
         except ValueError:

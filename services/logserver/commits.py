@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.logserver.core import Refusal, StreamState, cannot_be_mended
-from services.logserver.failures import StorageBusy, StorageError, StorageFull
+from services.logserver.failures import JobDamaged, SegmentGone, StorageBusy, StorageError, StorageFull
 from services.logserver.space import Notice
 from services.logserver.state import ServerState, Session
 from services.logserver.storage import Write
@@ -149,10 +149,16 @@ class Commits:
             news = state.space.disk_is_full(str(error), now)
         elif isinstance(error, StorageBusy):
             news = [Notice("storage_busy", {"reason": str(error)})]
+        elif isinstance(error, JobDamaged):
+            news = [state.set_apart(error.job, str(error))]
+        elif isinstance(error, SegmentGone):
+            news = []
         else:
             state.failed = str(error)
             news = [Notice("storage_failed", {"reason": str(error)})]
         state.core.abandon()
+        if isinstance(error, SegmentGone):
+            news.append(self._lost(error))
         state.space.recount(state.core, trimmed=False)
         self._settled += len(batch) + len(self._queue)
         self._queue.clear()
@@ -162,8 +168,18 @@ class Commits:
         state.end_sessions(refusal_of(error))
         return news
 
+    def _lost(self, error: SegmentGone) -> Notice:
+        """What was in the file is a hole, acknowledged or not: who needs it is told. Its writer goes on behind it."""
+        stream = self._state.core.known(error.job).stream(error.stream)
+        self._state.core.lost(stream, error.first, str(error))
+        fields = {"job": stream.job, "stream": stream.name, "reason": str(error)}
+        return Notice("stream_corrupt", fields)
+
 
 def refusal_of(error: StorageError) -> Refusal:
+    """What those are told whose work it was, or was beside it."""
     if isinstance(error, StorageFull):
         return Refusal(Reason.FULL, str(error))
-    return Refusal(Reason.BUSY if isinstance(error, StorageBusy) else Reason.CLOSED, str(error))
+    if isinstance(error, StorageBusy | SegmentGone | JobDamaged):
+        return Refusal(Reason.BUSY, str(error))
+    return Refusal(Reason.CLOSED, str(error))

@@ -420,6 +420,16 @@ class LogCore:
                 stream.mending.clear()
                 stream.appended = stream.durable
 
+    def lost(self, stream: StreamState, first: int, reason: str) -> None:
+        """No file has the records from there on any more. (Nothing is on its way to the disk.)"""
+        gone = [entry for entry in stream.by_sequence.values() if entry.sequence >= first]
+        for entry in gone:
+            stream.remove(entry)
+        begin = max(first, stream.first)
+        if begin < stream.appended:
+            below_step = max((entry.key.step + 1 for entry in gone), default=STEP_UNKNOWN)
+            stream.insert_hole(Hole(begin, stream.appended, below_step, reason, gone=True))
+
     # -- generations ----------------------------------------------------------------------------------
 
     def fence(self, job_name: str, generation: int) -> Refusal | None:

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Protocol
 
 from swift.errors import ServiceError, UsageError
-from swift.log.directory import LOCK
+from swift.log.directory import LOCK, held_by_strangers
 from swift.log.frame import Bytes
 from swift.log.memory import page_aligned
+from swift.log.regular import open_regular
 from swift.log.segment import BLOCK_BYTES
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -66,11 +67,17 @@ class File(Protocol):
     def sync(self) -> None:
         """What was written is there after a power cut."""
 
+    def note(self, offset: int, data: bytes) -> None:
+        """Any few bytes, through the page cache: there whatever becomes of this process, not after a power cut."""
+
+    def is_there(self) -> bool:
+        """It is still the file of its name."""
+
     def close(self) -> None: ...
 
 
 class Disk(Protocol):
-    """Files by path. Raises OSError; links are not followed."""
+    """Files by path. Raises OSError; links are not followed, and only regular files are opened."""
 
     def names(self, path: Path) -> list[tuple[str, bool]]:
         """What is in a directory, sorted; with each, whether it is a directory. Empty if there is none."""
@@ -132,7 +139,7 @@ class RealDisk:
         if path.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if not path.is_dir():
-            path.mkdir()
+            path.mkdir(mode=0o700)
             try:
                 self.sync_names(path.parent)
             except OSError:
@@ -164,20 +171,32 @@ class RealDisk:
 
 def _take(directory: Path) -> int:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.listdir(directory)
-        fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = _locked(directory)
+        if fd is None and held_by_strangers(directory):
+            (directory / LOCK).unlink()
+            fd = _locked(directory)
     except OSError as error:
         raise UsageError(
             f"cannot use directory {directory}: {error.strerror}; give one that can be read and written"
         ) from None
+    if fd is None:
+        raise ServiceError(
+            f"directory {directory} is in use by another log server; stop it or give another directory"
+        )
+    return fd
+
+
+def _locked(directory: Path) -> int | None:
+    """None: somebody else holds it. Only its owner can open it, or anybody could keep the server from starting."""
+    fd = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT)
+    os.fchmod(fd, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise ServiceError(
-            f"directory {directory} is in use by another log server; stop it or give another directory"
-        ) from None
+        return None
     return fd
 
 
@@ -187,7 +206,7 @@ class RealFile:
     def __init__(self, path: Path, flags: int, gatherer: "_Gatherer") -> None:
         self._path = path
         self._gatherer = gatherer
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o644)
+        self._fd = open_regular(path, os.O_RDWR | flags)
         self._direct_fd: int | None = None
         self._can_be_direct = True
 
@@ -235,13 +254,13 @@ class RealFile:
     def _descriptor(self) -> int:
         if self._direct_fd is None and self._can_be_direct:
             try:
-                self._direct_fd = os.open(
-                    self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | getattr(os, "O_DIRECT", 0)
-                )
+                self._direct_fd = open_regular(self._path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
             except OSError as error:
-                if error.errno not in _NO_SUPPORT:
+                if error.errno not in _NO_SUPPORT and self.is_there():
                     raise
                 self._can_be_direct = False
+            if self._direct_fd is not None and not _same(os.fstat(self._direct_fd), os.fstat(self._fd)):
+                self._forget_direct()  # another file has its name by now
         return self._fd if self._direct_fd is None else self._direct_fd
 
     def _forget_direct(self) -> None:
@@ -263,9 +282,22 @@ class RealFile:
     def sync(self) -> None:
         os.fdatasync(self._fd)
 
+    def note(self, offset: int, data: bytes) -> None:
+        os.pwrite(self._fd, data, offset)
+
+    def is_there(self) -> bool:
+        try:
+            return _same(os.stat(self._path, follow_symlinks=False), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         self._forget_direct()
         os.close(self._fd)
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
 class _Gatherer:

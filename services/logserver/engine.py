@@ -81,6 +81,10 @@ class LogEngine:
     def start(self, jobs: list[RecoveredJob]) -> None:
         """Takes over what the storage recovered, and begins to work."""
         for recovered in jobs:
+            if recovered.apart:
+                told = self.state.set_apart(recovered.name, recovered.apart)
+                events.emit(told.event, **told.fields)
+                continue
             self._appends.take_over(recovered, self._clock())
             job = self.state.core.job(recovered.name)
             for found in recovered.streams:

@@ -1,42 +1,41 @@
-"""A job's manifest on the disk: replaced whole, so that there is the old one or the new one."""
+"""Small files on the disk that are replaced whole, so that there is the old one or the new one: a job's manifest."""
 
 from pathlib import Path
 
 from services.logserver.disk import Disk
-from swift.errors import ServiceError
-from swift.log.manifest import MANIFEST, JobMeta, ManifestDamaged, decode_manifest
+from swift.log.manifest import MANIFEST, MANIFEST_BYTES_MAX, JobMeta, ManifestDamaged, decode_manifest
 from swift.log.segment import padding
 
 
 def load(disk: Disk, folder: Path) -> JobMeta | None:
-    """None: there is none. ServiceError: it is damaged."""
-    path = folder / MANIFEST
+    """None: there is none. ManifestDamaged; OSError."""
+    data = read(disk, folder / MANIFEST, MANIFEST_BYTES_MAX)
+    return None if data is None else decode_manifest(data)
+
+
+def read(disk: Disk, path: Path, size_max: int) -> bytes | None:
+    """None: it is not there. OSError; ManifestDamaged if it is larger than that."""
     try:
         file = disk.open(path)
     except FileNotFoundError:
         return None
     try:
-        return decode_manifest(file.read(0, file.size))
-    except ManifestDamaged as error:
-        raise ServiceError(
-            f"{path} is damaged ({error}); restore it, or move the job's directory away"
-        ) from None
+        if file.size > size_max:
+            raise ManifestDamaged(f"it has {file.size} bytes, and none has more than {size_max}")
+        return file.read(0, file.size)
     finally:
         file.close()
-
-
-def missing(folder: Path) -> ServiceError:
-    """There are segments, and it is not there."""
-    return ServiceError(
-        f"{folder / MANIFEST} is missing: the granted generation of job {folder.name} is unknown; "
-        "restore it, or move the job's directory away"
-    )
 
 
 def replace(disk: Disk, folder: Path, data: bytes) -> None:
     """Durably. OSError."""
     disk.make_directory(folder)
-    aside = folder / f"{MANIFEST}.new"
+    put(disk, folder / MANIFEST, data)
+
+
+def put(disk: Disk, path: Path, data: bytes) -> None:
+    """Durably. OSError."""
+    aside = path.with_name(f"{path.name}.new")
     disk.remove(aside)  # a kill may have left it
     file = disk.create(aside)
     try:
@@ -45,5 +44,5 @@ def replace(disk: Disk, folder: Path, data: bytes) -> None:
         file.sync()
     finally:
         file.close()
-    disk.rename(aside, folder / MANIFEST)
-    disk.sync_names(folder)
+    disk.rename(aside, path)
+    disk.sync_names(path.parent)

@@ -70,16 +70,22 @@ def fence(
     """Grants a generation; over when the grant is durable, and all that older generations appended (synced, but for
     streams that nobody syncs). ``held``: only to a job that is known here, as one that had been granted one is."""
     check_names(job_name)
+    state.check_apart(job_name)
     if generation == 0:
         raise Refused(Refusal(Reason.INVALID, "generation 0 cannot be granted; they start at 1"))
     if held:
         _check_known(state, job_name)
     state.check_job(job_name)
+    is_new = generation > state.core.generation_of(job_name)
     refusal = state.core.fence(job_name, generation)
     if refusal is not None:
         raise Refused(refusal)
     job = state.core.job(job_name)
     state.touch(job_name, now)
+    if is_new:
+        # Nothing is written under it before it is durable; if that fails, not before it was asked for again.
+        words = f"generation {generation} of job {job_name} is not durable yet"
+        state.cut_off[job_name] = Refusal(Reason.NOT_GRANTED, words)
     # Writers of older generations are told now, not at their next frame.
     for session in state.sessions:
         for stream, opened_under in session.streams.values():
@@ -87,6 +93,7 @@ def fence(
                 session.end(state.core.check_generation(job, opened_under))
     yield Settle()
     yield Save(job_name, meta_of(job))
+    state.cut_off.pop(job_name, None)
     yield Emit("fence", {"job": job_name, "generation": generation})
 
 
@@ -129,6 +136,7 @@ def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -
     """Drops every record of the job, under its granted generation; once, however late or often it is asked for.
     ``number`` counts the resets of one generation."""
     check_names(job_name)
+    state.check_apart(job_name)
     job = _check_known(state, job_name)
     refusal = state.core.check_generation(job, generation)
     if refusal is not None:
@@ -165,6 +173,12 @@ def drop(
     """Forgets a job; gives (records, bytes). A job that lives is refused, unless by ``force``: then its writers
     are cut off, and find no generation granted."""
     check_names(job_name)
+    if job_name in state.apart:
+        yield Forget(job_name)
+        del state.apart[job_name]
+        state.cut_off.pop(job_name, None)
+        yield Emit("dropped", {"job": job_name, "records": 0, "bytes": 0, "reason": why})
+        return 0, 0
     job = _check_droppable(state, job_name, now, force)
     yield from _cut_off(state, job, Refusal(Reason.NOT_GRANTED, f"job {job_name} was dropped"))
     records, size = job.tally.records, job.tally.bytes
@@ -176,6 +190,7 @@ def drop(
         state.core.jobs[job_name] = job
         state.space.recount(state.core, trimmed=False)
         raise
+    state.cut_off.pop(job_name, None)
     state.space.dropped_bytes += size
     state.touched.pop(job_name, None)
     for stream in job.streams.values():
@@ -204,11 +219,15 @@ def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]
     for session in state.sessions:
         if session.writes(job.name):
             session.end(why)
+    before = state.cut_off.get(job.name)
     state.cut_off[job.name] = why
     try:
         yield Settle()
     finally:
-        del state.cut_off[job.name]
+        if before is None:
+            del state.cut_off[job.name]
+        else:
+            state.cut_off[job.name] = before
     assert all(stream.durable == stream.appended for stream in job.streams.values())
 
 

@@ -29,8 +29,12 @@ from swift.log.wire import Reason, frames_message
 _AHEAD = 2
 _PART_BYTES = MESSAGE_BYTES + HEADER_BYTES_MAX
 _BUFFER_BYTES = _PART_BYTES // BLOCK_BYTES * BLOCK_BYTES + 3 * BLOCK_BYTES
-_DAMAGED = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
-"""The disk, or a file system's checksum, says that the bytes are lost. Anything else is the server's own trouble."""
+_DAMAGED = {
+    *(errno.EIO, errno.EBADMSG, errno.EUCLEAN),
+    *(errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO),
+}
+"""The disk, or a file system's checksum, says that the bytes are lost; or the file is not there, or something else is
+in its place. Anything else is the server's own trouble."""
 _ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is today
 
 
@@ -202,9 +206,6 @@ class ReadAhead:
 
 
 def _unreadable(wanted: Wanted, error: OSError) -> Damage:
-    if isinstance(error, FileNotFoundError):
-        reason = f"record {wanted.sequence} of {wanted.stream.name} was dropped while it was read"
-        return Damage(wanted, reason, Reason.TRIMMED)
     if error.errno in _DAMAGED:
         return Damage(wanted, f"it cannot be read: {error.strerror}")
     reason = f"record {wanted.sequence} of {wanted.stream.name} cannot be read now: {error.strerror}"

@@ -43,6 +43,7 @@ class Reading:
         """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it."""
         check_names(request.job, request.stream)
         with self._changed:
+            self._state.check_apart(request.job)
             while (job := self._state.core.jobs.get(request.job)) is None:
                 if not request.follow or not alive():
                     return
@@ -72,6 +73,7 @@ class Reading:
             sequence = request.from_sequence
             while alive():
                 with self._changed:
+                    self._state.check_apart(job.name)
                     before = sequence
                     run, sequence, refusal = self._plan_read(job, request, sequence)
                     if not run and sequence == before and ahead.is_empty and refusal is None:
@@ -128,6 +130,9 @@ class Reading:
         stream, entry, sequence = damage.wanted.stream, damage.wanted.entry, damage.wanted.sequence
         reason = f"record {sequence} of {stream.name} {entry.key}: {damage.reason}"
         with self._changed:
+            if sequence < stream.first:
+                message = f"record {sequence} of {stream.name} was dropped while it was read"
+                return Refusal(Reason.TRIMMED, message)
             if stream.by_sequence.get(sequence) is not entry:
                 message = f"record {sequence} of {stream.name} was mended or dropped while it was read: read it again"
                 return Refusal(Reason.BUSY, message)
@@ -144,6 +149,7 @@ class Reading:
         sequence = end = 0
         while True:
             with self._changed:
+                self._state.check_apart(request.job)
                 job = self._state.core.known(request.job)
                 refusal = self._state.core.check_readable(job, request.from_step)
                 stream = job.streams.get(request.stream)
@@ -178,6 +184,7 @@ class Reading:
         """A few streams at a time, so that others can append meanwhile. None: the job was trimmed or emptied, or got
         another generation, meanwhile."""
         with self._changed:
+            self._state.check_apart(job_name)
             job = self._state.core.jobs.get(job_name)
             if job is None:
                 return log_pb2.InventoryReply()
@@ -210,6 +217,11 @@ class Reading:
             reply = log_pb2.StatusReply(
                 space=_space(state.space.server, state.space.disk_reason),
                 closed_reason=state.failed,
+                jobs=[
+                    log_pb2.JobStatus(job=name, apart=why)
+                    for name, why in sorted(state.apart.items())
+                    if request.job in ("", name)
+                ],
                 trimmed_bytes=state.space.trimmed_bytes,
             )
         for name in names:

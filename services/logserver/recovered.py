@@ -1,6 +1,6 @@
 """What the storage finds at the start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.logserver.core import Entry, Hole
 from swift.log.manifest import JobMeta
@@ -20,5 +20,7 @@ class RecoveredStream:
 @dataclass(slots=True)
 class RecoveredJob:
     name: str
-    meta: JobMeta
-    streams: list[RecoveredStream]
+    meta: JobMeta = field(default_factory=JobMeta)
+    streams: list[RecoveredStream] = field(default_factory=list)
+    apart: str = ""
+    """Why nothing is done for it; then nothing else is known."""

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from services.logserver.disk import NO_SPACE, File
 from swift.log.frame import Bytes
+from swift.log.record import stream_tag
 from swift.log.segment import (
     BLOCK_BYTES,
     SEGMENT_HEADER_BYTES,
+    Owner,
     SegmentHeader,
     encode_segment_header,
     padding,
@@ -29,6 +31,9 @@ class Segment:
     first: int
     size: int
     """Where its frames end."""
+    owner: Owner
+    generation: int
+    """That it was made in."""
     offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # 0: damaged, and nobody knows where
     file: File | None = None  # if it is the last one and not sealed
     tail: bytes = b""
@@ -36,6 +41,16 @@ class Segment:
     reserved: int = 0
     _end: int = SEGMENT_HEADER_BYTES
     """Of the frames found so far."""
+
+    @property
+    def of(self) -> tuple[bytes, int]:
+        """Its stream, whatever job there is of that name."""
+        return bytes.fromhex(self.owner.uid), stream_tag(self.owner.job, self.owner.stream)
+
+    @property
+    def header(self) -> SegmentHeader:
+        of = self.owner
+        return SegmentHeader(of.job, of.stream, self.first, of.uid, self.generation)
 
     @property
     def next_sequence(self) -> int:
@@ -56,9 +71,7 @@ class Segment:
         if index == len(self.offsets):  # the file ends with damage in which nothing was found
             begin, frames = self.size, frame
             if not self.size:  # and with its own header
-                head = encode_segment_header(
-                    SegmentHeader(self.path.parent.parent.name, self.path.parent.name, self.first)
-                )
+                head = encode_segment_header(self.header)
                 begin, frames = len(head), [head, *frame]
             if not _overwrite(file, self.size, frames, last=True):
                 return False

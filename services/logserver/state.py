@@ -121,6 +121,8 @@ class ServerState:
         """Stream tag -> the session that writes it."""
         self.cut_off: dict[str, Refusal] = {}
         """Job -> why nobody may write it for the moment."""
+        self.apart: dict[str, str] = {}
+        """Job -> why nothing is done for it: its files are damaged. It is in no other list."""
         self.failed = ""
         """Why nothing is written any more, until a person has seen to it."""
         self.draining = False
@@ -141,6 +143,23 @@ class ServerState:
         refusal = self.cut_off.get(job)
         if refusal is not None:
             raise Refused(refusal)
+
+    def check_apart(self, job: str) -> None:
+        """Raises Refused if nothing is done for it."""
+        reason = self.apart.get(job)
+        if reason is not None:
+            raise Refused(Refusal(Reason.APART, reason))
+
+    def set_apart(self, job: str, reason: str) -> Notice:
+        """Its files make no sense: from now on it is not there, until it is dropped or the server starts again."""
+        self.apart[job] = reason
+        for session in self.sessions:
+            if session.writes(job):
+                session.end(Refusal(Reason.APART, reason))
+        self.core.jobs.pop(job, None)
+        self.touched.pop(job, None)
+        self.space.recount(self.core, trimmed=False)
+        return Notice("job_set_apart", {"job": job, "reason": reason})
 
     def check_space(self, job: str) -> None:
         """Raises Refused while there is none for this job."""

@@ -1,12 +1,5 @@
 """Where records rest. `Storage` is the seam; `DirectoryStorage` keeps segment files in one directory.
-
-::
-
-    DIRECTORY/.lock               held by the one server of this directory
-    DIRECTORY/.reserve            space given back when the disk is full, so that a trim can be recorded
-    DIRECTORY/.dropped-<job>-…    a job that is forgotten, until its files are removed
-    DIRECTORY/<job>/.manifest     generation, trim, and the least that each stream must hold
-    DIRECTORY/<job>/<stream>/<first sequence>.seg
+What is in it: `swift.log.directory`.
 
 Order of effects, so that a kill at any point loses nothing acknowledged: a segment is sealed before its
 successor is made; a new file's directory entry is synced before the first record in it is acknowledged; the
@@ -17,41 +10,46 @@ A segment takes its space when it is made, and more in steps of 32 MiB, so that 
 and a full disk is found before anything is written.
 """
 
-import re
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from services.logserver import manifests
-from services.logserver.core import STEP_UNKNOWN, Entry, Hole
+from services.logserver.acked import Acked
+from services.logserver.book import Book
 from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
-from services.logserver.failures import StorageBusy, StorageFailed, StorageFull, as_storage_error
+from services.logserver.failures import (
+    IN_THE_WAY,
+    JobDamaged,
+    SegmentGone,
+    StorageBusy,
+    StorageFailed,
+    StorageFull,
+    as_storage_error,
+)
 from services.logserver.recovered import RecoveredJob, RecoveredStream
+from services.logserver.recovery import Recovery
 from services.logserver.segments import Segment, Unsound, place_of
 from swift.errors import UsageError
 from swift.log.directory import DROPPED, RESERVE, grave_of
 from swift.log.frame import Bytes
-from swift.log.manifest import JobMeta, StreamMeta, encode_manifest
+from swift.log.manifest import UID_BYTES, JobMeta, StreamMeta
 from swift.log.record import NAME_PATTERN
 from swift.log.segment import (
     BLOCK_BYTES,
     FOOTER_BYTES,
-    SUFFIX,
-    Ending,
-    SegmentHeader,
-    SegmentScan,
+    Owner,
     encode_footer,
     encode_segment_header,
     padding,
     segment_name,
-    walk,
 )
 
 RESERVE_BYTES = 1 << 20
-_SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,39 +113,91 @@ class DirectoryStorage:
     """Segment files under one directory, which it holds alone."""
 
     def __init__(
-        self, directory: Path, segment_bytes: int, disk: Disk | None = None, open_max: int = 1 << 30
+        self,
+        directory: Path,
+        segment_bytes: int,
+        disk: Disk | None = None,
+        open_max: int = 1 << 30,
+        new_uid: Callable[[], bytes] = lambda: os.urandom(UID_BYTES),
     ) -> None:
         """Takes the directory. UsageError: it cannot be used; ServiceError: another server holds it.
 
         ``open_max``: segments that stay open; beyond it those that were not written for longest are sealed.
+        ``new_uid``: tells a new job from all others.
         """
         self.directory = directory
         self.segment_bytes = segment_bytes
         self.open_max = open_max
         self._disk: Disk = RealDisk(directory) if disk is None else disk
+        self._new_uid = new_uid
+        self._book = Book(self._disk, directory)
+        self._acked = Acked(self._disk, directory)
+        self._metas: dict[str, JobMeta] = {}
+        """Job -> its manifest as it was saved last."""
         self._streams: dict[tuple[str, str], list[Segment]] = {}
         self._maps = threading.Lock()  # guards the lists; held for moments
         self._open: dict[Segment, tuple[str, str]] = {}
         """Not sealed, with their streams; what was written last is the last one."""
         self._unsynced: dict[Segment, None] = {}
         """Written since the last sync, in that order."""
+        self._begun: dict[str, dict[str, int]] = {}
+        """Job -> stream -> the first record of a file that its manifest does not know of."""
         self._writing = threading.RLock()  # one commit, roll or removal at a time
         self._failed = ""  # what the files hold is unknown: no record is written any more, and none sealed
 
     # -- start ----------------------------------------------------------------------------------------
 
     def recover(self) -> list[RecoveredJob]:
-        """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted."""
+        """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted. A job whose
+        files make no sense is set apart."""
         try:
             self._disk.sync_names(self.directory)
             self._remove_forgotten()
-            jobs = [self._recover_job(name) for name in self._folders(self.directory)]
+            self._acked.open()
+            return [
+                self._recover_job(name, is_dir)
+                for name, is_dir in self._disk.names(self.directory)
+                if NAME_PATTERN.fullmatch(name)
+            ]
         except OSError as error:
             raise UsageError(f"cannot read directory {self.directory}: {error}") from None
-        return jobs
 
-    def _folders(self, path: Path) -> list[str]:
-        return [name for name, is_dir in self._disk.names(path) if is_dir and NAME_PATTERN.fullmatch(name)]
+    def _recover_job(self, name: str, is_dir: bool) -> RecoveredJob:
+        of = Recovery(self._disk, self.directory, name, self._book, self._acked, self.segment_bytes)
+        try:
+            if not is_dir:
+                raise JobDamaged(name, f"{self.directory / name} is not a directory")
+            found = of.job(partial(self._take, name))
+            self._metas[name] = found.meta
+            return found
+        except JobDamaged as damaged:
+            reason = str(damaged)
+        except OSError as error:
+            if error.errno not in IN_THE_WAY:
+                raise
+            reason = str(JobDamaged(name, str(error)))
+        self._let_go(name)
+        return RecoveredJob(name, apart=reason)
+
+    def _take(self, job: str, name: str, found: RecoveredStream, segments: list[Segment]) -> None:
+        """(at the start) A stream is ours from now on."""
+        self._streams[job, name] = segments
+        for segment in segments:
+            if segment.file is not None:
+                self._open[segment] = (job, name)
+        self.remove(job, name, found.first)
+        try:
+            self._seal_idle({(job, name)})
+        except OSError as error:  # on a full disk they stay open
+            if error.errno not in NO_SPACE or isinstance(error, Unsound):
+                raise
+
+    def _let_go(self, job: str) -> None:
+        """Its files are nobody's any more."""
+        with self._maps:
+            gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
+        for segment in (segment for segments in gone for segment in segments):
+            self._close(segment)
 
     def _reserve(self) -> None:
         path = self.directory / RESERVE
@@ -162,104 +212,6 @@ class DirectoryStorage:
             if error.errno not in NO_SPACE:
                 raise
             self._disk.remove(path)
-
-    def _recover_job(self, job: str) -> RecoveredJob:
-        meta = manifests.load(self._disk, self.directory / job)
-        if meta is None:
-            if any(
-                self._segment_names(self.directory / job / name)
-                for name in self._folders(self.directory / job)
-            ):
-                raise manifests.missing(self.directory / job)
-            meta = JobMeta()
-        # A kill may have come before its name, or a folder's, was safe: nothing is built on it before it is.
-        self._disk.sync_names(self.directory / job)
-        names = sorted({*self._folders(self.directory / job), *meta.streams})
-        streams = [
-            self._recover_stream(job, name, meta.streams.get(name, StreamMeta()), meta.trimmed_below_step)
-            for name in names
-        ]
-        return RecoveredJob(job, meta, streams)
-
-    def _segment_names(self, folder: Path) -> list[str]:
-        return [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
-
-    def _recover_stream(self, job: str, name: str, meta: StreamMeta, trimmed: int) -> RecoveredStream:
-        folder = self.directory / job / name
-        paths = [folder / found for found in self._segment_names(folder)]
-        out = RecoveredStream(name, meta.first, meta.first, [], [], meta.quarantined)
-        segments: list[Segment] = []
-        if paths:
-            self._disk.sync_names(folder)
-        for index, path in enumerate(paths):
-            file = self._disk.open(path)
-            last = index == len(paths) - 1
-            scanned = walk(path, verify_bodies=False, last=last, source=file, owner=(job, name))
-            if scanned.torn_bytes:
-                out.torn_bytes += scanned.torn_bytes
-            empty = scanned.header is None or (scanned.ending is Ending.SEALED and not scanned.records)
-            if empty and not scanned.damage:
-                file.close()
-                self._disk.remove(path)
-                self._disk.sync_names(folder)
-                continue
-            segments.append(self._take_segment(file, scanned, out, trimmed, meta.first, last))
-        if out.next_sequence < meta.next_at_least:
-            reason = f"records {out.next_sequence} to {meta.next_at_least - 1} were durable and are gone"
-            self._hole(out, out.next_sequence, meta.next_at_least, reason)
-        self._streams[job, name] = segments
-        self.remove(job, name, meta.first)
-        try:
-            self._seal_idle({(job, name)})
-        except OSError as error:  # on a full disk they stay open
-            if error.errno not in NO_SPACE or isinstance(error, Unsound):
-                raise
-        return out
-
-    def _take_segment(
-        self, file: File, scanned: SegmentScan, out: RecoveredStream, trimmed: int, first: int, last: bool
-    ) -> Segment:
-        begin = int(scanned.path.name.removesuffix(SUFFIX))
-        if begin > out.next_sequence:
-            reason = f"records {out.next_sequence} to {begin - 1} are gone"
-            self._hole(out, out.next_sequence, begin, reason)
-        segment = Segment(scanned.path, begin, scanned.end)
-        for damage in scanned.damage:
-            end = damage.end_sequence
-            if end is None:  # nobody knows how far it goes: as far as the next segment, or to what is wanted
-                end = (max(damage.sequence, first) if last else damage.sequence) + 1
-            if end > first:
-                out.holes.append(Hole(damage.sequence, end, STEP_UNKNOWN, damage.reason))
-        for record in scanned.records:
-            header = record.header
-            segment.found(header.sequence, record.offset, header.frame_bytes)
-            for index, hole in enumerate(out.holes):
-                if hole.below_step == STEP_UNKNOWN and hole.sequence <= header.sequence:
-                    out.holes[index] = replace(hole, below_step=header.key.step + 1)
-            if header.sequence >= first and header.key.step >= trimmed:
-                out.entries.append(
-                    Entry(header.sequence, header.key, header.digest, header.generation, header.frame_bytes)
-                )
-        ends = [hole.end_sequence for hole in out.holes]
-        out.next_sequence = max(out.next_sequence, segment.next_sequence, *ends)
-        if scanned.torn_bytes:  # behind damage, too: records go on in the next file
-            file.resize(scanned.end)
-            file.sync()
-        if scanned.ending is Ending.SEALED or scanned.damage:
-            file.close()
-            return segment
-        segment.file = file
-        self._open[segment] = (scanned.path.parent.parent.name, scanned.path.parent.name)
-        file.sync()
-        tail = scanned.end % BLOCK_BYTES
-        segment.tail = file.read(scanned.end - tail, tail)
-        return segment
-
-    @staticmethod
-    def _hole(out: RecoveredStream, begin: int, end: int, reason: str) -> None:
-        if end > out.first:
-            out.holes.append(Hole(begin, end, STEP_UNKNOWN, reason, gone=True))
-        out.next_sequence = end
 
     # -- writing --------------------------------------------------------------------------------------
 
@@ -276,7 +228,7 @@ class DirectoryStorage:
                 placed = self._write(groups)
                 if sync:
                     self._sync()
-            except (StorageFull, StorageBusy):
+            except (StorageFull, StorageBusy, JobDamaged, SegmentGone):
                 raise
             except Exception as error:  # whatever it was
                 self._failed = self._failed or str(error) or repr(error)
@@ -284,6 +236,8 @@ class DirectoryStorage:
             with self._maps:
                 for segment, offsets in placed:
                     segment.offsets.extend(offsets)
+            for segment, _ in placed:
+                self._acked.note(segment.of, segment.next_sequence)
         return unmended
 
     def _mend(self, write: Write) -> bool:
@@ -308,23 +262,54 @@ class DirectoryStorage:
         """Where the frames are now."""
         before: list[tuple[Segment, int, bytes]] = []
         placed = []
+        job = ""
         try:
             self._seal_idle(groups.keys())
             for stream, group in groups.items():
+                job = stream[0]
                 segment = self._segment_for(stream, group[0].sequence)
                 before.append((segment, segment.size, segment.tail))
                 placed.append((segment, segment.offsets_of(write.size for write in group)))
                 segment.write([part for write in group for part in write.frame])
                 self._unsynced[segment] = None
                 self._open[segment] = self._open.pop(segment)
-        except OSError as error:
+                self._check_there(stream, segment)
+            for job in {stream[0] for stream in groups} & self._begun.keys():
+                self._note_begun(job)
+        except (OSError, SegmentGone) as error:
+            why: Exception = error
             try:
                 for segment, size, tail in before:
                     segment.go_back(size, tail)
             except Unsound as unsound:
-                error = error if isinstance(error, Unsound) else unsound
-            raise as_storage_error(error) from None
+                why = error if isinstance(error, Unsound) else unsound
+            raise (as_storage_error(why, job) if isinstance(why, OSError) else why) from None
         return placed
+
+    def _check_there(self, stream: tuple[str, str], segment: Segment) -> None:
+        """Raises SegmentGone if somebody has removed or replaced the file: what is written to it goes with it."""
+        assert segment.file is not None
+        if segment.file.is_there():
+            return
+        with self._maps:
+            self._streams[stream].remove(segment)
+        self._unsynced.pop(segment, None)
+        self._open.pop(segment, None)
+        raise SegmentGone(
+            *stream, segment.first, f"{segment.path} was removed or replaced while it was written"
+        )
+
+    def _note_begun(self, job: str) -> None:
+        """The manifest says which files of the job must be there. A full disk may do without."""
+        begun, meta = self._begun.pop(job), self._metas[job]
+        for name, first in begun.items():
+            known = meta.streams.get(name, StreamMeta())
+            meta.streams[name] = replace(known, next_at_least=max(known.next_at_least, first))
+        try:
+            self._book.save(job, meta, "")
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
 
     def _sync(self) -> None:
         for segment in self._unsynced:
@@ -373,7 +358,7 @@ class DirectoryStorage:
     def _seal(self, stream: tuple[str, str], segment: Segment) -> None:
         assert segment.file is not None
         size, tail = segment.size, segment.tail
-        footer = encode_footer(SegmentHeader(*stream, segment.first), len(segment.offsets), size)
+        footer = encode_footer(segment.header, len(segment.offsets), size)
         try:
             segment.write([padding(size, FOOTER_BYTES), footer])
             segment.file.resize(segment.size)  # gives back what was reserved
@@ -386,14 +371,17 @@ class DirectoryStorage:
 
     def _new_segment(self, stream: tuple[str, str], sequence: int) -> Segment:
         job, name = stream
+        line = self._book.lines.get(job)
+        assert line is not None, "a generation is durable before anything is written under it"
         folder = self.directory / job / name
-        self._disk.make_directory(folder.parent)
         self._disk.make_directory(folder)
         path = folder / segment_name(sequence)
-        segment = Segment(path, sequence, 0, file=self._disk.create(path))
+        segment = Segment(
+            path, sequence, 0, Owner(job, name, line.uid), line.generation, file=self._disk.create(path)
+        )
         assert segment.file is not None
         try:
-            segment.write([encode_segment_header(SegmentHeader(job, name, sequence))])
+            segment.write([encode_segment_header(segment.header)])
             self._sync_file(segment.file)
             self._disk.sync_names(folder)
         except (OSError, StorageFailed) as error:
@@ -408,21 +396,24 @@ class DirectoryStorage:
         with self._maps:
             self._streams.setdefault(stream, []).append(segment)
         self._open[segment] = stream
+        self._begun.setdefault(job, {})[name] = sequence
         return segment
 
     def save(self, job: str, meta: JobMeta) -> None:
-        data = encode_manifest(meta)
+        meta = replace(meta, streams=dict(meta.streams))
+        uid = self._new_uid().hex()
         with self._writing:
             try:
-                manifests.replace(self._disk, self.directory / job, data)
+                self._book.save(job, meta, uid)
             except OSError as error:
                 if error.errno not in NO_SPACE:
-                    raise as_storage_error(error) from None
+                    raise as_storage_error(error, job) from None
                 try:
                     self._disk.remove(self.directory / RESERVE)
-                    manifests.replace(self._disk, self.directory / job, data)
+                    self._book.save(job, meta, uid)
                 except OSError as again:
-                    raise as_storage_error(again) from None
+                    raise as_storage_error(again, job) from None
+            self._metas[job] = meta
 
     # -- reading and removing -------------------------------------------------------------------------
 
@@ -477,11 +468,19 @@ class DirectoryStorage:
     def drop(self, job: str) -> Callable[[], None]:
         with self._writing:
             there = self._bury(job)
-            with self._maps:
-                gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
-            for segment in (segment for segments in gone for segment in segments):
-                self._close(segment)
+            self._let_go(job)
+            self._forget(job)
         return self._remove_forgotten if there else lambda: None
+
+    def _forget(self, job: str) -> None:
+        """What is kept of it beside its directory. If it stays, nobody is misled: there is no such directory."""
+        line = self._book.lines.get(job)
+        if line is not None:
+            self._acked.forget(bytes.fromhex(line.uid))
+        self._metas.pop(job, None)
+        self._begun.pop(job, None)
+        with suppress(OSError):
+            self._book.forget(job)
 
     def _bury(self, job: str) -> bool:
         """Puts its files where no job's are, durably; False: there are none."""
@@ -503,8 +502,9 @@ class DirectoryStorage:
 
     def _remove_forgotten(self) -> None:
         for name, is_dir in self._disk.names(self.directory):
-            if is_dir and name.startswith(DROPPED):
-                self._disk.remove_tree(self.directory / name)
+            if name.startswith(DROPPED):
+                remove = self._disk.remove_tree if is_dir else self._disk.remove
+                remove(self.directory / name)
         self._reserve()
 
     def close(self) -> None:
@@ -515,4 +515,5 @@ class DirectoryStorage:
                     if segment.offsets and not self._failed:
                         self._seal(stream, segment)
                 self._close(segment)
+            self._acked.close()
         self._disk.close()

@@ -5,6 +5,8 @@
     DIRECTORY/.lock               held by the one server of this directory
     DIRECTORY/.reserve            space given back when the disk is full, so that a trim can be recorded
     DIRECTORY/.dropped-<job>-…    a job that is forgotten, until its files are removed
+    DIRECTORY/.granted-<job>      which job of that name it is, and its last generation
+    DIRECTORY/.acked              how far each stream was acknowledged
     DIRECTORY/<job>/.manifest     generation, trim, and the least that each stream must hold
     DIRECTORY/<job>/<stream>/<first sequence>.seg
 """
@@ -18,8 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swift.errors import ServiceError, UsageError
-from swift.log.manifest import MANIFEST, JobMeta, ManifestDamaged, decode_manifest
+from swift.log.manifest import (
+    GRANTED,
+    GRANTED_BYTES_MAX,
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    Granted,
+    JobMeta,
+    ManifestDamaged,
+    decode_granted,
+    decode_manifest,
+    problem_of,
+)
 from swift.log.record import NAME_PATTERN, check_name
+from swift.log.regular import read_regular
 from swift.log.segment import SUFFIX
 
 LIVES_S = 60.0
@@ -66,18 +80,29 @@ def load_manifest(directory: Path, job: str) -> JobMeta:
     """Raises ServiceError if it is damaged, or missing where there are segments."""
     path = directory / job / MANIFEST
     try:
-        return decode_manifest(path.read_bytes())
+        meta = decode_manifest(read_regular(path, MANIFEST_BYTES_MAX))
+        problem = problem_of(job, meta, _granted(directory, job))
     except FileNotFoundError:
         if any((directory / job).glob(f"*/*{SUFFIX}")):
             raise ServiceError(
                 f"{path} is missing: the granted generation of job {job} is unknown; "
-                "restore it, or move the job's directory away"
+                "restore it, or drop the job (--drop-job)"
             ) from None
         return JobMeta()
-    except ManifestDamaged as error:
+    except (ManifestDamaged, OSError) as error:
+        raise ServiceError(f"{path} is damaged ({error}); restore it, or drop the job (--drop-job)") from None
+    if problem:
         raise ServiceError(
-            f"{path} is damaged ({error}); restore it, or move the job's directory away"
-        ) from None
+            f"{path} is not to be believed ({problem}); restore it, or drop the job (--drop-job)"
+        )
+    return meta
+
+
+def _granted(directory: Path, job: str) -> Granted | None:
+    try:
+        return decode_granted(read_regular(directory / f"{GRANTED}{job}", GRANTED_BYTES_MAX))
+    except FileNotFoundError:
+        return None
 
 
 def free_bytes(directory: Path) -> int | None:
@@ -122,6 +147,7 @@ def forget_job(directory: Path, job: str) -> Path:
     """(the directory's owner) From now on the job is not there, whatever happens. Gives what is left to remove."""
     grave = grave_of(directory, job)
     os.rename(directory / job, grave)
+    (directory / f"{GRANTED}{job}").unlink(missing_ok=True)
     sync_directory(directory)
     return grave
 
@@ -129,7 +155,10 @@ def forget_job(directory: Path, job: str) -> Path:
 def remove_forgotten(directory: Path) -> None:
     """(the directory's owner) Gives the space of forgotten jobs back."""
     for grave in directory.glob(f"{DROPPED}*"):
-        shutil.rmtree(grave)
+        if grave.is_dir() and not grave.is_symlink():
+            shutil.rmtree(grave)
+        else:
+            grave.unlink()
 
 
 def server_runs(directory: Path) -> bool | None:
@@ -142,6 +171,21 @@ def server_runs(directory: Path) -> bool | None:
         return None
     here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
     return any(words[1] == "FLOCK" and here in words for line in lines if len(words := line.split()) > 5)
+
+
+def held_by_strangers(directory: Path) -> bool:
+    """Whether the lock is held by users alone who could not run a log server on this directory: neither its owner, nor
+    root, nor this process's. (Its file could be opened by everybody once.) False if the system does not tell."""
+    try:
+        lock = os.stat(directory / LOCK)
+        lines = Path("/proc/locks").read_text().splitlines()
+        here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+        pids = [words[4] for line in lines if len(words := line.split()) > 5 and here in words]
+        users = {os.stat(f"/proc/{pid}").st_uid for pid in pids}
+        servers = {0, os.geteuid(), os.stat(directory).st_uid, lock.st_uid}
+    except OSError:
+        return False
+    return bool(users) and not users & servers
 
 
 @contextmanager

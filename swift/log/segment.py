@@ -3,22 +3,27 @@
 ::
 
     0                                                     256
-    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +------+--------+
-    | SWSG | ver | len | crc | zero | tag | first # | job | stream | frame | ... | zero | footer |
-    +------+-----+-----+-----+------+-----+---------+-----+--------+-------+ ... +------+--------+
+    +------+-----+-----+-----+------+-----+---------+-----+------------+-----+--------+-------+ ... +------+--------+
+    | SWSG | ver | len | crc | zero | tag | first # | uid | generation | job | stream | frame | ... | zero | footer |
+    +------+-----+-----+-----+------+-----+---------+-----+------------+-----+--------+-------+ ... +------+--------+
 
     header, 256 bytes          footer, 64 bytes, once the segment is sealed; the file ends with it
       0  4  magic SWSG           0  4  magic SWFT
-      4  2  version 1            4  2  version 1
+      4  2  version 2            4  2  version 1
       6  2  length 256           6  2  length 64
       8  4  crc32c of 12..256    8  4  crc32c of 12..64
      12  4  zero                12  4  zero
      16  8  stream tag          16  8  stream tag
      24  8  first sequence      24  8  first sequence
-     32 32  zero                32  8  number of records
-     64 64  job, zero-padded    40  8  where the frames end
-    128 64  stream              48 16  zero
+     32 16  the job's uid       32  8  number of records
+     48  8  generation          40  8  where the frames end
+     56  8  zero                48 16  zero
+     64 64  job, zero-padded
+    128 64  stream
     192 64  zero
+
+The uid is the one of the job's manifest, so a file of a job that had this name before is found. The generation is
+the one in which the file was made.
 
 Files are written in blocks of 4096 bytes: a last block that is not full ends with zeros, which the next frames
 replace, or which stand before the footer.
@@ -53,6 +58,7 @@ import crc32c
 
 from swift.errors import RecordCorrupt, RecordInvalid
 from swift.log.frame import (
+    FIXED_BYTES,
     HEADER_BYTES_MAX,
     MAGIC,
     FrameHeader,
@@ -60,18 +66,21 @@ from swift.log.frame import (
     check_body,
     decode_header,
 )
+from swift.log.manifest import NO_UID
 from swift.log.record import stream_tag
+from swift.log.regular import open_regular
 
 SEGMENT_MAGIC = b"SWSG"
 FOOTER_MAGIC = b"SWFT"
-VERSION = 1
+HEADER_VERSION = 2
+FOOTER_VERSION = 1
 BLOCK_BYTES = 4096
 """Files are written in multiples of it. No disk in use has larger sectors."""
 SEGMENT_HEADER_BYTES = 256
 FOOTER_BYTES = 64
 SUFFIX = ".seg"
 
-_HEADER = struct.Struct("<4sHHIIQQ32s64s64s64s")
+_HEADER = struct.Struct("<4sHHIIQQ16sQ8s64s64s64s")
 _FOOTER = struct.Struct("<4sHHIIQQQQ16s")
 _CRC_FROM = 12
 _CHUNK_BYTES = 1 << 20
@@ -94,10 +103,21 @@ class SegmentHeader:
     job: str
     stream: str
     first_sequence: int
+    uid: str = NO_UID
+    generation: int = 0
 
     @property
     def tag(self) -> int:
         return stream_tag(self.job, self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a segment file must be."""
+
+    job: str
+    stream: str
+    uid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +167,14 @@ def _seal(packed: bytes) -> bytes:
 def encode_segment_header(header: SegmentHeader) -> bytes:
     packed = _HEADER.pack(
         SEGMENT_MAGIC,
-        VERSION,
+        HEADER_VERSION,
         SEGMENT_HEADER_BYTES,
         0,
         0,
         header.tag,
         header.first_sequence,
+        bytes.fromhex(header.uid),
+        header.generation,
         b"",
         header.job.encode(),
         header.stream.encode(),
@@ -163,14 +185,20 @@ def encode_segment_header(header: SegmentHeader) -> bytes:
 
 def decode_segment_header(data: bytes) -> SegmentHeader:
     """Raises RecordCorrupt or RecordInvalid."""
-    magic, version, length, crc, _, tag, first, _, job, stream, _ = _HEADER.unpack(data)
+    magic, version, length, crc, _, tag, first, uid, generation, _, job, stream, _ = _HEADER.unpack(data)
     if magic != SEGMENT_MAGIC:
         raise RecordCorrupt("the segment header's magic is wrong")
-    if version != VERSION or length != SEGMENT_HEADER_BYTES:
-        raise RecordInvalid(f"segment version {version} is not known; this program reads version {VERSION}")
+    if version != HEADER_VERSION or length != SEGMENT_HEADER_BYTES:
+        raise RecordInvalid(
+            f"segment version {version} is not known; this program reads version {HEADER_VERSION}"
+        )
     if crc32c.crc32c(data[_CRC_FROM:]) != crc:
         raise RecordCorrupt("the segment header's checksum does not match")
-    header = SegmentHeader(job.rstrip(b"\0").decode(), stream.rstrip(b"\0").decode(), first)
+    try:
+        names = job.rstrip(b"\0").decode(), stream.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        raise RecordCorrupt("the segment header's names are none") from None
+    header = SegmentHeader(*names, first, uid.hex(), generation)
     if header.tag != tag:
         raise RecordCorrupt("the segment header's stream tag is not that of its names")
     return header
@@ -179,7 +207,7 @@ def decode_segment_header(data: bytes) -> SegmentHeader:
 def encode_footer(header: SegmentHeader, records: int, end: int) -> bytes:
     """For frames that end at ``end``."""
     packed = _FOOTER.pack(
-        FOOTER_MAGIC, VERSION, FOOTER_BYTES, 0, 0, header.tag, header.first_sequence, records, end, b""
+        FOOTER_MAGIC, FOOTER_VERSION, FOOTER_BYTES, 0, 0, header.tag, header.first_sequence, records, end, b""
     )
     return _seal(packed)
 
@@ -194,7 +222,7 @@ def _decode_footer(data: bytes, header: SegmentHeader, offset: int) -> tuple[int
     if len(data) != FOOTER_BYTES:
         return None
     magic, version, length, crc, _, tag, first, records, at, _ = _FOOTER.unpack(data)
-    if magic != FOOTER_MAGIC or version != VERSION or length != FOOTER_BYTES:
+    if magic != FOOTER_MAGIC or version != FOOTER_VERSION or length != FOOTER_BYTES:
         return None
     if crc32c.crc32c(data[_CRC_FROM:]) != crc:
         return None
@@ -217,7 +245,7 @@ class _Opened:
     """A file of this machine."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._fd = open_regular(path, os.O_RDONLY)
         self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, size: int) -> bytes:
@@ -241,10 +269,10 @@ def walk(
     verify_bodies: bool = True,
     last: bool = True,
     source: Source | None = None,
-    owner: tuple[str, str] | None = None,
+    owner: Owner | None = None,
 ) -> SegmentScan:
     """Everything that a segment file holds, damage included. ``last``: no segment of the stream follows.
-    ``owner``: the job and stream that it must be of.
+    ``owner``: what it must be of.
 
     With ``verify_bodies`` False the bodies of a sealed segment are left to be checked when they are read;
     those of an unsealed one are always checked. ``source``: the file of this name, where it is not to be opened.
@@ -260,7 +288,7 @@ def walk(
 
 class _Walker:
     def __init__(
-        self, path: Path, source: Source, verify_bodies: bool, last: bool, owner: tuple[str, str] | None
+        self, path: Path, source: Source, verify_bodies: bool, last: bool, owner: Owner | None
     ) -> None:
         self.source = source
         self.owner = owner
@@ -269,6 +297,8 @@ class _Walker:
         self.result = SegmentScan(path, source.size)
         self.data_end = self.result.size
         self.expected = 0
+        self._sequence_max = 0
+        """No file has room for more: what is behind damage is not taken at its word."""
 
     def walk(self) -> SegmentScan:
         result = self.result
@@ -278,6 +308,7 @@ class _Walker:
         result.header = header
         result.end = SEGMENT_HEADER_BYTES
         self.expected = header.first_sequence
+        self._sequence_max = header.first_sequence + result.size // FIXED_BYTES
         sealed = None
         footer_at = result.size - FOOTER_BYTES
         if footer_at >= SEGMENT_HEADER_BYTES:
@@ -314,12 +345,19 @@ class _Walker:
             header = decode_segment_header(data)
             if header.first_sequence != named:
                 raise RecordCorrupt(f"the segment says that it starts with record {header.first_sequence}")
-            if self.owner not in (None, (header.job, header.stream)):
-                raise RecordCorrupt(f"the segment is one of stream {header.stream} of job {header.job}")
+            if self.owner is not None:
+                self._check_owner(header, self.owner)
         except (RecordCorrupt, RecordInvalid) as error:
             self._damage(None, str(error))
             return None
         return header
+
+    @staticmethod
+    def _check_owner(header: SegmentHeader, owner: Owner) -> None:
+        if (header.job, header.stream) != (owner.job, owner.stream):
+            raise RecordCorrupt(f"the segment is one of stream {header.stream} of job {header.job}")
+        if header.uid != owner.uid:
+            raise RecordCorrupt("the segment is one of another job that had this name")
 
     def _frames(self, segment: SegmentHeader) -> None:
         result = self.result
@@ -390,7 +428,7 @@ class _Walker:
                 frame = self._frame_at(at, tag)
             except (RecordCorrupt, RecordInvalid, FrameIncomplete):
                 continue
-            if frame.sequence > self.expected:
+            if self.expected < frame.sequence <= self._sequence_max:
                 self._damage(frame.sequence, reason)
                 self.result.end, self.expected = at, frame.sequence
                 return True

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift import events
-from swift.errors import LogUnavailable, RecordCorrupt, StaleGeneration
+from swift.errors import JobSetApart, LogUnavailable, RecordCorrupt, StaleGeneration
 from swift.log import admin
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
@@ -158,8 +159,9 @@ def fill(server: LogServer, count: int) -> None:
 
 
 def test_acknowledged_records_that_vanish_are_noticed_by_their_writer(tmp_path: Path) -> None:
-    """A file cut on a record boundary looks whole. The writer that comes back knows better."""
+    """A file cut on a record boundary looks whole. The server has noted how long it was, and its writer knows."""
     with LogServer(tmp_path / "log") as server:
+        server.may_say = re.compile("WARNING stream_corrupt ")
         server.fence(1)
         writer = LogWriter([server.address], JOB, 1)
         for step in range(5):
@@ -186,6 +188,7 @@ def test_acknowledged_records_that_vanish_are_noticed_by_their_writer(tmp_path: 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
     with LogServer(tmp_path / "log", file_bytes_max=2 << 20) as server:
+        server.may_say = re.compile("WARNING (disk_full|space_alarm|not_removed) ")
         server.fence(1)
         writer = LogWriter([server.address], JOB, 1, patience_s=2.0)
         for step in range(150):
@@ -264,9 +267,24 @@ def test_bad_directories(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     one_line(run(tmp_path / "file"), 2, "cannot use directory")
     one_line(run(Path("/proc/swift")), 2, "cannot use directory")
-    (tmp_path / "log" / JOB).mkdir(parents=True)
-    (tmp_path / "log" / JOB / ".manifest").write_text("nonsense")
-    one_line(run(tmp_path / "log"), 3, "is damaged")
+
+
+def test_a_damaged_job_is_set_apart_and_the_others_are_served(tmp_path: Path) -> None:
+    with LogServer(tmp_path / "log") as server:
+        server.may_say = re.compile(f"WARNING job_set_apart job={JOB} .* --drop-job {JOB}")
+        server.fence(1)
+        admin.fence(server.address, "other", 1, TIMEOUT_S)
+        server.stop()
+        (tmp_path / "log" / JOB / ".manifest").write_text("nonsense")
+        server.start()
+        apart = {job.job: job.apart for job in admin.status(server.address, TIMEOUT_S).jobs}
+        assert apart["other"] == ""
+        assert "is damaged" in apart[JOB]
+        with pytest.raises(JobSetApart, match="others are served"):
+            server.fence(2)
+        admin.fence(server.address, "other", 2, TIMEOUT_S)
+        admin.drop(server.address, JOB, TIMEOUT_S)
+        server.fence(1)
 
 
 def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ class SimFile:
         self._unsynced.clear()
         self._partial = False
 
+    def note(self, offset: int, data: bytes) -> None:
+        if self._disk.no_space_for(self.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._change(offset, data)
+
+    def is_there(self) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
@@ -148,6 +156,7 @@ class SimDisk:
         self.failing = False
         self.crash_in = -1
         """So many operations until the process is gone; negative: it is not."""
+        self._uids = 0
         self._folders: dict[str, dict[str, SimFile | None]] = {str(ROOT): {}}
         """directory -> name -> its file, None for a directory"""
         self._safe: dict[str, dict[str, SimFile | None]] = {}
@@ -166,7 +175,12 @@ class SimDisk:
         """A manifest fits where the reserve was given up."""
         if not self.full:
             return False
-        return not (path.endswith(".manifest.new") and ".reserve" not in self._folders[str(ROOT)])
+        small = path.endswith(".manifest.new") or ".granted-" in path
+        return not (small and ".reserve" not in self._folders[str(ROOT)])
+
+    def new_uid(self) -> bytes:
+        self._uids += 1
+        return self._uids.to_bytes(16, "big")
 
     def free_bytes(self) -> int:
         return 0 if self.full else 1 << 30

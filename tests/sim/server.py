@@ -166,7 +166,7 @@ class ServerProcess(Process):
         """The reset that is carried out, or was last: (generation, which of its resets)."""
         self.calls: set[Call] = set()
         """All that were begun and have not ended: their writers notice a crash."""
-        storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk, OPEN_MAX)
+        storage = DirectoryStorage(ROOT, SEGMENT_BYTES, disk, OPEN_MAX, disk.new_uid)
         self.storage = storage
         config = EngineConfig(
             fsync=fsync,
@@ -183,6 +183,8 @@ class ServerProcess(Process):
         self.reading = Reading(self.state, self, lambda: kernel.now)  # type: ignore[arg-type]  # it asks for trim_later alone
         self._observe()
         for job in storage.recover():
+            if job.apart:
+                raise Violation("set apart", job.apart)
             self._appends.take_over(job, kernel.now)
             kernel.counts["record recovered"] += sum(len(found.entries) for found in job.streams)
             kernel.counts["torn tail cut off"] += sum(bool(found.torn_bytes) for found in job.streams)

@@ -17,6 +17,7 @@ from swift.inspect.files import DirectoryLog
 from swift.inspect.served import _records_of
 from swift.log import admin
 from swift.log.frame import FrameHeader, checksum, encode_header
+from swift.log.manifest import MANIFEST, decode_manifest
 from swift.log.record import STEP_MAX, RecordKey, digest_of, stream_tag
 from swift.log.segment import SegmentHeader, encode_segment_header
 from swift.log.unlogged import MARK_SLOT, Steps, mark
@@ -129,7 +130,13 @@ def test_a_mark_that_an_older_server_took_is_damage(tmp_path: Path) -> None:
     on_disk(tmp_path).close()
     (tmp_path / JOB / STREAM).mkdir()
     impossible = record(1, RecordKey(2, 5, MARK_SLOT))
-    data = encode_segment_header(SegmentHeader(JOB, STREAM, 0)) + frame_of(0)[1] + impossible + frame_of(2)[1]
+    uid = decode_manifest((tmp_path / JOB / MANIFEST).read_bytes()).uid
+    data = (
+        encode_segment_header(SegmentHeader(JOB, STREAM, 0, uid, 1))
+        + frame_of(0)[1]
+        + impossible
+        + frame_of(2)[1]
+    )
     write_segment(tmp_path / JOB / STREAM, 0, data)
     found = recovered(tmp_path)
     assert [entry.sequence for entry in found.entries] == [0, 2]

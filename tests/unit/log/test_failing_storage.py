@@ -239,7 +239,8 @@ def test_a_drop_that_the_disk_refuses_leaves_the_job_whole(
     assert [frame_in(storage, STREAM, at) for at in range(3)] == [frame_of(at)[1] for at in range(3)]
     storage.drop(JOB)()
     assert not (tmp_path / "data" / JOB).exists()
-    fill(storage, 0, 1)  # a later job of that name
+    storage.save(JOB, JobMeta(generation=1))  # a later job of that name
+    fill(storage, 0, 1)
     assert frame_in(storage, STREAM, 0) == frame_of(0)[1]
     storage.close()
 

@@ -315,11 +315,11 @@ def check(storage: DirectoryStorage, directory: Path, count: int, mended: int) -
 @pytest.mark.parametrize("how", ["open", "sealed", "started"])
 def test_a_damaged_body_is_mended_in_its_place(directory: Path, how: str, sequence: int) -> None:
     """60 frames are two blocks and a half: some lie across two of them."""
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     storage.commit([write(n) for n in range(60)], True)
     if how == "sealed":
         storage.close()
-        storage = on_disk(directory)
+        storage = on_disk(directory, generation=2)
     if how == "started":
         crash(storage)
     flip(segment(directory), sequence, BODY)
@@ -337,7 +337,7 @@ def test_a_damaged_body_is_mended_in_its_place(directory: Path, how: str, sequen
 
 @pytest.mark.parametrize("sequence", [0, 1, 58, 59])
 def test_a_damaged_header_is_mended_where_its_neighbours_leave_room(directory: Path, sequence: int) -> None:
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     storage.commit([write(n) for n in range(60)], True)
     crash(storage)
     flip(segment(directory), sequence, HEADER)
@@ -360,7 +360,7 @@ def test_a_damaged_header_is_mended_where_its_neighbours_leave_room(directory: P
 @pytest.mark.parametrize("body", [LARGE, None], ids=["larger", "smaller"])
 def test_at_the_end_of_a_file_there_is_room_for_any_frame(directory: Path, body: bytes | None) -> None:
     """As after a change of codec. Nothing of the damaged one is left behind it."""
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     frames = [frame_of(0)[1], frame_of(1, body=None if body else LARGE)[1]]
     storage.commit([Write(JOB, STREAM, n, [frame]) for n, frame in enumerate(frames)], True)
     crash(storage)
@@ -376,7 +376,7 @@ def test_at_the_end_of_a_file_there_is_room_for_any_frame(directory: Path, body:
 
 
 def test_what_is_in_no_file_cannot_be_mended(directory: Path) -> None:
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     fill(storage, 0, 3)
     lost = mending(7)
     other = Write(JOB, "s9.F", 0, [frame_of(0, stream="s9.F")[1]], mends=True)
@@ -385,7 +385,7 @@ def test_what_is_in_no_file_cannot_be_mended(directory: Path) -> None:
 
 
 def test_records_go_on_behind_a_hole_in_a_file_of_their_own(directory: Path) -> None:
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     fill(storage, 0, 3)
     storage.commit([write(5)], True)
     storage.close()
@@ -393,7 +393,7 @@ def test_records_go_on_behind_a_hole_in_a_file_of_their_own(directory: Path) -> 
     assert [(hole.sequence, hole.end_sequence, hole.gone) for hole in found.holes] == [(3, 5, True)]
     assert sequences(found) == [0, 1, 2, 5]
     # One that its writer has still finds its place at the end of the first file.
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     lost = mending(4, 1)
     assert storage.commit([lost], True) == [lost]
     assert storage.commit([mending(3, 1)], True) == []
@@ -406,10 +406,10 @@ def test_records_go_on_behind_a_hole_in_a_file_of_their_own(directory: Path) -> 
 
 def test_it_is_durable_at_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the policy of what else is written."""
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     storage.commit([write(n) for n in range(5)], True)
     storage.close()
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     calls: list[str] = []
     for name in ("write", "sync"):
         call = getattr(RealFile, name)
@@ -427,11 +427,11 @@ def test_it_is_durable_at_once(directory: Path, monkeypatch: pytest.MonkeyPatch)
 def test_neighbours_that_cannot_be_read_are_left_alone(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     storage.commit([write(n) for n in range(5)], True)
     flip(segment(directory), 2, BODY)
     storage.close()
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     before = segment(directory).read_bytes()
 
     def unreadable(*_: object) -> bytes:
@@ -449,7 +449,7 @@ def test_neighbours_that_cannot_be_read_are_left_alone(
 
 def test_a_kill_in_between_harms_no_neighbour(directory: Path, tmp_path: Path) -> None:
     """Any part of the write may be there, from its first byte on: all others are as they were."""
-    storage = on_disk(directory)
+    storage = on_disk(directory, generation=2)
     storage.commit([write(n) for n in range(60)], True)
     crash(storage)
     path = segment(directory)
@@ -468,7 +468,7 @@ def test_a_kill_in_between_harms_no_neighbour(directory: Path, tmp_path: Path) -
     torn.parent.mkdir()
     for cut in range(begin, begin + FRAME, 11):
         torn.write_bytes(after[:cut] + before[cut:])
-        found = walk(torn, owner=(JOB, STREAM))
+        found = walk(torn, owner=None)
         sound = [record.header.sequence for record in found.records if not record.damaged]
         assert set(range(60)) - set(sound) <= {30}
         assert found.ending is Ending.CLEAN

@@ -1,0 +1,482 @@
+"""Files of a log server that were swapped, cut or replaced by something else: one job's damage is that job's alone."""
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.logserver.acked import NAME as ACKED
+from services.logserver.engine import LogEngine
+from services.logserver.servicer import make_server
+from services.logserver.state import EngineConfig
+from services.logserver.storage import DirectoryStorage
+from swift._pb import log_pb2, log_pb2_grpc
+from swift.errors import JobSetApart, ServiceError, UsageError
+from swift.inspect.command import main as inspect
+from swift.log import admin
+from swift.log.manifest import GRANTED, MANIFEST, Granted, JobMeta, encode_granted, encode_manifest
+from swift.log.rpc import open_channel, reason_of
+from swift.log.segment import SEGMENT_HEADER_BYTES
+from swift.log.wire import Reason
+from tests.unit.log.append_call import TIMEOUT_S, Call
+from tests.unit.log.frames import JOB, STREAM, frame_of
+from tests.unit.log.test_storage import (
+    FIVE_A_SEGMENT,
+    FRAME,
+    crash,
+    files,
+    fill,
+    on_disk,
+    recovered,
+    sequences,
+)
+
+OTHER = "other"
+
+
+class Server:
+    """On a directory, as the process would start it."""
+
+    def __init__(self, directory: Path, segment_bytes: int = 1 << 20) -> None:
+        self.storage = DirectoryStorage(directory, segment_bytes)
+        self.engine = LogEngine(self.storage, EngineConfig())
+        self._server, _ = make_server(self.engine)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.engine.start(self.storage.recover())
+        self._server.start()
+        self.engine.state.on_health(True)
+        self.channel = open_channel(self.address)
+        self.stub: log_pb2_grpc.LogStub = log_pb2_grpc.LogStub(self.channel)
+
+    def fence(self, job: str = JOB, generation: int = 1) -> None:
+        admin.fence(self.address, job, generation, TIMEOUT_S)
+
+    def append(self, begin: int, end: int, generation: int = 1, acked: int = 0) -> None:
+        call = Call(self)
+        call.open(generation=generation, acked=acked)
+        call.send(*[frame_of(n, generation=generation)[1] for n in range(begin, end)])
+        call.until_acked(end)
+        call.end()
+
+    def read(self, from_step: int = 0) -> bytes:
+        request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=from_step, follow=False)
+        return b"".join(reply.frames for reply in self.stub.Read(request, timeout=TIMEOUT_S))
+
+    def apart(self) -> dict[str, str]:
+        return {found.job: found.apart for found in admin.status(self.address, TIMEOUT_S).jobs if found.apart}
+
+    def is_serving(self) -> bool:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        check = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        return check.status == health_pb2.HealthCheckResponse.SERVING  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        self.channel.close()
+        self.engine.drain()
+        self._server.stop(2).wait()
+        self.engine.close()
+
+
+@contextmanager
+def running(directory: Path, segment_bytes: int = 1 << 20) -> Iterator[Server]:
+    server = Server(directory, segment_bytes)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def two_jobs(directory: Path) -> None:
+    with running(directory) as server:
+        for job in (JOB, OTHER):
+            server.fence(job)
+        server.append(0, 4)
+
+
+def segment_of(directory: Path) -> Path:
+    return files(directory)[0]
+
+
+# -- manifests that are not this job's last one -------------------------------------------------------------
+
+
+def test_an_older_manifest_does_not_undo_a_fence(tmp_path: Path) -> None:
+    two_jobs(tmp_path)
+    old = (tmp_path / JOB / MANIFEST).read_bytes()
+    with running(tmp_path) as server:
+        server.fence(generation=5)
+    (tmp_path / JOB / MANIFEST).write_bytes(old)
+    with running(tmp_path) as server:
+        assert "it is older: of generation 1, and 5 was granted" in server.apart()[JOB]
+        call = Call(server)
+        call.raw(
+            log_pb2.AppendRequest(
+                opens=[log_pb2.Open(job=JOB, stream=STREAM, generation=1)]
+            ).SerializeToString()
+        )
+        assert call.refused()[1] == Reason.APART
+
+
+def test_a_whole_job_of_before_does_not_undo_a_fence(tmp_path: Path) -> None:
+    two_jobs(tmp_path)
+    shutil.copytree(tmp_path / JOB, tmp_path / "backup" / JOB)
+    with running(tmp_path) as server:
+        server.fence(generation=5)
+    shutil.rmtree(tmp_path / JOB)
+    shutil.move(tmp_path / "backup" / JOB, tmp_path / JOB)
+    shutil.rmtree(tmp_path / "backup")
+    with running(tmp_path) as server:
+        assert "5 was granted" in server.apart()[JOB]
+
+
+def test_the_manifest_of_another_job_is_refused(tmp_path: Path) -> None:
+    two_jobs(tmp_path)
+    shutil.copy(tmp_path / OTHER / MANIFEST, tmp_path / JOB / MANIFEST)
+    with running(tmp_path) as server:
+        assert "it is of job other" in server.apart()[JOB]
+
+
+def test_the_job_of_another_server_is_refused(tmp_path: Path) -> None:
+    two_jobs(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    shutil.copytree(tmp_path / "a" / JOB, tmp_path / "b" / JOB)
+    with running(tmp_path / "b") as server:
+        assert "this server never had the job" in server.apart()[JOB]
+
+
+def test_a_dropped_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    two_jobs(tmp_path)
+    kept = tmp_path / ".kept"
+    shutil.copytree(tmp_path / JOB, kept)
+    with running(tmp_path) as server:
+        admin.drop(server.address, JOB, TIMEOUT_S, force=True)
+        server.fence()
+    shutil.rmtree(tmp_path / JOB)
+    shutil.move(kept, tmp_path / JOB)
+    with running(tmp_path) as server:
+        assert "it is of another job that had this name" in server.apart()[JOB]
+
+
+def test_a_segment_that_is_newer_than_its_manifest_is_refused(tmp_path: Path) -> None:
+    two_jobs(tmp_path)
+    with running(tmp_path) as server:
+        server.fence(generation=5)
+        server.append(4, 6, generation=5, acked=4)
+    meta = JobMeta(generation=1, job=JOB)
+    with running(tmp_path) as server:
+        meta.uid = server.storage._book.lines[JOB].uid
+    (tmp_path / f"{GRANTED}{JOB}").unlink()
+    (tmp_path / JOB / MANIFEST).write_bytes(encode_manifest(meta))
+    (tmp_path / f"{GRANTED}{JOB}").write_bytes(encode_granted(Granted(JOB, meta.uid, 1)))
+    with running(tmp_path) as server:
+        assert "it is of generation 1, and s0.F/" in server.apart()[JOB]
+
+
+# -- records of another job --------------------------------------------------------------------------------
+
+
+def test_segments_of_a_dropped_job_copied_in_while_the_server_runs_are_not_served(tmp_path: Path) -> None:
+    """Same names, same shapes, sound checksums: only key and digest tell."""
+    data = tmp_path / "data"
+    with running(data) as server:
+        server.fence()
+        server.append(0, 4)
+        old = tmp_path / "old.seg"
+        shutil.copy(segment_of(data), old)
+        admin.drop(server.address, JOB, TIMEOUT_S, force=True)
+        server.fence()
+        call = Call(server)
+        call.open()
+        bodies = [bytes([n + 1] * 24) for n in range(4)]
+        call.send(*[frame_of(n, body=bodies[n])[1] for n in range(4)])
+        call.until_acked(4)
+        path = segment_of(data)
+        with path.open("r+b") as file:  # in its place: the server has it open
+            file.write(old.read_bytes())
+        with pytest.raises(grpc.RpcError) as refused:
+            server.read()
+        assert reason_of(refused.value) == Reason.CORRUPT
+        assert "another record is in its place" in str(refused.value)
+
+
+def test_segments_of_a_dropped_job_copied_in_while_the_server_was_down_are_damage(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with running(data) as server:
+        server.fence()
+        server.append(0, 4)
+        old = tmp_path / "old.seg"
+        shutil.copy(segment_of(data), old)
+        admin.drop(server.address, JOB, TIMEOUT_S, force=True)
+        server.fence()
+        server.append(0, 4)
+    shutil.copy(old, segment_of(data))
+    found = recovered(data)
+    assert sequences(found) == []
+    assert "one of another job that had this name" in found.holes[0].reason
+
+
+# -- records that were acknowledged and are gone -------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, SEGMENT_HEADER_BYTES + 2 * FRAME)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def remove_stream(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize(("how", "left"), [(cut, 7), (empty, 5), (remove, 5), (remove_stream, 0)])
+def test_what_was_acknowledged_in_the_last_file_is_missed(
+    tmp_path: Path, how: Callable[[Path], None], left: int
+) -> None:
+    """The server was killed: the file has no footer, and the manifest no count."""
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 9)
+    crash(storage)
+    how(files(tmp_path / "data")[-1])
+    found = recovered(tmp_path / "data")
+    assert sequences(found) == list(range(left))
+    assert found.holes[-1].end_sequence == found.next_sequence == 9
+    assert all("are gone" in hole.reason for hole in found.holes)
+
+
+def test_without_the_note_the_manifest_still_knows_the_files_before_the_last(tmp_path: Path) -> None:
+    """As after a power cut that kept nothing of the note."""
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 9)
+    crash(storage)
+    (tmp_path / "data" / ACKED).unlink()
+    shutil.rmtree(tmp_path / "data" / JOB / STREAM)
+    found = recovered(tmp_path / "data")
+    assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(0, 5)]
+
+
+def test_a_sound_kill_misses_nothing(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
+    fill(storage, 0, 9)
+    crash(storage)
+    found = recovered(tmp_path / "data")
+    assert (sequences(found), found.holes) == (list(range(9)), [])
+
+
+def test_a_damaged_note_harms_nobody(tmp_path: Path) -> None:
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 3)
+    crash(storage)
+    note = tmp_path / "data" / ACKED
+    whole = note.read_bytes()
+    for at in range(40):
+        note.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        assert recovered(tmp_path / "data").holes == []
+
+
+def test_a_file_that_is_removed_while_it_is_written_is_answered_as_the_loss_it_is(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        server.fence()
+        server.append(0, 4)
+        segment_of(tmp_path).unlink()
+        call = Call(server)
+        call.open(acked=4)
+        call.send(frame_of(4)[1])
+        assert call.refused()[1] == Reason.BUSY  # it is not acknowledged: come again
+        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
+        assert found.corrupt
+        assert "was removed or replaced while it was written" in found.reason
+        server.append(4, 6, acked=4)
+        assert server.is_serving()
+        with pytest.raises(grpc.RpcError) as refused:
+            server.read()
+        assert reason_of(refused.value) == Reason.CORRUPT
+        assert server.read(from_step=4) == b"".join(frame_of(n)[1] for n in (4, 5))
+    found_again = recovered(tmp_path)
+    assert sequences(found_again) == [4, 5]
+    assert (found_again.holes[0].sequence, found_again.holes[0].end_sequence) == (0, 4)
+
+
+def test_a_sealed_file_that_is_removed_while_the_server_runs_is_damage(tmp_path: Path) -> None:
+    with running(tmp_path, FIVE_A_SEGMENT) as server:
+        server.fence()
+        server.append(0, 5)
+        server.append(5, 7, acked=5)
+        segment_of(tmp_path).unlink()
+        with pytest.raises(grpc.RpcError) as refused:
+            server.read()
+        assert reason_of(refused.value) == Reason.CORRUPT
+
+
+# -- what is no file -----------------------------------------------------------------------------------------
+
+
+def link(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def directory_(path: Path) -> None:
+    path.mkdir()
+
+
+def device(path: Path) -> None:
+    os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero: has no end
+
+
+def socket_(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # its name would be too long
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 42)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"swift-log-manifest 2 00000000\n{}")
+
+
+SOMETHING = [link, pipe, directory_, device, socket_, loop]
+PLACES: dict[str, Callable[[Path], Path]] = {
+    "segment": segment_of,
+    "manifest": lambda data: data / JOB / MANIFEST,
+    "stream": lambda data: data / JOB / STREAM,
+    "job": lambda data: data / JOB,
+    "book": lambda data: data / f"{GRANTED}{JOB}",
+}
+
+
+def is_usual(place: str, something: Callable[[Path], None]) -> bool:
+    return place == "segment" or something in (link, garbage)
+
+
+@pytest.mark.parametrize(
+    ("place", "something"),
+    [
+        pytest.param(place, something, marks=() if is_usual(place, something) else pytest.mark.matrix)
+        for place in PLACES
+        for something in [*SOMETHING, huge, garbage]
+        if (place, something) not in [("stream", directory_), ("job", directory_), ("segment", garbage)]
+    ],
+)
+def test_something_else_in_the_place_of_a_file(
+    tmp_path: Path, place: str, something: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_jobs(tmp_path)
+    path = PLACES[place](tmp_path)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    try:
+        something(path)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    assert inspect(["--directory", str(tmp_path)]) in (0, 1, 3)  # and does not wait for a pipe
+    with running(tmp_path) as server:
+        assert list(server.apart()) == [JOB]
+        assert "swift-ft inspect --drop-job job" in server.apart()[JOB]
+        assert server.is_serving()
+        for call in (
+            lambda: server.fence(generation=2),
+            lambda: admin.inventory(server.address, JOB, TIMEOUT_S),
+            lambda: admin.trim(server.address, JOB, 1, TIMEOUT_S),
+            lambda: admin.reset(server.address, JOB, 1, TIMEOUT_S),
+        ):
+            with pytest.raises(JobSetApart):
+                call()
+        server.fence(OTHER, 2)
+        admin.drop(server.address, JOB, TIMEOUT_S)
+        server.fence()
+        server.append(0, 2)
+        assert server.apart() == {}
+    with running(tmp_path) as server:
+        assert server.apart() == {}
+        assert server.read() == b"".join(frame_of(n)[1] for n in range(2))
+
+
+def test_a_name_that_no_segment_has(tmp_path: Path) -> None:
+    two_jobs(tmp_path)
+    for name in ("99999999999999999999.seg", "18446744073709551615.seg"):
+        (tmp_path / JOB / STREAM / name).write_bytes(b"")
+        with running(tmp_path) as server:
+            assert "named after a record that there cannot be" in server.apart()[JOB]
+            server.fence(OTHER, 2)
+        (tmp_path / JOB / STREAM / name).unlink()
+    with running(tmp_path) as server:
+        assert server.apart() == {}
+
+
+@pytest.mark.parametrize("place", [ACKED, ".lock", ".reserve"])
+def test_something_else_in_the_place_of_the_servers_own_files(tmp_path: Path, place: str) -> None:
+    """Nobody's records are in them: the server starts, or says in one line why not."""
+    two_jobs(tmp_path)
+    said = []
+    for something in SOMETHING:
+        path = tmp_path / place
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        something(path)
+        try:
+            with running(tmp_path) as server:
+                assert server.apart() == {}
+                server.fence(OTHER, 1)
+        except (ServiceError, UsageError) as error:
+            said.append(str(error))
+    assert not any("\n" in line for line in said)
+
+
+def test_something_in_the_way_while_the_server_runs_is_one_jobs_trouble(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        for job in (JOB, OTHER):
+            server.fence(job)
+        (tmp_path / JOB / STREAM).symlink_to("/etc")
+        call = Call(server)
+        call.open()
+        call.send(frame_of(0)[1])
+        assert call.refused()[1] == Reason.APART
+        assert list(server.apart()) == [JOB]
+        assert server.is_serving()
+        server.fence(OTHER, 2)
+        admin.drop(server.address, JOB, TIMEOUT_S, force=True)
+        server.fence()
+        server.append(0, 2)
+
+
+def test_a_jobs_directory_that_is_removed_while_the_server_runs(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        for job in (JOB, OTHER):
+            server.fence(job)
+        server.append(0, 2)
+        shutil.rmtree(tmp_path / JOB)
+        for _ in range(2):  # the file is gone; then there is nowhere to make the next one
+            call = Call(server)
+            call.open(acked=2)
+            call.send(frame_of(2)[1])
+            reason = call.refused()[1]
+            if reason == Reason.APART:
+                break
+        assert reason == Reason.APART
+        server.fence(OTHER, 2)
+        assert server.is_serving()
