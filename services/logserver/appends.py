@@ -14,11 +14,45 @@ Frame = tuple[FrameHeader, list[memoryview]]
 """A header, and the bytes of the frame in pieces."""
 
 
+class Gathered:
+    """Replies that go out together. Of each stream the newest word counts: a writer that does not read its
+    acknowledgements costs no more memory than one that does."""
+
+    def __init__(self) -> None:
+        self.empty = True
+        self._welcome: log_pb2.Welcome | None = None
+        self._opened: dict[str, int] = {}
+        self._acked: dict[str, int] = {}
+        self._credit_bytes = 0
+
+    def add(self, reply: log_pb2.AppendReply) -> None:
+        self.empty = False
+        self._credit_bytes += reply.credit_bytes
+        for opened in reply.opened:
+            self._opened[opened.stream] = opened.next_sequence
+        for acked in reply.acked:
+            self._acked[acked.stream] = acked.durable_sequence
+        if reply.HasField("welcome"):
+            self._welcome = reply.welcome
+
+    def take(self) -> log_pb2.AppendReply:
+        reply = log_pb2.AppendReply(credit_bytes=self._credit_bytes, welcome=self._welcome)
+        for stream, next_sequence in self._opened.items():
+            reply.opened.add(stream=stream, next_sequence=next_sequence)
+        for stream, durable_sequence in self._acked.items():
+            reply.acked.add(stream=stream, durable_sequence=durable_sequence)
+        self.empty, self._welcome, self._credit_bytes = True, None, 0
+        self._opened.clear()
+        self._acked.clear()
+        return reply
+
+
 def join(reply: log_pb2.AppendReply, more: log_pb2.AppendReply) -> None:
     """Makes one message of two that go out together: ``reply``, with what ``more`` says."""
-    credit_bytes = reply.credit_bytes + more.credit_bytes  # protobuf would replace the one by the other
-    reply.MergeFrom(more)
-    reply.credit_bytes = credit_bytes
+    gathered = Gathered()
+    gathered.add(reply)
+    gathered.add(more)
+    reply.CopyFrom(gathered.take())
 
 
 class Quarantined(Refused):

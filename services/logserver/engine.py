@@ -11,13 +11,12 @@ Memory is bounded by the credit: a session's frames that are not durable yet tak
 plus one frame.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
-from services.logserver.appends import Appends, Quarantined, join
+from services.logserver.appends import Appends, Gathered, Quarantined
 from services.logserver.committer import Committer
 from services.logserver.core import Refusal
 from services.logserver.reading import Reading
@@ -33,24 +32,33 @@ from swift.log.assembly import Assembler
 from swift.log.wire import Reason
 
 
-class Outgoing(queue.SimpleQueue["log_pb2.AppendReply | None"]):
+class Outgoing:
     """What goes back to one writer, from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._gathered = Gathered()
+        self._ended = False
+
+    def put(self, item: "log_pb2.AppendReply | None", /) -> None:
+        with self._changed:
+            if item is None:
+                self._ended = True
+            else:
+                self._gathered.add(item)
+            self._changed.notify()
 
     def replies(self) -> Iterator[log_pb2.AppendReply]:
         """Until the session ends. What has gathered meanwhile goes out as one message."""
         while True:
-            reply = self.get()
-            if reply is None:
-                return
-            last = False
-            while not self.empty():
-                more = self.get()
-                if more is None:
-                    last = True
-                    break
-                join(reply, more)
-            yield reply
-            if last:
+            with self._changed:
+                while self._gathered.empty and not self._ended:
+                    self._changed.wait()
+                reply = None if self._gathered.empty else self._gathered.take()
+                ended = self._ended
+            if reply is not None:
+                yield reply
+            if ended:
                 return
 
 
