@@ -31,6 +31,7 @@ from swift.log.memory import keep_freed_memory
 from swift.log.wire import Fsync
 
 _STOP_GRACE_S = 2.0
+_SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class ServerConfig:
             raise UsageError(f"--body-bytes-max must be between 1 and {BODY_BYTES_MAX}")
         if self.engine.fsync_interval_s <= 0:
             raise UsageError("--fsync-interval must be positive")
-        for name in ("jobs_max", "job_streams_max"):
+        for name in ("jobs_max", "job_streams_max", "job_records_max"):
             if getattr(self.engine, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
         if self.engine.job_bytes_max < self.engine.writer_bytes_max:
@@ -121,6 +122,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
             body_bytes_max=options.body_bytes_max,
             jobs_max=options.jobs_max,
             job_streams_max=options.job_streams_max,
+            job_records_max=options.job_records_max,
             job_bytes_max=options.job_bytes_max,
             space=SpaceConfig(
                 quota_bytes=options.quota_bytes,
@@ -169,6 +171,7 @@ def _add_limits(parser: Parser) -> None:
     for flag, default, what in (
         ("--jobs-max", defaults.jobs_max, "jobs that it keeps"),
         ("--job-streams-max", defaults.job_streams_max, "streams of a job"),
+        ("--job-records-max", defaults.job_records_max, "records that it keeps of a job"),
         ("--job-bytes-max", defaults.job_bytes_max, "bytes under way, over all writers of a job"),
     ):
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default %(default)s)")
@@ -231,6 +234,8 @@ def _assembled(
 def run(config: ServerConfig) -> int:
     """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0. A second signal ends it at once."""
     keep_freed_memory()
+    # A record passes several threads: each of them waits for so long while another one computes.
+    sys.setswitchinterval(_SWITCH_S)
     protection = config.protection
     gate = protection.gate()
     with ExitStack() as stack:

@@ -104,6 +104,11 @@ class Appends:
     def detach(self, session: Session) -> None:
         session.end()
         self._state.sessions.pop(session, None)
+        for job in session.oldest:
+            writers = self._state.writers.get(job, {})
+            writers.pop(session, None)
+            if not writers:
+                self._state.writers.pop(job, None)
         for tag in session.streams:
             if self._state.holders.get(tag) is session:
                 del self._state.holders[tag]
@@ -129,6 +134,9 @@ class Appends:
             raise Refused(stream)
         self._state.space.job(request.job)  # an account of its own, from now on
         session.streams[stream.tag] = (stream, request.generation)
+        oldest = session.oldest.get(request.job, request.generation)
+        session.oldest[request.job] = min(oldest, request.generation)
+        self._state.writers.setdefault(request.job, {})[session] = None
         session.fsync[stream.tag] = fsync
         self._state.holders[stream.tag] = session
         # No acknowledgement yet: what the writer is not sure of it sends again, and it is compared.
@@ -174,9 +182,8 @@ class Appends:
             raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
         session.acked.setdefault(stream.tag, header.sequence)
         if header.sequence == stream.appended:
-            full = self._state.space.refuses(stream.job, header.frame_bytes)
-            if full is not None:
-                raise Refused(full)
+            self._state.check_room(stream.job, header.frame_bytes)
+            self._state.check_records(self._state.core.known(stream.job))
         entry = self._state.core.append(stream, generation, header)
         if isinstance(entry, Refusal):
             raise Quarantined(entry, stream) if stream.quarantined else Refused(entry)

@@ -66,15 +66,15 @@ class Committer:
             return
         with self._changed:
             news = self.commits.committed(batch, sync, self._clock(), unmended)
-            if news:
-                self._state.on_health(self._state.serves)
+            self._state.show_health()
+            self._state.wake_readers({queued.stream.job for queued in batch})
             self._changed.notify_all()
         self._tell(news)
 
     def _give_up(self, error: StorageError, batch: list[Queued]) -> None:
         with self._changed:
             news = self.commits.gave_up(error, batch, self._clock())
-            self._state.on_health(self._state.serves)
+            self._state.show_health()
             self._changed.notify_all()
         self._tell(news)
 

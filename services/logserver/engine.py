@@ -25,7 +25,7 @@ from services.logserver.retention import Retention
 from services.logserver.snapshot import EngineSnapshot, JobSnapshot
 from services.logserver.state import EngineConfig, ServerState, Session
 from services.logserver.storage import Storage
-from services.logserver.watch import DiskWatch
+from services.logserver.watch import DiskWatch, rest
 from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
@@ -77,7 +77,9 @@ class LogEngine:
         were not touched."""
         self.config = config
         self._clock = clock
-        self.state = ServerState(storage, config, threading.Condition())
+        lock = threading.RLock()
+        self.state = ServerState(storage, config, threading.Condition(lock))
+        self.state.new_condition = lambda: threading.Condition(lock)
         self._committer = Committer(self.state, clock)
         self._appends = Appends(self.state, self._committer.commits)
         self.watch = DiskWatch(self.state, free_bytes, clock)
@@ -160,7 +162,8 @@ class LogEngine:
         """What the server does at this moment."""
         with self._changed:
             accepted, settled, synced = self._committer.commits.progress()
-            return EngineSnapshot(
+            names = list(self.state.core.jobs)
+            taken = EngineSnapshot(
                 state=self.state.condition(),
                 queued_records=accepted - settled,
                 unsynced_records=accepted - synced,
@@ -168,8 +171,17 @@ class LogEngine:
                 underway_bytes=sum(session.underway_bytes for session in self.state.sessions),
                 credit_bytes=self.config.credit_bytes * len(self.state.sessions),
                 space=self.state.space.snapshot(),
-                jobs=[JobSnapshot.of(job, self.state.space) for job in self.state.core.jobs.values()],
+                jobs=[],
             )
+        for name in names:  # one by one: jobs may be large, and are written meanwhile
+            with self._changed:
+                job = self.state.core.jobs.get(name)
+                if job is not None:
+                    wants = self.state.wants_checkpoint(job)
+                    taken.jobs.append(JobSnapshot.of(job, self.state.space, wants))
+            if len(names) > 1:
+                rest()
+        return taken
 
     # -- the end --------------------------------------------------------------------------------------
 

@@ -87,10 +87,10 @@ def fence(
         words = f"generation {generation} of job {job_name} is not durable yet"
         state.cut_off[job_name] = Refusal(Reason.NOT_GRANTED, words)
     # Writers of older generations are told now, not at their next frame.
-    for session in state.sessions:
-        for stream, opened_under in session.streams.values():
-            if stream.job == job.name and opened_under < generation:
-                session.end(state.core.check_generation(job, opened_under))
+    for session in state.writers.get(job_name, ()):
+        opened_under = session.oldest[job_name]
+        if opened_under < generation:
+            session.end(state.core.check_generation(job, opened_under))
     yield Settle()
     yield Save(job_name, meta_of(job))
     state.cut_off.pop(job_name, None)
@@ -216,9 +216,8 @@ def _check_droppable(state: ServerState, job_name: str, now: float, force: bool)
 
 def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]:
     """Ends the job's writers, and lets none in; over when nothing of it is on its way to the disk any more."""
-    for session in state.sessions:
-        if session.writes(job.name):
-            session.end(why)
+    for session in state.writers.get(job.name, ()):
+        session.end(why)
     before = state.cut_off.get(job.name)
     state.cut_off[job.name] = why
     try:

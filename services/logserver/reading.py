@@ -34,10 +34,10 @@ class Reading:
         self._changed = state.changed
         self._reader_ids = iter(range(1 << 62))
 
-    def wake(self) -> None:
-        """Somebody's call has ended: `read` looks whether it is its own."""
+    def wake(self, job: str) -> None:
+        """A call of this job has ended: `read` looks whether it is its own."""
         with self._changed:
-            self._changed.notify_all()
+            self._state.wake_readers([job])
 
     def read(self, request: log_pb2.ReadRequest, alive: Callable[[], bool]) -> Iterator[bytes]:
         """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it."""
@@ -47,7 +47,7 @@ class Reading:
             while (job := self._state.core.jobs.get(request.job)) is None:
                 if not request.follow or not alive():
                     return
-                self._wait()
+                self._wait(request.job)
             refusal = self._state.core.check_readable(job, request.from_step)
             if refusal is not None:
                 raise Refused(refusal)
@@ -79,7 +79,7 @@ class Reading:
                     if not run and sequence == before and ahead.is_empty and refusal is None:
                         if not request.follow:
                             return
-                        self._wait()
+                        self._wait(request.job)
                         continue
                 for entry in run:
                     ahead.add(entry)
@@ -89,11 +89,11 @@ class Reading:
                 if refusal is not None:
                     raise Refused(refusal)
 
-    def _wait(self) -> None:
+    def _wait(self, job: str) -> None:
         """(holding ``changed``) For what comes next. Raises Refused if nothing will."""
         if self._state.draining:
             self._state.check_open()
-        self._changed.wait(_POLL_S)
+        self._state.news(job).wait(_POLL_S)
 
     def _take(self, ahead: ReadAhead) -> Iterator[bytes]:
         """The oldest message that was read ahead."""
@@ -139,7 +139,7 @@ class Reading:
             if stream.hole_at(sequence) is None:
                 stream.insert_hole(Hole(sequence, sequence + 1, entry.key.step + 1, reason))
                 self._state.send_again(stream, sequence, Refusal(Reason.CORRUPT, reason))
-                self._changed.notify_all()
+                self._state.wake_readers([stream.job])
         events.emit("stream_corrupt", job=stream.job, stream=stream.name, reason=reason)
         return Refusal(Reason.CORRUPT, reason)
 
@@ -243,7 +243,7 @@ class Reading:
             writers=self._state.writers_of(job),
             readers=len(job.readers),
             idle_seconds=self._state.idle_s(job.name, self._clock()) or 0.0,
-            wants_checkpoint=self._state.space.wants_checkpoint(job.name),
+            wants_checkpoint=self._state.wants_checkpoint(job),
         )
 
 

@@ -120,7 +120,7 @@ class LogServicer:
             session.end(Refusal(Reason.CLOSED, f"internal error: {error!r}"))
 
     def read(self, request: log_pb2.ReadRequest, context: Context) -> Iterator[bytes]:
-        context.add_callback(self.engine.reading.wake)
+        context.add_callback(lambda: self.engine.reading.wake(request.job))
         with _answering(context, "Read"):
             yield from self.engine.reading.read(request, context.is_active)
 

@@ -26,7 +26,7 @@ class JobSnapshot:
     space: AccountSnapshot
 
     @classmethod
-    def of(cls, job: JobState, space: Space) -> Self:
+    def of(cls, job: JobState, space: Space, wants_checkpoint: str) -> Self:
         streams = job.streams.values()
         return cls(
             job=job.name,
@@ -39,7 +39,7 @@ class JobSnapshot:
             readers=len(job.readers),
             trim_waits=job.trim_wanted > job.trimmed_below_step,
             trimmed_bytes=space.trimmed[job.name],
-            checkpoint_wanted=bool(space.wants_checkpoint(job.name)),
+            checkpoint_wanted=bool(wants_checkpoint),
             space=space.snapshot(job.name),
         )
 

@@ -4,7 +4,7 @@
 it is held. Nothing here knows of threads: the server gives a condition variable, a simulation nothing of the kind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,6 +33,8 @@ class EngineConfig:
     """Largest body that is accepted."""
     jobs_max: int = 1024
     job_streams_max: int = 8192
+    job_records_max: int = 4_000_000
+    """Records that are kept of a job: each takes about 450 bytes of memory, however small it is."""
     job_bytes_max: int = 32 << 30
     """Bytes that all writers of a job may have under way: each counts with all that it may."""
 
@@ -81,6 +83,8 @@ class Session:
     """Stream tag -> when its records are acknowledged."""
     acked: dict[int, int] = field(default_factory=dict)
     """Stream tag -> where this call began to send, or what it was told last that is durable."""
+    oldest: dict[str, int] = field(default_factory=dict)
+    """Job -> the lowest generation that a stream of it was opened under."""
     underway_bytes: int = 0
     refusal: Refusal | None = None
     ended: bool = False
@@ -104,7 +108,7 @@ class Session:
         self.outbox.put(log_pb2.AppendReply(acked=[acked]))
 
     def writes(self, job: str) -> bool:
-        return any(stream.job == job for stream, _ in self.streams.values())
+        return job in self.oldest
 
 
 class ServerState:
@@ -129,7 +133,13 @@ class ServerState:
         self.space = Space(config.space)
         self.touched: dict[str, float] = {}
         """Job -> when it was written, read, fenced or asked for by its coordinator; at a start, then."""
+        self.writers: dict[str, dict[Session, None]] = {}
+        """Job -> the sessions that have opened a stream of it, in the order in which they came."""
         self.on_health: Callable[[bool], None] = lambda serving: None
+        self._shown = True
+        """What ``on_health`` was told last."""
+        self.new_condition: Callable[[], Changed] = lambda: self.changed
+        self._readers: dict[str, Changed] = {}
 
     def check_open(self) -> None:
         """Raises Refused if the server takes nothing."""
@@ -137,6 +147,45 @@ class ServerState:
             raise Refused(Refusal(Reason.CLOSED, self.failed))
         if self.draining:
             raise Refused(Refusal(Reason.DRAINING, "the log server is shutting down"))
+
+    def news(self, job: str) -> Changed:
+        """What readers of the job wait for: who appends to others does not wake them. As `changed`, with its lock."""
+        waited_for = self._readers.get(job)
+        if waited_for is None:
+            if len(self._readers) >= 2 * self.config.jobs_max:  # of jobs that are gone, or never were
+                self.wake_readers(list(self._readers))
+                self._readers.clear()
+            waited_for = self._readers[job] = self.new_condition()
+        return waited_for
+
+    def wake_readers(self, jobs: Iterable[str]) -> None:
+        for job in jobs:
+            if job in self._readers:
+                self._readers[job].notify_all()
+
+    def show_health(self) -> None:
+        """Tells of it if it is another one than before."""
+        serves = self.serves
+        if serves is not self._shown:
+            self._shown = serves
+            self.on_health(serves)
+
+    def check_records(self, job: JobState) -> None:
+        """Raises Refused if the job would have a record too many."""
+        most = self.config.job_records_max
+        if job.tally.records >= most:
+            message = (
+                f"job {job.name} keeps {job.tally.records} records of the {most} that it may (--job-records-max); "
+                "a checkpoint lets it be trimmed"
+            )
+            raise Refused(Refusal(Reason.OVER_QUOTA, message))
+
+    def wants_checkpoint(self, job: JobState) -> str:
+        """Why a trim of this job would help now; empty: there is no need."""
+        records, most = job.tally.records, self.config.job_records_max
+        if records >= self.config.space.high_water * most:
+            return f"job {job.name} keeps {records} records of the {most} that it may"
+        return self.space.wants_checkpoint(job.name)
 
     def check_not_cut_off(self, job: str) -> None:
         """Raises Refused while its writers are kept out."""
@@ -163,8 +212,13 @@ class ServerState:
 
     def check_space(self, job: str) -> None:
         """Raises Refused while there is none for this job."""
-        refusal = self.space.refuses(job, 0)
+        self.check_room(job, 0)
+
+    def check_room(self, job: str, frame_bytes: int) -> None:
+        """Raises Refused if a new record of this size has no room."""
+        refusal = self.space.refuses(job, frame_bytes)
         if refusal is not None:
+            self.show_health()  # it may be the server's quota that has just become full
             raise Refused(refusal)
 
     def condition(self) -> str:
@@ -190,7 +244,7 @@ class ServerState:
         if known is not None and stream not in known.streams and len(known.streams) >= config.job_streams_max:
             message = f"the job has {len(known.streams)} streams: no more (--job-streams-max)"
             raise Refused(Refusal(Reason.LIMIT, message))
-        writers = {session, *(other for other in self.sessions if not other.ended and other.writes(job))}
+        writers = {session, *(other for other in self.writers.get(job, ()) if not other.ended)}
         if len(writers) * config.writer_bytes_max > config.job_bytes_max:
             message = (
                 f"{len(writers)} writers of the job may have {len(writers) * config.writer_bytes_max} bytes under "
@@ -205,10 +259,8 @@ class ServerState:
 
     def look_at_disk(self, free_bytes: int | None, now: float) -> list[Notice]:
         """Every so often: alarms begin and end by what the disk has left. What is to be told."""
-        served = self.serves
         news = self.space.observe(free_bytes, now)
-        if self.serves is not served:
-            self.on_health(self.serves)
+        self.show_health()
         return news
 
     def touch(self, job: str, now: float) -> None:
