@@ -1,41 +1,34 @@
 """Checkpoints of single ranks: what stands behind the log.
 
-Every rank saves its own state under ``<directory>/v<version>/rank<r>/`` with torch.distributed.checkpoint and
-no collective, so a dead rank never blocks the others. The coordinator counts a version as complete when all
-ranks have reported theirs durable. The tensors go through DCP, everything else into ``state.json``. Both are written
-beside that folder, which then gets its name: it is there whole or not at all.
+Every rank saves its own state under ``<directory>/v<version>/rank<r>/g<generation>-<process>-<number>/`` and asks
+nobody, so a dead rank never blocks the others. The coordinator counts a version as complete when all ranks have
+reported theirs durable. What is in that folder: `swift.checkpoint.index`. It is written beside it, and then gets its
+name: it is there whole or not at all.
+
+A process that was fenced and does not know it yet may still write here. Its folder has the generation that it acted in,
+which is older than its heir's: so it has another name, it is not the one that is loaded, and whoever writes or
+removes touches only what is of his own generation or of an older one.
 
 What cannot be written (no space, no folder, no mount) costs no step: the snapshot is kept and written again, with
 growing pauses, until that works or a newer version is saved.
-
-Trust: DCP's own ``.metadata`` file is a pickle that torch reads back, so the checkpoint directory must be
-writable by the job alone.
 """
 
-import json
 import os
+import re
 import secrets
 import shutil
+import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-
-from swift.checkpoint.state import empty_tensors, join, split
+from swift.checkpoint.index import Damaged
+from swift.checkpoint.shard import Snapshot, read, sync_folder, write
 from swift.errors import ServiceError, UsageError
-
-# DCP says so on every save without collectives, which is what is wanted here.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 # Pauses between the attempts to write one version.
 _RETRY_FIRST_S = 1.0
@@ -65,7 +58,7 @@ class Unsaved:
 class CheckpointStore:
     """One rank's checkpoints.
 
-    (rank, every K steps) ``save`` → (background) DCP writes, then ``on_durable(version)``
+    (rank, every K steps) ``save`` → (background) the files are written, then ``on_durable(version)``
     (rank) ``wait``, where nothing goes on without it; ``settle``, where it may fail
     (replacement) ``load(version)``
     (rank) ``prune(keep, given_up_below)`` when others are complete, or given up
@@ -74,8 +67,8 @@ class CheckpointStore:
     def __init__(self, directory: str | os.PathLike[str], rank: int):
         self._directory = Path(directory)
         self._rank = rank
-        self._own = f".rank{rank}-{secrets.token_hex(4)}"
-        """What this process writes, as long as it is not whole: a predecessor may not know yet that it is fenced."""
+        self._process = secrets.token_hex(4)
+        self._written = 0
         self._writing: _Writing | None = None
         self.saved: Saved | None = None
         """The newest one that is durable."""
@@ -83,12 +76,14 @@ class CheckpointStore:
         """The newest one, if it cannot be written; it is tried again."""
         self.fenced: Callable[[], bool] = lambda: False
         """(any thread) Somebody else holds the rank: what could not be written is his to write."""
+        self.generation: Callable[[], int] = lambda: 0
+        """(any thread) In which this process acts. What is of a newer one is its heir's."""
 
     def check(self) -> None:
         """(before the job begins) Raises UsageError if nothing can be written here."""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            probe = self._directory / f"{self._own}.probe"
+            self._make(self._directory)
+            probe = self._directory / f".rank{self._rank}-{self._process}.probe"
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
@@ -102,23 +97,22 @@ class CheckpointStore:
         state: Any,
         on_durable: Callable[[int], None],
         on_failed: Callable[[Unsaved], None] = lambda _unsaved: None,
+        generation: int | None = None,
     ) -> None:
         """Takes a snapshot of `state` now and writes it in the background; one write at a time. What was saved before
-        and could not be written is given up. `on_failed` is told once for every reason.
-
-        The snapshot is a copy of ours: DCP's staging keeps CPU tensors by reference, and training goes on.
-        """
+        and could not be written is given up. `on_failed` is told once for every reason. `generation`: whose state
+        it is. Raises UsageError: the state holds what cannot be saved."""
         began = time.monotonic()
         self._call_off()
-        tensors, skeleton = split(state)
-        snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        snapshot = Snapshot(state)
         stall_s = time.monotonic() - began
+        of = self.generation() if generation is None else generation
 
         def attempt() -> None:
             began = time.monotonic()
-            file_bytes = self._write(version, snapshot, skeleton)
+            file_bytes = self._write(version, of, snapshot)
             self.saved = Saved(
-                tensor_bytes=sum(tensor.nbytes for tensor in snapshot.values()),
+                tensor_bytes=snapshot.nbytes,
                 file_bytes=file_bytes,
                 seconds=stall_s + time.monotonic() - began,
                 stall_s=stall_s,
@@ -132,31 +126,36 @@ class CheckpointStore:
 
         self._writing = _Writing(attempt, lambda: on_durable(version), failed, self.fenced)
 
-    def _write(self, version: int, snapshot: dict[str, torch.Tensor], skeleton: Any) -> int:
+    def _write(self, version: int, generation: int, snapshot: Snapshot) -> int:
         """The bytes of its files."""
-        shard = self._shard(version)
-        part, older = shard.with_name(self._own), shard.with_name(f"{self._own}-old")
+        self._written += 1
+        folder = self._folder(version)
+        shard = folder / f"g{generation}-{self._process}-{self._written}"
+        part = shard.with_name(f".{shard.name}")
         try:
-            part.mkdir(parents=True, exist_ok=True)
-            _remove(other for other in self._left_over(shard.parent) if other != part)
-            dcp_save(snapshot, checkpoint_id=str(part / "tensors"), no_dist=True)
-            checksum = _checksum(snapshot)
-            _write_durably(
-                part / "state.json", json.dumps({"version": version, "checksum": checksum, "state": skeleton})
-            )
-            file_bytes = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
-            if shard.is_dir():  # of this version, written before a recovery
-                shard.rename(older)
+            self._make(folder)
+            _remove(self._shards(folder, generation - 1, begun=True))
+            part.mkdir()
+            file_bytes = write(part, snapshot, version, self._rank)
+            if self.fenced():
+                raise _FencedMeanwhile
             part.rename(shard)
-            _sync_folder(shard.parent)
-            _sync_folder(self._directory)
+            sync_folder(folder)
         except BaseException:
-            _remove([part])
-            with suppress(OSError):
-                older.rename(shard)
+            _remove([part, shard])
+            with suppress(OSError):  # there is something else of this version
+                folder.rmdir()
             raise
-        _remove([older])
+        # Of this version, written before a recovery.
+        _remove(other for other in self._shards(folder, generation) if other != shard)
         return file_bytes
+
+    def _make(self, folder: Path) -> None:
+        """With all that is above it, durably."""
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
 
     def settle(self) -> None:
         """Waits until what was saved last was tried once, however that ended."""
@@ -187,29 +186,60 @@ class CheckpointStore:
         written before is given up."""
         self._call_off()
         self.unsaved = None
-        shard = self._shard(version)
+        folder = self._folder(version)
         try:
-            saved = json.loads((shard / "state.json").read_text())
-            tensors: dict[str, torch.Tensor] = empty_tensors(saved["state"])
-            dcp_load(tensors, checkpoint_id=str(shard / "tensors"), no_dist=True)
-        except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-            raise ServiceError(f"checkpoint {shard} is not whole: {error}") from None
-        if _checksum(tensors) != saved["checksum"]:
-            raise ServiceError(f"checkpoint {shard} is corrupt: its checksum does not match")
-        return join(saved["state"], tensors)
+            if folder.is_symlink() or folder.parent.is_symlink():
+                raise ServiceError(f"checkpoint {folder} is a link; nothing is read through it")
+            shards = [path for path in self._shards(folder) if path.is_dir()]
+            newest = max(shards, key=lambda path: (_generation(path), path.stat().st_mtime_ns), default=None)
+        except OSError as error:
+            raise ServiceError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
+        if newest is None:
+            if (folder / "state.json").exists():
+                raise ServiceError(
+                    f"checkpoint {folder} was written by an older swift-ft, in a format that could run code: "
+                    "nothing of it is read; go on with that version, or begin under another job name"
+                )
+            raise ServiceError(f"checkpoint {folder} is not whole: there is nothing in it")
+        try:
+            return read(newest, version, self._rank)
+        except OSError as error:
+            raise ServiceError(f"checkpoint {newest} is not whole: {error.strerror or error}") from None
+        except Damaged as error:
+            raise ServiceError(f"checkpoint {newest} is corrupt: {error}") from None
+        except (MemoryError, RuntimeError) as error:  # torch's word for no memory
+            raise ServiceError(f"checkpoint {newest} cannot be loaded: {_words(error)}") from None
+
+    def set_aside(self) -> None:
+        """(a job begins) What is here under its name is of an earlier job: it is kept, and nobody takes it for ours."""
+        aside = 0
+        for version in self._versions():
+            folder = version / f"rank{self._rank}"
+            with suppress(OSError):
+                folder.rename(folder.with_name(f".former-{secrets.token_hex(4)}-{folder.name}"))
+                aside += 1
+        if aside:
+            with suppress(OSError, ValueError):
+                print(
+                    f"swift: rank {self._rank} finds {aside} checkpoints of an earlier job in {self._directory}; they "
+                    "are kept as .former-*, and not used: remove them when you do not need them",
+                    file=sys.stderr,
+                )
 
     def prune(self, keep: set[int], given_up_below: int = 0) -> None:
         """Removes this rank's shards of versions below the smallest one in `keep`, and of all those below
-        `given_up_below` that are not in it: they will never be complete."""
-        if not keep:
+        `given_up_below` that are not in it: they will never be complete. Shards of a newer generation stay."""
+        if not keep or self.fenced():
             return
-        below = max(min(keep), given_up_below)
-        for folder in self._versions():
-            version = int(folder.name[1:])
+        below, generation = max(min(keep), given_up_below), self.generation()
+        for path in self._versions():
+            version, folder = int(path.name[1:]), path / f"rank{self._rank}"
             if version < below and version not in keep:
-                _remove([self._shard(version), *self._left_over(folder)])
-                with suppress(OSError):  # another rank's shard is still there
+                _remove([*self._shards(folder, generation), *self._shards(folder, generation, begun=True)])
+                with suppress(OSError):  # an heir's shard is there, or another rank's
                     folder.rmdir()
+                with suppress(OSError):
+                    path.rmdir()
 
     def _versions(self) -> list[Path]:
         try:
@@ -217,12 +247,28 @@ class CheckpointStore:
         except OSError:
             return []  # it is not there at the moment
 
-    def _left_over(self, folder: Path) -> list[Path]:
-        """What this rank's processes have begun to write there, and not ended."""
-        return list(folder.glob(f".rank{self._rank}-*"))
+    def _shards(self, folder: Path, up_to: int | None = None, *, begun: bool = False) -> Iterator[Path]:
+        """Those there, of generations `up_to`: whole ones, or what was begun and not ended."""
+        for path in list(folder.glob(".g*" if begun else "g*")):
+            generation = _generation(path)
+            if generation is not None and (up_to is None or generation <= up_to):
+                yield path
 
-    def _shard(self, version: int) -> Path:
+    def _folder(self, version: int) -> Path:
         return self._directory / f"v{version:08d}" / f"rank{self._rank}"
+
+
+_NAME = re.compile(r"\.?g(\d{1,18})-[0-9a-f]+-\d+")
+
+
+def _generation(shard: Path) -> int | None:
+    """In which it was saved; None: no rank has made it."""
+    match = _NAME.fullmatch(shard.name)
+    return int(match[1]) if match else None
+
+
+class _FencedMeanwhile(Exception):
+    """Somebody else holds the rank."""
 
 
 class _Writing:
@@ -260,7 +306,10 @@ class _Writing:
         try:
             self._attempt()
             self.reason = ""
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever it is: training is well)
+        except _FencedMeanwhile:
+            self.reason = "this process does not hold its rank any more"
+            return False
+        except Exception as error:  # noqa: BLE001  (whatever it is: training is well)
             self.reason = _words(error)
             self._failed(self.reason)
             return False
@@ -283,43 +332,9 @@ class _Writing:
 
 
 def _words(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    # torch's file writer, which is interrupted by the disk's error, has a complaint of its own.
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    error = cause or error
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _checksum(tensors: dict[str, torch.Tensor]) -> str:
-    """DCP keeps none of its own, and a bit that flips in a checkpoint would be trained on."""
-    state = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        state.update(name.encode())
-        state.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()
-
-
-def _write_durably(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

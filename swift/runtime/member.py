@@ -148,6 +148,11 @@ class Member:
         return bool(self._fenced)
 
     @property
+    def entered(self) -> int:
+        """The generation that this rank acts in."""
+        return self._entered
+
+    @property
     def noticed(self) -> bool:
         """A notice has come that this rank has not acted on yet."""
         return self._noticed > self._entered

@@ -38,7 +38,8 @@ class Saving:
         view = self.learn_groups()
         if self._state.version in view.checkpoints:
             return  # whole at all ranks: what is written now could only spoil it
-        self._generation = generation = generation or view.generation
+        # Not the View's: that may be of a generation which this state has no part in.
+        self._generation = generation = generation or self._member.entered
         number, since = self._groups.saving(self._state.version)
 
         def durable(version: int) -> None:
@@ -59,12 +60,13 @@ class Saving:
                     file=sys.stderr,
                 )
 
-        self._store.save(self._state.version, self._state.state_dict(), durable, failed)
+        self._store.save(self._state.version, self._state.state_dict(), durable, failed, generation)
 
     def save_first(self) -> None:
         """Returns when the coordinator has it: a loss in the first step needs it. Raises UsageError: all
         ranks end with one exit code, whichever of them cannot write."""
         try:
+            self._store.set_aside()
             self.save()
             self._store.wait()
         except ServiceError as error:

@@ -67,7 +67,7 @@ class Session:
         self._state = TrainerState(config.seed, self._updates)
         self._state.replicate = self.groups.get("replicate")
         store = CheckpointStore(checkpoint_dir, rank)
-        store.fenced = lambda: member.fenced
+        store.fenced, store.generation = lambda: member.fenced, lambda: member.entered
         try:
             store.check()
         except UsageError:

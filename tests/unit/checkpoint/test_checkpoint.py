@@ -144,7 +144,8 @@ def test_a_shard_without_its_last_file_is_not_whole(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, rank=0)
     store.save(1, trained(), lambda _version: None)
     store.wait()
-    (tmp_path / "v00000001" / "rank0" / "state.json").unlink()
+    (index,) = tmp_path.glob("v00000001/rank0/*/index.jsonl")
+    index.unlink()
     with pytest.raises(ServiceError, match="not whole"):
         store.load(1)
 
@@ -153,7 +154,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, rank=0)
     store.save(1, {"x": torch.zeros(1 << 12)}, lambda _version: None)
     store.wait()
-    (data,) = (tmp_path / "v00000001" / "rank0" / "tensors").glob("*.distcp")
+    (data,) = tmp_path.glob("v00000001/rank0/*/tensors.safetensors")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

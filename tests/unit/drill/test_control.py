@@ -115,8 +115,8 @@ def test_what_is_in_the_log_is_counted_by_stream_and_step(tmp_path: Path) -> Non
 
 def test_checkpoints_are_measured_by_rank(tmp_path: Path) -> None:
     for version, rank, size in ((5, 0, 7), (5, 1, 9), (10, 0, 11)):
-        shard = tmp_path / f"v{version:08d}" / f"rank{rank}" / "tensors"
+        shard = tmp_path / f"v{version:08d}" / f"rank{rank}" / "g1-0123-1"
         shard.mkdir(parents=True)
-        (shard / "a").write_bytes(b"x" * size)
-        (shard.parent / "state.json").write_bytes(b"{}")
+        (shard / "tensors.safetensors").write_bytes(b"x" * size)
+        (shard / "index.jsonl").write_bytes(b"{}")
     assert control.checkpoint_bytes(tmp_path) == {0: 13, 1: 11}

@@ -1,0 +1,407 @@
+"""Checkpoints that no rank has written, or that have changed since: each is refused in one line, nothing of it is
+executed, and no memory is taken for what it only claims."""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swift.checkpoint.dtypes import DTYPES
+from swift.checkpoint.index import DATA, INDEX, digest
+from swift.checkpoint.store import CheckpointStore
+from swift.errors import ServiceError, UsageError
+
+# torch's own words on complex32.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def states() -> dict[str, Any]:
+    shared = torch.arange(12.0).reshape(3, 4)
+    return {
+        "each": {
+            name: torch.arange(6 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+            for name, dtype in DTYPES.items()
+            if name not in ("bool", "float4_e2m1fn_x2")
+        },
+        "bool": torch.tensor([True, False]),
+        "nan": torch.tensor([0x7FC00123, -1], dtype=torch.int32).view(torch.float32),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3, dtype=torch.bfloat16),
+        "turned": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        "gaps": torch.arange(10)[::3],
+        "wide": torch.tensor([1.5]).expand(4),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "tied": [shared, shared, shared[1:]],
+        "plain": [1, "x", None, float("nan"), (True, 1 << 70), {3: 4, "3": 5}],
+    }
+
+
+def saved(directory: Path, state: Any, generation: int = 1) -> Path:
+    """The folder of rank 0's version 1."""
+    store = CheckpointStore(directory, rank=0)
+    store.save(1, state, lambda _version: None, generation=generation)
+    store.wait()
+    (shard,) = directory.glob(f"v00000001/rank0/g{generation}-*")
+    return shard
+
+
+def load(directory: Path) -> Any:
+    return CheckpointStore(directory, rank=0).load(1)
+
+
+def bits(value: Any) -> bytes:
+    return bytes(value.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return (a.dtype, a.shape, bits(a)) == (b.dtype, b.shape, bits(b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b)
+
+
+def test_all_kinds_of_tensors_come_back(tmp_path: Path) -> None:
+    state = states()
+    saved(tmp_path, state)
+    back = load(tmp_path)
+    assert same(state, back)
+    assert back["tied"][0] is back["tied"][1], "one tensor under two names is one again"
+    assert back["tied"][2].data_ptr() != back["tied"][0].data_ptr()
+
+
+def test_others_can_take_the_weights_out(tmp_path: Path) -> None:
+    shard = saved(
+        tmp_path, {"w": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(3, dtype=torch.bfloat16)}
+    )
+    found = load_file(shard / DATA)
+    assert torch.equal(found["state.w"], torch.arange(6.0).reshape(2, 3).t())
+    assert found["state.b"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"x": torch.ones(3).to_sparse()}, "sparse or nested tensor"),
+        ({"x": torch.ones(3, device="meta")}, "meta tensor"),
+        ({"x": torch.empty(3, dtype=torch.uint3)}, "torch.uint3"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path: Path, state: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        CheckpointStore(tmp_path, rank=0).save(1, state, lambda _version: None)
+
+
+def test_a_state_that_is_nested_too_deep_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    for depth in (150, 100_000):
+        state: Any = 1
+        for _ in range(depth):
+            state = [state]
+        with pytest.raises(UsageError, match="nested"):
+            CheckpointStore(tmp_path, rank=0).save(1, state, lambda _version: None)
+
+
+class Opens:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.path, "w"))
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    trap = str(tmp_path / "executed")
+    shard = saved(tmp_path, states())
+    for name in (".metadata", "tensors/.metadata", "x.pt"):
+        path = shard / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps(Opens(trap)))
+    assert same(load(tmp_path), states())
+    for name in (INDEX, DATA):
+        (shard / name).write_bytes(pickle.dumps(Opens(trap)))
+        with pytest.raises(ServiceError, match="corrupt"):
+            load(tmp_path)
+    assert not Path(trap).exists()
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    trap = str(tmp_path / "executed")
+    shard = tmp_path / "v00000001" / "rank0"
+    (shard / "tensors").mkdir(parents=True)
+    (shard / "state.json").write_text("{}")
+    (shard / "tensors" / ".metadata").write_bytes(pickle.dumps(Opens(trap)))
+    with pytest.raises(ServiceError, match="written by an older swift-ft"):
+        load(tmp_path)
+    assert not Path(trap).exists()
+
+
+def test_any_bit_and_any_length(tmp_path: Path) -> None:
+    """Whatever changes is found; nothing but a ServiceError comes of it."""
+    shard = saved(tmp_path, states())
+    chance = random.Random(11)
+    for name in (INDEX, DATA):
+        whole = (shard / name).read_bytes()
+        for _ in range(60):
+            content = bytearray(whole)
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+            (shard / name).write_bytes(content)
+            with pytest.raises(ServiceError, match="corrupt"):
+                load(tmp_path)
+        for length in (0, 1, 7, 8, chance.randrange(len(whole)), len(whole) - 1):
+            (shard / name).write_bytes(whole[:length])
+            with pytest.raises(ServiceError, match="corrupt"):
+                load(tmp_path)
+        (shard / name).write_bytes(whole + b"\n")
+        with pytest.raises(ServiceError, match="corrupt"):
+            load(tmp_path)
+        (shard / name).write_bytes(whole)
+    assert same(load(tmp_path), states())
+
+
+def forge(shard: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Another index, with the checksum that belongs to it."""
+    body = json.loads((shard / INDEX).read_bytes().splitlines()[1])
+    changed = change(body)
+    write_index(shard, json.dumps(body if changed is None else changed).encode())
+
+
+def write_index(shard: Path, body: bytes) -> None:
+    first = {"swift_checkpoint": 1, "bytes": len(body), "xxh3_128": digest(body)}
+    (shard / INDEX).write_bytes(json.dumps(first).encode() + b"\n" + body)
+
+
+def tensor(body: dict[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = body["state"]["dict"][0][1]
+    return described
+
+
+def put(where: Callable[[dict[str, Any]], dict[str, Any]], **fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: where(body).update(fields)
+
+
+def first(body: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = body["tensors"][0]
+    return entry
+
+
+def top(body: dict[str, Any]) -> dict[str, Any]:
+    return body
+
+
+HUGE = 1 << 50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put(tensor, shape=[HUGE]),
+        put(tensor, shape=[HUGE, HUGE]),
+        put(tensor, shape=[-4]),
+        put(tensor, shape=[4.0]),
+        put(tensor, shape=[True] * 4),
+        put(tensor, shape=[1] * 5000 + [4]),
+        put(tensor, shape="4"),
+        put(tensor, shape=[HUGE, 0]),
+        put(tensor, dtype="int32"),
+        put(tensor, dtype="Tensor"),
+        put(tensor, dtype="quint8"),
+        put(tensor, dtype=["float32"]),
+        put(tensor, strides=[HUGE]),
+        put(tensor, strides=[-1]),
+        put(tensor, strides=[2]),
+        put(tensor, tensor="../../x"),
+        put(tensor, tensor=7),
+        put(tensor, more=1),
+        put(first, at=-8),
+        put(first, at=0),
+        put(first, at=HUGE),
+        put(first, bytes=HUGE),
+        put(first, bytes=-16),
+        put(first, name="state.b"),
+        put(first, name="../../../etc/passwd"),
+        put(first, xxh3_128="0"),
+        put(first, file="/etc/passwd"),
+        lambda body: body["tensors"].append(body["tensors"][0]),
+        lambda body: body["tensors"].pop(),
+        lambda body: body["tensors"].append({"name": "state.b", "same_as": "state.a"}),
+        lambda body: body["tensors"].__setitem__(1, {"name": "state.b", "same_as": "state.b"}),
+        put(top, tensors={}),
+        put(top, tensors=[7]),
+        put(top, tensors=[[]]),
+        put(top, version=2),
+        put(top, version=True),
+        put(top, rank=1),
+        put(top, data={"bytes": HUGE, "head_bytes": HUGE, "head_xxh3_128": ""}),
+        put(top, data={"bytes": 1, "head_bytes": -1, "head_xxh3_128": ""}),
+        put(top, data=None),
+        put(top, more=None),
+        put(top, state=[1]),
+        put(top, state={}),
+        put(top, state={"dict": [["a"]]}),
+        put(top, state={"dict": [[["a"], 1]]}),
+        put(top, state={"dict": [["a", 1], ["a", 2]]}),
+        put(top, state={"set": []}),
+        put(top, state={"list": {}}),
+        put(top, state={"list": [], "tuple": []}),
+        put(top, state={"tensor": "x"}),
+        put(top, state={"tensor": "x", "shape": [1], "strides": [1]}),
+        lambda _body: [],
+    ],
+)
+def test_a_forged_index_is_refused_before_anything_is_allocated(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    shard = saved(tmp_path, {"a": torch.arange(4), "b": torch.ones(4)})
+    forge(shard, lambda body: None)
+    load(tmp_path)
+    forge(shard, change)
+    with pytest.raises(ServiceError, match="corrupt") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 200_000,
+        b'{"state":' * 50_000,
+        b"",
+        b"\xff\xfe",
+        b'{"version":' + b"9" * 10_000 + b"}",
+        b'{"version":1,"version":1}',
+        b'{"version":1,"rank":0,"rank":0,"data":{},"tensors":[],"state":null}',
+        json.dumps({"list": [1] * 10}).encode(),
+    ],
+    ids=range(8),
+)
+def test_json_that_nobody_wrote_for_this(tmp_path: Path, body: bytes) -> None:
+    write_index(saved(tmp_path, {"a": torch.arange(4)}), body)
+    with pytest.raises(ServiceError, match="corrupt"):
+        load(tmp_path)
+
+
+def test_files_that_only_look_large(tmp_path: Path) -> None:
+    """Holes of a terabyte: neither read nor allocated."""
+    shard = saved(tmp_path, {"a": torch.arange(4)})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    os.truncate(shard / DATA, 1 << 40)
+    with pytest.raises(ServiceError, match="corrupt"):
+        load(tmp_path)
+
+    def claims(body: dict[str, Any]) -> None:
+        grown = (1 << 40) - body["data"]["head_bytes"]
+        body["data"]["bytes"] = 1 << 40
+        body["tensors"][0]["bytes"] = grown - grown % 8
+        tensor(body)["shape"] = [grown // 8]
+
+    forge(shard, claims)
+    with pytest.raises(ServiceError, match="more than this machine has memory"):
+        load(tmp_path)
+    os.truncate(shard / INDEX, 1 << 40)
+    with pytest.raises(ServiceError, match="corrupt"):
+        load(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+@pytest.mark.parametrize("name", [INDEX, DATA])
+@pytest.mark.parametrize("what", ["link", "fifo", "folder", "nothing"])
+def test_only_files_are_opened(tmp_path: Path, name: str, what: str) -> None:
+    shard = saved(tmp_path, {"a": torch.arange(4)})
+    path, aside = shard / name, tmp_path / "aside"
+    path.rename(aside)
+    if what == "link":
+        path.symlink_to(aside)
+    elif what == "fifo":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    began = time.monotonic()
+    with pytest.raises(ServiceError, match=r"corrupt|not whole"):
+        load(tmp_path)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("level", ["v00000001", "v00000001/rank0", "shard"])
+def test_folders_are_not_followed_elsewhere(tmp_path: Path, level: str) -> None:
+    shard = saved(tmp_path, {"a": torch.arange(4)})
+    path, aside = (shard if level == "shard" else tmp_path / level), tmp_path / "aside"
+    path.rename(aside)
+    path.symlink_to(aside, target_is_directory=True)
+    with pytest.raises(ServiceError, match=r"a link|corrupt|not whole|nothing in it"):
+        load(tmp_path)
+
+
+# --- zombie and heir ---
+
+
+def test_the_heirs_is_loaded_whatever_a_zombie_writes_later(tmp_path: Path) -> None:
+    saved(tmp_path, {"x": torch.zeros(4)}, generation=2)
+    saved(tmp_path, {"x": torch.ones(4)}, generation=1)
+    assert torch.equal(load(tmp_path)["x"], torch.zeros(4))
+
+
+def test_a_zombie_that_is_fenced_while_it_writes_publishes_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, rank=0)
+    asked: list[int] = []
+
+    def fenced() -> bool:
+        asked.append(1)
+        return True
+
+    store.fenced = fenced
+    told: list[int] = []
+    store.save(1, {"x": torch.ones(4)}, told.append, generation=1)
+    store.settle()
+    store.close()
+    assert asked
+    assert told == []
+    assert list(tmp_path.glob("v*/rank0/*")) == []
+
+
+def test_a_zombie_removes_nothing_of_its_heir(tmp_path: Path) -> None:
+    zombie = CheckpointStore(tmp_path, rank=0)
+    zombie.generation = lambda: 3
+    heirs = saved(tmp_path, {"x": torch.zeros(4)}, generation=4)
+    begun = heirs.with_name(".g4-0123-7")
+    begun.mkdir()
+    zombie.save(1, {"x": torch.ones(4)}, lambda _version: None)
+    zombie.wait()
+    zombie.prune({5}, 9)
+    assert heirs.is_dir()
+    assert begun.is_dir()
+    assert list(heirs.parent.glob("g3-*")) == []
+
+
+def test_an_heir_takes_its_predecessors_away(tmp_path: Path) -> None:
+    old = saved(tmp_path, {"x": torch.zeros(4)}, generation=3)
+    new = saved(tmp_path, {"x": torch.ones(4)}, generation=4)
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_what_an_earlier_job_left_is_neither_used_nor_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = saved(tmp_path, {"x": torch.zeros(4)}, generation=9)
+    store = CheckpointStore(tmp_path, rank=0)
+    store.set_aside()
+    assert "earlier job" in capsys.readouterr().err
+    saved(tmp_path, {"x": torch.ones(4)}, generation=1)
+    assert torch.equal(load(tmp_path)["x"], torch.ones(4))
+    assert len(list(tmp_path.glob(f"v*/.former-*-rank0/{old.name}"))) == 1
+    shutil.rmtree(tmp_path)
+    store.set_aside()
