@@ -30,8 +30,8 @@ DATA = "tensors.safetensors"
 INDEX_BYTES_MAX = 64 << 20
 """Longer ones are neither written nor read: parsing takes ten times as much."""
 _FIRST_LINE_MAX = 256
-DEPTH_MAX = 100
-"""Of the state: containers in containers."""
+DEPTH_MAX = 300
+"""Of the state: levels of JSON; a dict in another is three further down."""
 _DIMENSIONS_MAX = 64
 
 
@@ -63,6 +63,8 @@ class Index:
     same: Mapping[str, str]
     """Names of tensors that are another one, in the same memory -> that one."""
     state: Any
+    memory_bytes: int = 0
+    """What its tensors take when they are loaded."""
 
 
 def digest(data: Any) -> str:
@@ -155,6 +157,7 @@ def _index(value: Any) -> Index:
         pieces=tuple(pieces),
         same=same,
         state=top["state"],
+        memory_bytes=sum(described[piece.name].memory for piece in pieces),
     )
 
 
@@ -163,7 +166,7 @@ def _index(value: Any) -> Index:
 
 def check_skeleton(skeleton: Any) -> None:
     """Damaged: nobody could read it again."""
-    for _ in _walk(skeleton, 0):
+    for _ in _leaves(skeleton, 0):
         pass
 
 
@@ -171,85 +174,73 @@ def check_skeleton(skeleton: Any) -> None:
 class _Described:
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
+    stride: tuple[int, ...]
     size: int
+    memory: int
+    """With the gaps that its strides leave."""
 
 
 def _described(skeleton: Any) -> dict[str, _Described]:
-    """name -> what the skeleton says of the tensor. Nothing in it is of a form that `join` does not know."""
+    """name -> what the skeleton says of the tensor, or of the array's bytes. What else it says is `join`'s to check."""
     found: dict[str, _Described] = {}
-    for tensor in _walk(skeleton, 0):
-        name, dtype, shape = tensor["tensor"], tensor["dtype"], tensor["shape"]
-        if name in found:
-            raise Damaged(f"two tensors are called {name[:80]!r}")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise Damaged(f"tensor {name[:80]!r} has the unknown element type {str(dtype)[:40]!r}")
-        size = DTYPES[dtype].itemsize
-        for length in _lengths(shape, name):
-            size *= length
-            if size >= 1 << 63:
-                raise Damaged(f"tensor {name[:80]!r} is larger than any memory")
-        found[name] = _Described(dtype, tuple(shape), _strides(tensor, name), size)
+    for leaf in _leaves(skeleton, 0):
+        name = leaf["tensor"] if "tensor" in leaf else leaf["array"]
+        if not isinstance(name, str) or name in found:
+            raise Damaged(f"two tensors are called {str(name)[:80]!r}")
+        found[name] = _tensor(leaf, name) if "tensor" in leaf else _array(leaf, name)
     return found
 
 
-def _walk(value: Any, depth: int) -> Iterator[dict[str, Any]]:
-    if value is None or isinstance(value, bool | int | float | str):
+def _tensor(leaf: Mapping[str, Any], name: str) -> _Described:
+    if not {"tensor", "dtype", "shape"} <= leaf.keys() <= {"tensor", "dtype", "shape", "stride"}:
+        raise Damaged(f"tensor {name[:80]!r} is not described")
+    dtype = leaf["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise Damaged(f"tensor {name[:80]!r} has the unknown element type {str(dtype)[:40]!r}")
+    shape = _lengths(leaf["shape"], name)
+    stride = _lengths(leaf["stride"], name) if "stride" in leaf else []
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    memory = size
+    if stride and len(stride) == len(shape) and size:
+        reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        memory = max(size, (reach + 1) * DTYPES[dtype].itemsize)
+    if ("stride" in leaf and len(stride) != len(shape)) or max(memory, *shape, *stride, 0) >= _FAR:
+        raise Damaged(f"tensor {name[:80]!r} is larger than any memory")
+    return _Described(dtype, tuple(shape), tuple(stride), size, memory)
+
+
+def _array(leaf: Mapping[str, Any], name: str) -> _Described:
+    size = leaf.get("bytes")
+    if type(size) is not int or not 0 <= size < _FAR:
+        raise Damaged(f"array {name[:80]!r} has no size")
+    _lengths(leaf.get("shape"), name)
+    return _Described("array", (size,), (), size, size)
+
+
+_FAR = 1 << 62
+
+
+def _leaves(value: Any, depth: int) -> Iterator[dict[str, Any]]:
+    if not isinstance(value, dict | list):
         return
     if depth > DEPTH_MAX:
-        raise Damaged(f"the state is nested deeper than {DEPTH_MAX}")
-    if not isinstance(value, dict):
-        raise Damaged("the state holds a bare list")
-    if "tensor" in value:
-        if not isinstance(value["tensor"], str) or not _TENSOR_KEYS <= value.keys() <= _ALL_KEYS:
-            raise Damaged("the state holds a tensor that is not described")
-        yield value
-        return
-    if len(value) != 1:
-        raise Damaged("the state holds a container of two kinds")
-    kind, items = next(iter(value.items()))
-    if kind not in ("dict", "list", "tuple") or not isinstance(items, list):
-        raise Damaged(f"the state holds a container of the unknown kind {kind[:40]!r}")
-    if kind == "dict":
-        pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in items)
-        if not pairs or not all(isinstance(key, str | int) for key, _ in items):
-            raise Damaged("the state holds a dict that is not pairs of a key and a value")
-        if len({(type(key), key) for key, _ in items}) != len(items):
-            raise Damaged("the state holds a dict with a key twice")
-        items = [item for _, item in items]
-    for item in items:
-        yield from _walk(item, depth + 1)
-
-
-_TENSOR_KEYS = {"tensor", "dtype", "shape"}
-_ALL_KEYS = {*_TENSOR_KEYS, "strides"}
+        raise Damaged(f"the state is nested too deep, in {DEPTH_MAX} levels of JSON")
+    if isinstance(value, dict):
+        if "tensor" in value or "array" in value:
+            yield value
+            return
+        if "scalar" in value:
+            return
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(item, depth + 1)
 
 
 def _lengths(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or len(value) > _DIMENSIONS_MAX:
         raise Damaged(f"tensor {name[:80]!r} has no shape")
-    if not all(type(length) is int and 0 <= length < 1 << 63 for length in value):
+    if not all(type(length) is int and 0 <= length < _FAR for length in value):
         raise Damaged(f"tensor {name[:80]!r} has a shape that none can have")
     return value
-
-
-def _strides(tensor: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Only those of a tensor that fills its memory without a gap, in whatever order: others claim memory that no
-    element is in."""
-    if "strides" not in tensor:
-        return None
-    shape, strides = tensor["shape"], _lengths(tensor["strides"], name)
-    if len(strides) != len(shape):
-        raise Damaged(f"tensor {name[:80]!r} has strides for another shape")
-    if math.prod(shape):
-        expected = 1
-        for stride, length in sorted(zip(strides, shape, strict=True)):
-            if length > 1 and stride != expected:
-                raise Damaged(f"tensor {name[:80]!r} has strides that leave gaps")
-            expected *= length
-    elif any(stride >= 1 << 31 for stride in strides):
-        raise Damaged(f"tensor {name[:80]!r} has strides that leave gaps")
-    return tuple(strides)
 
 
 # --- JSON of unknown origin ---

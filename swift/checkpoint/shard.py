@@ -35,6 +35,16 @@ from swift.checkpoint.state import empty_tensors, join, split
 from swift.errors import UsageError
 
 _PIECE_BYTES = 8 << 20
+# What `join` raises for what `split` does not make.
+_NO_STATE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not make anybody wait
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,7 +62,7 @@ class Snapshot:
             reason = (
                 str(error) if isinstance(error, Damaged) else "the state is nested too deep, or in itself"
             )
-            raise UsageError(f"the state cannot be saved: {reason}; keep less of it") from None
+            raise UsageError(f"the state cannot be saved: {reason}; keep it flatter") from None
         self.tensors: dict[str, torch.Tensor] = {}
         self.same: dict[str, str] = {}
         copied: dict[tuple[Any, ...], str] = {}
@@ -163,15 +173,18 @@ def read(folder: Path, version: int, rank: int) -> Any:
         with _regular(DATA, inside) as (file, size):
             if size != index.data_bytes:
                 raise Damaged(f"{DATA} has {size} bytes instead of {index.data_bytes}")
-            if size > _memory_bytes():
-                raise Damaged(f"{DATA} has {size} bytes, more than this machine has memory")
+            if index.memory_bytes > _memory_bytes():
+                raise Damaged(f"it takes {index.memory_bytes} bytes, more than this machine has memory")
             _check_head(file, index)
             tensors = empty_tensors(index.state)
             for piece in index.pieces:
                 _fill(file, tensors[piece.name], piece)
     for name, other in index.same.items():
         tensors[name] = tensors[other]
-    return join(index.state, tensors)
+    try:
+        return join(index.state, tensors)
+    except _NO_STATE as error:
+        raise Damaged(f"its state cannot be put together: {' '.join(str(error).split())[:200]}") from None
 
 
 def _check_head(file: int, index: Index) -> None:
