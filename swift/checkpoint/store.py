@@ -216,8 +216,9 @@ class CheckpointStore:
         for version in self._versions():
             folder = version / f"rank{self._rank}"
             with suppress(OSError):
-                folder.rename(folder.with_name(f".former-{secrets.token_hex(4)}-{folder.name}"))
-                aside += 1
+                if folder.is_dir():
+                    folder.rename(folder.with_name(f".former-{secrets.token_hex(4)}-{folder.name}"))
+                    aside += 1
         if aside:
             with suppress(OSError, ValueError):
                 print(
