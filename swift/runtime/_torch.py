@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, dataloader
 
 from swift.errors import ServiceError
 
@@ -75,6 +76,7 @@ _NEEDED = {
             "backward_one_chunk",
         ),
     ),
+    "torch.utils.data.dataloader._BaseDataLoaderIter": (dataloader._BaseDataLoaderIter, ("_next_data",)),
     "torch.distributed.fsdp.FSDPModule": (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
     "torch's FSDPState": (_fsdp_state.FSDPState, ("_reset_iter_state", "_lazy_init")),
     "torch's FSDPParamGroup": (_fsdp_param_group.FSDPParamGroup, ("_reset_iter_state", "unshard")),
@@ -306,14 +308,38 @@ def behind_calls(schedule: Any, call: Any) -> None:
     schedule._step_microbatches = step_microbatches
 
 
+def make_iterators_by(call: Any) -> None:
+    """``iter(loader)`` of every DataLoader is ``call(loader, torch's own)`` from here on."""
+
+    def make(self: Any) -> Any:
+        return call(self, _iter)
+
+    DataLoader.__iter__ = make  # type: ignore[method-assign]
+
+
+_iter = DataLoader.__iter__
+
+
 def before_forward(module: torch.nn.Module, call: Any) -> None:
-    """``call()`` before each forward of this very module: a deep copy of it has the hook, too."""
+    """``call()`` before each forward of this very module, not of copies."""
+    module.register_forward_pre_hook(_BeforeForward(call), prepend=True)
 
-    def hook(given: torch.nn.Module, _args: Any) -> None:
-        if given is module and not torch.compiler.is_compiling():
-            call()
 
-    module.register_forward_pre_hook(hook, prepend=True)
+class _BeforeForward:
+    """On a module of the trainer's, who may copy it, pickle it or compile it."""
+
+    def __init__(self, call: Any = None) -> None:
+        self._call = call
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call()
+
+    def __deepcopy__(self, memo: Any) -> "_BeforeForward":
+        return _BeforeForward()
+
+    def __reduce__(self) -> tuple[type["_BeforeForward"], tuple[()]]:
+        return _BeforeForward, ()
 
 
 def set_operation_timeout(timeout: timedelta) -> None:

@@ -144,6 +144,7 @@ class Restorer:
         """
         mine = own_plan(plan, self._rank)
         target = plan.target_version
+        self._tell_drawn(target)
         shared = next((help for help in plan.help if self._rank in (help.owner, *help.helpers)), None)
         sharing: Owner | None = None
         if shared is not None and shared.owner == self._rank and (why := why_alone(self._state)):
@@ -285,10 +286,20 @@ class Restorer:
         )
         events.emit("restore_end", **where, version=transfer.version)
 
+    def _tell_drawn(self, version: int) -> None:
+        if drew := self._state.drew:
+            self._state.drew = []
+            self._member.client.differs(
+                version,
+                f"load_state_dict of {', '.join(drew)} (rank {self._rank}) draws other random numbers from the default "
+                "generators than the first time; give it a generator of its own, or put what was drawn into its state",
+            )
+
     def _tell_lost(self, state: dict[str, Any], version: int) -> None:
         """What the rank had and no state can hold."""
-        beside = state["beside"]
-        if lost := [*beside["unknown"], *beside.get("apart", [])]:
+        self._tell_drawn(version)
+        beside = state.get("beside", {})
+        if lost := [*beside.get("unknown", ()), *beside.get("apart", ())]:
             self._member.client.differs(
                 version,
                 f"{', '.join(lost)} of rank {self._rank} cannot be given to another process, and was lost",

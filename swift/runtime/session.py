@@ -86,7 +86,8 @@ class Session:
             self._communicator.check_whole,
             RecoveryGroups.parse(config.groups),
         )
-        self._state.randomness = self._channel.randomness
+        self._state.randomness = self._state.iterators.randomness = self._channel.randomness
+        self._state.iterators.install()
         self._engine = Engine(
             rank,
             config,

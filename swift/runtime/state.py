@@ -16,9 +16,10 @@ from swift.runtime import _torch, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
 from swift.runtime.groups import LastingGroup
+from swift.runtime.loaders import Iterators
 from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import local
-from swift.runtime.rng import Randomness, as_registered
+from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
 from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import byte_view, digest, plain
 from swift.runtime.updates import Updates
@@ -34,6 +35,7 @@ class _BeforeStep:
 
     objects: dict[str, Any]
     placements: dict[str, str]
+    iterators: list[list[Any]]
 
 
 class TrainerState:
@@ -58,6 +60,9 @@ class TrainerState:
         self._steps_here = 0
         self._digests: dict[int, bytes] = {}
         self.beside = Beside()
+        self.iterators = Iterators(self.randomness)
+        self.drew: list[str] = []
+        """Registered objects that drew random numbers while they loaded their state."""
         self.apart: list[str] = []
         """What replicas have each of its own (`swift.runtime.audit`)."""
 
@@ -142,9 +147,11 @@ class TrainerState:
         self.updates.begin_step(self.version)
         for stage in self.stages:
             stage.begin_step()
+        self.iterators.begin_step(self.version)
         objects, placements = sharded.localized(self._object_states())
         self._before = _BeforeStep(
             objects=copy.deepcopy(objects),
+            iterators=self.iterators.state(),
             placements=placements,
         )
         self._modules.roots = [stage.submod for stage in self.stages]
@@ -174,11 +181,12 @@ class TrainerState:
         before, self._before = self._before, None
         if before is None:
             return
+        self.iterators.restore(before.iterators)
         objects = sharded.globalized(before.objects, before.placements, self._parameters())
         for name, state in objects.items():
             if isinstance(self.objects[name], torch.amp.GradScaler):
                 _torch.forget_unscaled(self.objects[name])
-            self.objects[name].load_state_dict(state)
+            self._load_object(name, state)
         if self._changed_otherwise():
             # Values of before the step are nowhere. (From its next step on they are kept.)
             self.present = False
@@ -273,6 +281,7 @@ class TrainerState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "objects": self._object_states(),
             "beside": self.beside.state(),
+            "iterators": self.iterators.state(),
         }
         state, placements = sharded.localized(state)
         return {**state, "placements": placements} if placements else state
@@ -289,6 +298,7 @@ class TrainerState:
         return {
             "parameters": {name: tensor for name, tensor in tensors.items() if name in names},
             "optimizer": state["optimizers"],
+            "iterators of data loaders": state["iterators"],
             "a buffer": {name: tensor for name, tensor in tensors.items() if name not in names},
             **{f"register({name}=...)": value for name, value in sorted(state["objects"].items())},
         }
@@ -309,12 +319,21 @@ class TrainerState:
             load_module(stage.submod, state["stages"][name], self.beside.names_at_begin(name))
         for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, value)
+        self.iterators.restore(state["iterators"])
         for name, value in state["objects"].items():
-            self.objects[name].load_state_dict(value)
+            self._load_object(name, value)
         self.beside.load(state["beside"])
         self._before, self._groups = None, []
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
+
+    def _load_object(self, name: str, state: Any) -> None:
+        with kept():
+            seed_all(0, torch.device("cpu"))
+            before = digest_of_states()
+            self.objects[name].load_state_dict(state)
+            if digest_of_states() != before and name not in self.drew:
+                self.drew.append(name)
 
     def _object_states(self) -> dict[str, Any]:
         return {name: value.state_dict() for name, value in self.objects.items()}

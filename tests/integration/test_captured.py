@@ -42,3 +42,21 @@ def test_replicas(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path
     assert [e["event"] for e in run["events"]].count("fault") == 1
     assert copied(run)
     same_digests(twin, run)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", ["eager", pytest.param("lazy", marks=pytest.mark.matrix)])
+def test_randomness_everywhere_is_replayed(mode: str, forks: Forks, tmp_path: Path) -> None:
+    """First the last stage dies, then the first one."""
+    steps = 10
+    twin = undisturbed(forks, tmp_path / "twin", "masking.py", mode, steps, ranks=2)
+    faults = [
+        {"rank": 1, "step": 4, "microbatch": 1, "phase": "backward"},
+        {"rank": 0, "step": 8, "microbatch": 1, "phase": "forward"},
+    ]
+    run = run_trainer(tmp_path / "run", "masking.py", mode, steps, ranks=2, faults=faults)
+    assert [e["event"] for e in run["events"]].count("fault") == 2
+    plans = [e for e in run["events"] if e["event"] == "plan"]
+    assert len(plans) == 2
+    assert all(e["verified"] > 0 for e in run["events"] if e["event"] == "replay_end")
+    same_digests(twin, run)

@@ -338,7 +338,7 @@ def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], che
     state = TrainerState(1, Updates(SessionConfig(), None, FaultInjector(0), lambda: None))
     state.version, state.present = 3, True
     state.stages = [SimpleNamespace(stage_index=1)]
-    state.destinations = dict  # type: ignore[method-assign, assignment]
+    state.destinations = state.shared_dict = dict  # type: ignore[method-assign, assignment]
     state.load_state_dict = lambda values: None  # type: ignore[assignment, method-assign]
     store: Any = SimpleNamespace(load=lambda version: {})
     places = [pb.LogCopies(rank=0, servers=["l0", "l1"]), pb.LogCopies(rank=1, servers=["l2"])]

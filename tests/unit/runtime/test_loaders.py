@@ -1,0 +1,142 @@
+"""A data loader's iterator that is made again gives the batches of the one that was lost."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+from swift.runtime import _torch
+from swift.runtime.rng import Randomness
+from swift.runtime.stage import WholeModule
+from swift.runtime.state import TrainerState
+from tests.unit.runtime.test_state import make_updates
+
+
+class Noisy(Dataset[Any]):
+    """Augmented by everything that people draw from."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+class Data:
+    def __init__(self, eager: bool, **options: Any) -> None:
+        self.loader = DataLoader(Noisy(), batch_size=4, **options)
+        self.epoch = self.position = 0
+        self.eager = eager
+        self.it: Any = iter(self.loader) if eager else None
+
+    def __next__(self) -> torch.Tensor:
+        if self.it is None:
+            self.it = iter(self.loader)
+            for _ in range(self.position):
+                next(self.it)
+        try:
+            batch = next(self.it)
+        except StopIteration:
+            self.epoch, self.position, self.it = self.epoch + 1, 0, iter(self.loader)
+            batch = next(self.it)
+        self.position += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position, self.it = state["epoch"], state["position"], None
+        if self.eager:
+            self.it = iter(self.loader)
+            for _ in range(self.position):
+                next(self.it)
+
+
+@pytest.fixture(autouse=True)
+def afterwards() -> Any:
+    own = DataLoader.__iter__
+    yield
+    DataLoader.__iter__ = own  # type: ignore[method-assign]
+
+
+def make(eager: bool, **options: Any) -> tuple[TrainerState, Data]:
+    torch.manual_seed(3)
+    state = TrainerState(1, make_updates())
+    state.randomness = state.iterators.randomness = Randomness(5, column=1)
+    state.iterators.install()
+    module = nn.Linear(1, 1)
+    state.add_stage(WholeModule(module))
+    state.updates.add(torch.optim.SGD(module.parameters()))
+    if options.pop("weighted", False):
+        options["sampler"] = WeightedRandomSampler([1.0] * 12, 12)
+    data = Data(eager, **options)
+    state.add_object("data", data)
+    state.remember()
+    return state, data
+
+
+def run(state: TrainerState, data: Data, count: int) -> list[torch.Tensor]:
+    found = []
+    state.iterators.install()
+    for _ in range(count):
+        state.begin_step()
+        batch = next(data)
+        found.append(torch.cat([batch.flatten(), torch.rand(2).double()]))  # a mask, behind it
+        state.end_step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{"shuffle": True}, {"weighted": True}, {"shuffle": True, "num_workers": 1}], ids=str
+)
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_rebuilt_iterator_gives_the_same_batches(options: dict[str, Any], eager: bool, at: int) -> None:
+    twin = run(*make(eager, **options), count=8)
+    state, data = make(eager, **options)
+    assert all(map(torch.equal, run(state, data, at), twin))
+    saved = state.state_dict()
+    saved = {**saved, "objects": {"data": dict(saved["objects"]["data"])}}
+    state.begin_step()  # a dropped step, which goes on into another epoch
+    next(data), next(data), next(data)
+    state.drop_step()
+    assert state.state_dict()["iterators"] == saved["iterators"]
+    assert all(map(torch.equal, run(state, data, 8 - at), twin[at:]))
+    other, theirs = make(eager, **options)
+    other.load_state_dict(saved)
+    assert other.state_dict()["iterators"] == saved["iterators"]
+    assert all(map(torch.equal, run(other, theirs, 8 - at), twin[at:]))
+    assert other.drew == []
+
+
+def test_epochs_are_shuffled_apart_and_ranks_of_a_pipeline_alike() -> None:
+    state, data = make(False, shuffle=True)
+    batches = run(state, data, 6)
+    first, second = (torch.cat([b[:16:4] for b in batches[i : i + 3]]) for i in (0, 3))
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(12))
+    assert first.tolist() != second.tolist()
+
+
+def test_an_object_that_draws_while_it_loads_is_named() -> None:
+    class Shuffles(Data):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.order = torch.randperm(12)
+
+    state, _ = make(False)
+    state.add_object("other", Shuffles(False))
+    state.load_state_dict(state.state_dict())
+    assert state.drew == ["other"]
+
+
+def test_a_loader_with_a_generator_of_its_own_is_left_alone() -> None:
+    state, _ = make(False)
+    loader = DataLoader(Noisy(), shuffle=True, generator=torch.Generator().manual_seed(1))
+    one = [int(batch[0, 0]) for batch in loader]
+    again = DataLoader(Noisy(), shuffle=True, generator=torch.Generator().manual_seed(1))
+    assert [int(batch[0, 0]) for batch in _torch._iter(again)] == one
+    assert state.iterators.state() == []
