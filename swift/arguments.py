@@ -66,6 +66,7 @@ def write_address(path: Path, address: str, flag: str = "--address-file") -> Non
     try:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         aside.write_text(f"{address}\n")
+        aside.chmod(0o644)  # whoever is to connect may be another user
         aside.rename(path)
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     if command in PROGRAMS:
         module = PROGRAMS[command][0]
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", module, *rest])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *rest])
     if command == "drill":
         return int(importlib.import_module("swift.drill.command").main(rest))
     if command == "bench":

@@ -88,7 +88,7 @@ def _append(directory: Path, at: float, line: bytes) -> None:
     try:
         if _fd is None:
             path = directory / f"{_who}-{os.getpid()}.jsonl"
-            _fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         whole = _line(at, "events_lost", {"count": _lost}) + line if _lost else line
         written = os.write(_fd, whole)
         if written < len(whole):  # the space was out in the middle of it

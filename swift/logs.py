@@ -51,7 +51,7 @@ _WARNINGS = {
         "trim_failed",
     ),
     *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
-    *("log_server_lost", "not_exact"),
+    *("job_set_apart", "log_server_lost", "not_exact"),
     *("member_exited", "checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved"),
 }
 
@@ -87,7 +87,7 @@ class Redactor:
             return self.text(value)
         if isinstance(value, Mapping):
             return {
-                self.text(str(name)): REMOVED if _SECRET_NAME.search(str(name)) else self.value(inner)
+                self.text(str(name)): REMOVED if _is_secret(name, inner) else self.value(inner)
                 for name, inner in value.items()
             }
         if isinstance(value, list | tuple | set | frozenset):
@@ -95,6 +95,11 @@ class Redactor:
         if value is None or isinstance(value, bool | int | float):
             return value
         return self.text(str(value))
+
+
+def _is_secret(name: object, value: object) -> bool:
+    """Whether there are tokens or not is none."""
+    return not isinstance(value, bool) and _SECRET_NAME.search(str(name)) is not None
 
 
 def _without(found: "re.Match[str]") -> str:

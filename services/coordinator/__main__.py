@@ -189,7 +189,7 @@ def split_address(text: str, flag: str) -> tuple[str, int]:
 def open_directory(directory: Path, stack: contextlib.ExitStack) -> SqliteStore:
     """The store in `directory`, which is this process's alone until the stack is closed."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = stack.enter_context((directory / "lock").open("ab"))
     except OSError as error:
         raise UsageError(f"--directory {directory}: {error.strerror}") from None
@@ -373,6 +373,7 @@ async def until_stopped(driver: Driver, stopped: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # its files are nobody else's
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()

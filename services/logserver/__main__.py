@@ -281,4 +281,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # its files are nobody else's
     sys.exit(main())

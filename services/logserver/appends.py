@@ -188,7 +188,7 @@ class Appends:
         if isinstance(entry, Refusal):
             raise Quarantined(entry, stream) if stream.quarantined else Refused(entry)
         if entry is None:
-            session.acknowledge(stream)
+            self._commits.acknowledge_again(session, stream, session.fsync[stream.tag])
             return header.frame_bytes
         mends = stream.mending.get(header.sequence) is entry
         if not mends:

@@ -46,12 +46,23 @@ class Commits:
         self._promised = 0  # up to here there are some that a sync is promised to, now or soon
         self._sync_target = 0  # how many a sync is asked for
         self._unsynced_since: float | None = None
+        self._unsynced: dict[int, StreamState] = {}
+        """Stream tag -> a stream with records that are acknowledged to who wanted no sync, and not synced."""
+        self._awaiting: dict[int, Session] = {}
+        """Stream tag -> who has sent such records again, and wants them synced before it is told of them."""
 
     def put(self, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
         self._queue.append(Queued(session, stream, write, fsync))
         self._accepted += 1
         if fsync is not Fsync.NEVER:
             self._promised = self._accepted
+
+    def acknowledge_again(self, session: Session, stream: StreamState, fsync: Fsync) -> None:
+        """What was sent again is there: to say so may take a sync, as it did not when it came first."""
+        if fsync is Fsync.NEVER or stream.tag not in self._unsynced:
+            session.acknowledge(stream)
+            return
+        self._awaiting[stream.tag] = session
 
     def ask_to_settle(self) -> tuple[int, int]:
         """What `is_settled` is to be asked with: everything accepted so far is durable, or was given up."""
@@ -72,7 +83,7 @@ class Commits:
 
     @property
     def work_to_do(self) -> bool:
-        return bool(self._queue) or self._sync_target > self._synced
+        return bool(self._queue or self._awaiting) or self._sync_target > self._synced
 
     def take(self) -> list[Queued]:
         """What goes into the next commit: so much that a sync is shared, not so much that it is slow."""
@@ -88,6 +99,8 @@ class Commits:
     def sync_due(self, batch: list[Queued], now: float) -> bool:
         """Whether this commit ends with a sync."""
         if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_target > self._synced:
+            return True
+        if self._awaiting:
             return True
         return self.next_sync_s(now) == 0
 
@@ -106,11 +119,22 @@ class Commits:
         if sync:
             self._unsynced_since = None
             self._synced = self._settled
+            self._unsynced.clear()
         elif self._unsynced_since is None and any(queued.fsync is Fsync.INTERVAL for queued in batch):
             self._unsynced_since = now
         news = self._mended([queued for queued in batch if queued.write.mends], unmended)
+        if not sync:
+            self._unsynced.update({queued.stream.tag: queued.stream for queued in batch})
         self._acknowledge(batch)
+        if sync:
+            self._tell_awaiting()
         return [*news, *(self._state.space.disk_took() if batch else [])]
+
+    def _tell_awaiting(self) -> None:
+        awaiting, self._awaiting = self._awaiting, {}
+        for tag, session in awaiting.items():
+            if tag in session.streams and self._state.holders.get(tag) is session:
+                session.acknowledge(session.streams[tag][0])
 
     def _mended(self, batch: list[Queued], unmended: Sequence[Write]) -> list[Notice]:
         news = []
@@ -162,6 +186,7 @@ class Commits:
         state.space.recount(state.core, trimmed=False)
         self._settled += len(batch) + len(self._queue)
         self._queue.clear()
+        self._awaiting.clear()
         if state.failed:  # no sync is tried any more
             self._unsynced_since = None
             self._synced = self._settled

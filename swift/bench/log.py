@@ -151,7 +151,7 @@ class Server:
     def __init__(self, directory: Path):
         self.log = directory / "log"
         address_file = directory / "address"
-        command = [sys.executable, "-m", "services.logserver", "--directory", str(self.log)]
+        command = [sys.executable, "-P", "-m", "services.logserver", "--directory", str(self.log)]
         self.process = subprocess.Popen(
             [*command, "--address-file", str(address_file)], stdout=subprocess.DEVNULL
         )

@@ -79,7 +79,7 @@ class Rank:
     """A process of `overhead_ranks`."""
 
     def __init__(self, role: str, config: dict[str, Any]):
-        command = [sys.executable, "-m", "swift.bench.overhead_ranks", role, json.dumps(config)]
+        command = [sys.executable, "-P", "-m", "swift.bench.overhead_ranks", role, json.dumps(config)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

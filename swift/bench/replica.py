@@ -127,7 +127,7 @@ def run_drill() -> dict[str, Any]:
     """A real kill: seconds until every rank steps again. ``missing`` says in one line why there is no such figure."""
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         path = Path(place) / "drill.json"
-        command = [sys.executable, "-m", "swift.cli", *DRILL.split(), "--json", str(path)]
+        command = [sys.executable, "-P", "-m", "swift.cli", *DRILL.split(), "--json", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not path.exists():
             last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
@@ -160,6 +160,7 @@ def run_ranks(mebibytes: int, rounds: int) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [
         sys.executable,
+        "-P",
         "-m",
         "swift.bench.replica_ranks",
         str(store.port),

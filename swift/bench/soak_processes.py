@@ -15,7 +15,7 @@ from typing import Any
 
 from swift.errors import ServiceError
 
-SERVER = (sys.executable, "-m", "services.logserver")
+SERVER = (sys.executable, "-P", "-m", "services.logserver")
 START_TIMEOUT_S = 60.0
 
 Message = tuple["Rank", dict[str, Any]]
@@ -37,7 +37,7 @@ class Rank:
         self.name = name
         self.killed = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "swift.bench.soak_ranks", role, *map(str, words)],
+            [sys.executable, "-P", "-m", "swift.bench.soak_ranks", role, *map(str, words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -18,7 +18,7 @@ class Worker:
     def of_log(cls, role: str, address: str, stream: str, size: int, count: int) -> "Worker":
         """A process of `swift.bench.log_ranks`."""
         arguments = [role, address, stream, str(size), str(count)]
-        return cls([sys.executable, "-m", "swift.bench.log_ranks", *arguments])
+        return cls([sys.executable, "-P", "-m", "swift.bench.log_ranks", *arguments])
 
     def __enter__(self) -> "Worker":
         return self

@@ -70,7 +70,7 @@ class Process:
 
         with output.open("ab") as file:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [sys.executable, "-P", "-m", *arguments],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -323,7 +323,15 @@ class Cluster:
     def fetch_profile(self, path: Path) -> str:
         """What `swift-ft plan` gets of the job, as if each rank had a machine, into `path`. Why not; empty: it did."""
         env = self._env | (self._security.environment(LAUNCHER) if self._security is not None else {})
-        command = [sys.executable, "-m", "swift.cli", "plan", "--coordinator", self._addresses[COORDINATOR]]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "swift.cli",
+            "plan",
+            "--coordinator",
+            self._addresses[COORDINATOR],
+        ]
         command += ["--job", JOB, "--machine-per-rank", "--save-profile", str(path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
         return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"

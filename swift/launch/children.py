@@ -245,7 +245,7 @@ class Nursery:
     def _interpret(self, fds: list[int]) -> Started:
         """A fresh interpreter, which imports the modules and then waits for its `assign`."""
         control_fd, warm_fd, word_fd = fds
-        command = [sys.executable, "-u", "-m", "swift.launch.worker"]
+        command = [sys.executable, "-u", "-P", "-m", "swift.launch.worker"]
         command += [str(control_fd), str(warm_fd), str(os.getpid()), self._path0, self._preload]
         env = self._env | {ENV_WORD_FD: str(word_fd)}
         process = subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True)

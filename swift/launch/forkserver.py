@@ -71,7 +71,7 @@ class ForkServer:
 
     def __init__(self, env: dict[str, str], path0: str, preload: str) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-u", "-m", "swift.launch.forkserver"]
+        command = [sys.executable, "-u", "-P", "-m", "swift.launch.forkserver"]
         command += [str(theirs.fileno()), str(os.getpid()), path0, preload]
         with theirs:
             self._process = subprocess.Popen(
@@ -250,8 +250,7 @@ def main(argv: list[str]) -> None:
     worker.die_with(launcher_pid)
     line = socket.socket(fileno=line_fd)
     line.set_inheritable(False)
-    if not sys.flags.safe_path:
-        sys.path[0] = path0
+    worker.begin_path(path0)
     reason = prepare(modules)
     gc.freeze()  # so that a collection in a child does not write to every page
     line.send(json.dumps({"fit": reason and reason[:_REASON_MAX]}).encode())

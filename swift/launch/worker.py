@@ -86,7 +86,7 @@ def _redirect(path: str | None, fd: int) -> None:
     if path is None:
         return
     # Appended: a replacement goes on in the file of the process that it replaces.
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(target, fd)
     os.close(target)
 
@@ -166,10 +166,18 @@ def main(argv: list[str]) -> None:
         print("swift: swift.launch.worker is started by `swift-ft run`, not by hand", file=sys.stderr)
         sys.exit(2)
     die_with(launcher_pid)
-    if not sys.flags.safe_path:
-        sys.path[0] = path0
+    begin_path(path0)
     preload(modules)
     work(control_fd, warm_fd)
+
+
+def begin_path(path0: str) -> None:
+    """Puts in front what `python SCRIPT` would. Until here nothing came from there (-P), however it is called."""
+    if os.environ.get("PYTHONSAFEPATH"):
+        return
+    if not sys.flags.safe_path:  # started by hand, in a test
+        del sys.path[0]
+    sys.path.insert(0, path0)
 
 
 def work(control_fd: int, warm_fd: int) -> None:

@@ -1,0 +1,140 @@
+"""What belongs to a server alone: its files' modes, its lock, and where its code comes from."""
+
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swift.log import admin
+from swift.log.record import RecordKey
+from swift.log.writer import LogWriter
+
+TIMEOUT_S = 30.0
+SWIFT = str(Path(sys.executable).with_name("swift-ft"))
+
+
+@contextmanager
+def served(
+    tmp_path: Path, *flags: str, cwd: Path | None = None, name: str = "logserver"
+) -> Iterator[tuple[str, Path]]:
+    """A service as an operator starts it. (address, its stderr)"""
+    address_file, said = tmp_path / "address", tmp_path / "stderr"
+    address_file.unlink(missing_ok=True)
+    command = [SWIFT, name, "--directory", str(tmp_path / name), "--address-file", str(address_file), *flags]
+    with said.open("wb") as stderr:
+        process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=stderr)
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not address_file.exists():
+            assert process.poll() is None, said.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield address_file.read_text().strip(), said
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0, said.read_text()
+
+
+def too_wide(root: Path) -> list[str]:
+    return [
+        str(path.relative_to(root))
+        for path in [root, *root.rglob("*")]
+        if stat.S_IMODE(path.lstat().st_mode) & 0o077 and not path.is_symlink()
+    ]
+
+
+def test_a_log_servers_files_are_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with served(tmp_path) as (address, _):
+            admin.fence(address, "job", 1, TIMEOUT_S)
+            writer = LogWriter([address], "job", 1)
+            writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (3,), b"abc")
+            writer.close()
+            assert too_wide(tmp_path / "logserver") == []
+        assert too_wide(tmp_path / "logserver") == []
+    finally:
+        os.umask(before)
+
+
+def test_a_coordinators_files_are_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with served(tmp_path, "--log-servers", "127.0.0.1:1", name="coordinator"):
+            assert too_wide(tmp_path / "coordinator") == []
+    finally:
+        os.umask(before)
+
+
+def test_nothing_is_imported_from_the_current_directory(tmp_path: Path) -> None:
+    """Whoever can write where an operator happens to stand would be the server."""
+    trap = tmp_path / "trap"
+    for name in (
+        "json.py",
+        "grpc.py",
+        "services/__init__.py",
+        "services/logserver/__init__.py",
+        "swift/__init__.py",
+    ):
+        path = trap / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nraise SystemExit(77)\n")
+    with served(tmp_path, cwd=trap):
+        pass
+    with served(tmp_path, "--log-servers", "127.0.0.1:1", cwd=trap, name="coordinator"):
+        pass
+    for command in (["run", "--help"], ["drill", "--help"], ["inspect", "--help"]):
+        subprocess.run([SWIFT, *command], cwd=trap, check=True, capture_output=True, timeout=TIMEOUT_S)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_the_serving_line_says_whether_there_are_tokens(tmp_path: Path) -> None:
+    with served(tmp_path, "--log-format", "json") as (_, said):
+        pass
+    (line,) = [line for line in map(json.loads, said.read_text().splitlines()) if line["event"] == "serving"]
+    assert line["fields"]["tokens"] is False
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_users_lock_does_not_keep_the_server_from_starting(tmp_path: Path) -> None:
+    """The file could be opened by everybody once."""
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    directory = tmp_path / "logserver"
+    directory.mkdir()
+    lock = directory / ".lock"
+    lock.write_bytes(b"")
+    lock.chmod(0o644)
+    ready_read, ready_write = os.pipe()
+    stranger = os.fork()
+    if not stranger:
+        fd = os.open(lock, os.O_RDONLY)
+        os.setresuid(65534, 65534, 65534)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(ready_write, b"!")
+        signal.pause()
+    try:
+        os.read(ready_read, 1)
+        with served(tmp_path) as (address, _):
+            admin.fence(address, "job", 1, TIMEOUT_S)
+            assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+            again = subprocess.run(  # noqa: PLW1510
+                [SWIFT, "logserver", "--directory", str(directory)], capture_output=True, timeout=TIMEOUT_S
+            )
+            assert again.returncode == 3
+            assert b"is in use by another log server" in again.stderr
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+        os.waitpid(stranger, 0)
+        os.close(ready_read)
+        os.close(ready_write)
