@@ -174,6 +174,9 @@ class Job(Transitions):
     def _heartbeat(self, heartbeat: m.Heartbeat, now: float) -> list[Effect]:
         rank = heartbeat.sender.rank
         check_holder(self.row, heartbeat.sender)
+        if heartbeat.kept:
+            self.leases.keep(rank, now, self._timing.kept_s)
+            return []
         self.leases.hear(rank, now)
         self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
         self.replays.pop(rank, None)

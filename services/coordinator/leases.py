@@ -11,15 +11,24 @@ class Leases(Generic[Who]):
 
     def __init__(self, who: Iterable[Who], now: float) -> None:
         self._heard = dict.fromkeys(who, now)
+        self._own = dict(self._heard)
+        """When each spoke itself."""
 
     def hear(self, who: Who, now: float) -> None:
-        self._heard[who] = now
+        self._heard[who] = self._own[who] = now
+
+    def keep(self, who: Who, now: float, at_most_s: float) -> None:
+        """Somebody says that it lives. That counts for so long after it spoke itself."""
+        if now - self._own.setdefault(who, now) <= at_most_s:
+            self._heard[who] = now
 
     def forget(self, who: Who) -> None:
         self._heard.pop(who, None)
+        self._own.pop(who, None)
 
     def start_afresh(self, now: float) -> None:
         self._heard = dict.fromkeys(self._heard, now)
+        self._own = dict(self._heard)
 
     def overdue(self, there: Iterable[Who], limit_s: float, now: float) -> dict[Who, str]:
         """Those of them whose lease has run out -> in words."""

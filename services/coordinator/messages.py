@@ -57,6 +57,8 @@ class Heartbeat:
     version: int
     replay: Replaying | None = None
     unsaved: Unsaved | None = None
+    kept: bool = False
+    """By the process beside the rank's: that one is there. It tells nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,6 +76,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             version=request.version,
             replay=_replaying(request),
             unsaved=_unsaved(request),
+            kept=request.kept,
         )
         job = await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=self._driver.timing.heartbeat_s)

@@ -7,6 +7,7 @@ from swift.log.placement import PATIENCE_S
 HEARTBEAT_S = 0.5
 LEASE_HEARTBEATS = 20
 LOG_LOST_S = 30.0
+KEPT_LEASES = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,12 @@ class Timing:
             )
         if self.step_bound_factor < 2:
             raise ValueError(f"step bound factor {self.step_bound_factor:g}: choose at least 2")
+
+    @property
+    def kept_s(self) -> float:
+        """How long a rank that says nothing is believed to live because the process beside it says so: something in
+        it holds the GIL. Long enough for a compiler; whoever is stuck there for good is fenced in the end."""
+        return KEPT_LEASES * self.lease_s
 
     @property
     def log_call_s(self) -> float:

@@ -732,11 +732,14 @@ class HeartbeatRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     UNSAVED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     version: _builtins.int
     """optimizer steps done, for status and hang suspicion"""
+    kept: _builtins.bool
+    """Said for the rank by the process beside it: its process is there, and says nothing itself. Nothing else is told."""
     @_builtins.property
     def replay(self) -> Global___ReplayProgress:
         """only while this rank replays"""
@@ -754,10 +757,11 @@ class HeartbeatRequest(_message.Message):
         version: _builtins.int = ...,
         replay: Global___ReplayProgress | None = ...,
         unsaved: Global___UnsavedCheckpoint | None = ...,
+        kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay", "unsaved", b"unsaved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "replay", b"replay", "unsaved", b"unsaved", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "kept", b"kept", "rank", b"rank", "replay", b"replay", "unsaved", b"unsaved", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ from swift.errors import (
     SwiftError,
 )
 from swift.log.choice import Choice
+from swift.log.lease import LeaseKeeper
 from swift.log.link_core import Outgoing
 from swift.log.memory import keep_freed_memory
 from swift.log.placement import COPIES_MAX
@@ -427,6 +428,8 @@ class Sidecar:
         if do == "begin":
             self._drain_s = min(request["patience_s"], DRAIN_S)
             events.configure(f"sidecar-{request['name'] or request['job']}")
+            if request["lease"] is not None:
+                LeaseKeeper(request["job"], request["lease"], self._trainer)
             self._writer = RingWriter(
                 self._memory,
                 self._wake,

@@ -35,8 +35,10 @@ def open_writer(
     servers: Sequence[str], job: str, generation: int, **options: Any
 ) -> "LogWriter | SidecarWriter":
     """What a session writes its log with: a SidecarWriter, unless it is switched off or the machine cannot have one."""
-    inside = os.environ.get(ENV_OFF) == "1" or not ring.available()
-    return (LogWriter if inside else SidecarWriter)(servers, job, generation, **options)
+    if os.environ.get(ENV_OFF) == "1" or not ring.available():
+        options.pop("lease", None)  # there is nobody to keep it
+        return LogWriter(servers, job, generation, **options)
+    return SidecarWriter(servers, job, generation, **options)
 
 
 class SidecarWriter(Declaring):
@@ -66,7 +68,9 @@ class SidecarWriter(Declaring):
         patience_s: float = PATIENCE_S,
         when_full: str = "block",
         name: str = "",
+        lease: Mapping[str, Any] | None = None,
     ) -> None:
+        """`lease`: which one the sidecar keeps besides (`swift.log.lease`)."""
         check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
         self.job = job
         self.generation = generation
@@ -81,6 +85,7 @@ class SidecarWriter(Declaring):
             "fsync": fsync if isinstance(fsync, str) else dict(fsync),
             "patience_s": patience_s,
             "name": name,
+            "lease": None if lease is None else dict(lease),
         }
         self._name = name
         self._patience_s = patience_s

@@ -229,6 +229,7 @@ class Engine:
                 queue_bytes=self._config.log_queue_bytes,
                 when_full=self._config.log_when_full,
                 name=f"rank{self._rank}",
+                lease=self._member.lease,
             )
             self._channel.open(self._writer)
 

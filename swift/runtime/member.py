@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -50,6 +51,8 @@ class Member:
         self.measured: Callable[[], RankMeasured | None] = lambda: None
         """(lease thread) What this rank has measured of its steps."""
         self._measured_at = 0.0
+        self.lease: dict[str, Any] = {}
+        """What the sidecar needs to keep it while no thread of ours can run; since `join`."""
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
@@ -67,6 +70,13 @@ class Member:
         self._on_notice = on_notice
         self._entered = self._noticed = view.generation
         interval_s = self.client.heartbeat(0).interval_s
+        self.lease = {
+            "coordinator": self.client.address,
+            "rank": self.identity.rank,
+            "incarnation": self.identity.incarnation,
+            "pid": self.identity.pid,
+            "interval_s": interval_s,
+        }
         self.watcher = self.client.watch(self._saw)
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
