@@ -120,7 +120,8 @@ class Nursery:
         on_unfit: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`fork`: with a fork server. `on_unfit`: told once if the modules make that impossible, and why."""
-        self._env = env
+        # One order of sets and of what is hashed, in a replacement as well.
+        self._env = {"PYTHONHASHSEED": "0", **env}
         self._path0 = path0
         self._preload = preload
         self._forks = fork

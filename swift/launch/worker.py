@@ -18,6 +18,7 @@ import ctypes
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import sys
@@ -73,6 +74,16 @@ def preload(modules: str) -> None:
     for name in filter(None, modules.split(",")):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def draw_alike() -> None:
+    """What a script draws without a seed, before its first step, a replacement draws as well.
+
+    torch's default generator begins alike in every process; those of `random` and numpy do not.
+    """
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 def read_assignment(control_fd: int) -> Assignment | None:
@@ -189,6 +200,7 @@ def work(control_fd: int, warm_fd: int) -> None:
     if assignment is None:
         return
     _become(assignment)
+    draw_alike()
     events.configure(f"rank{assignment.env.get('RANK', '?')}")
     events.emit("script_start", incarnation=assignment.env.get("SWIFT_INCARNATION"))
     run_script(assignment)

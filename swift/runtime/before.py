@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from swift.runtime.tensors import same_bits
 
@@ -63,8 +64,10 @@ _ENDS_BYTES = 64
 
 def attributes_of(module: torch.nn.Module) -> bool:
     """Its attributes are its class's, and not a wrapper's of torch's."""
-    made_by_torch = type(module).__module__.startswith(_WRAPPERS)
-    return not (made_by_torch or isinstance(module, torch.fx.GraphModule))
+    kind = type(module)
+    if issubclass(kind, FSDPModule) and kind.__module__.startswith("torch.distributed"):
+        kind = kind.__mro__[2]  # FSDP2 puts a class of its own in front of the trainer's
+    return not (kind.__module__.startswith(_WRAPPERS) or issubclass(kind, torch.fx.GraphModule))
 
 
 def object_of_ones_own(value: Any) -> bool:

@@ -224,6 +224,8 @@ class TrainerState:
             self._digests = digests
         else:
             found, self._digests = [], {}
+        if not self._steps_here:  # what a first step has made is told now if it cannot be saved
+            split([optimizer.state_dict() for optimizer in self.optimizers])
         self._steps_here += 1
         for parameter in (*found, *(p for p in frozen if self._looks.changed(p))):
             self._changing[id(parameter)] = parameter
