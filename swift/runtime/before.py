@@ -244,10 +244,11 @@ class _Copy:
 class _Contents:
     """A container, and what was in it."""
 
-    __slots__ = ("value", "was")
+    __slots__ = ("inert", "value", "was")
 
     def __init__(self, value: Any):
         self.value, self.was = value, value.copy()
+        self.inert = all(map(_inert, value.values() if isinstance(value, dict) else value))
 
     @property
     def changed(self) -> bool:
@@ -297,6 +298,7 @@ class Before:
         self._flags: list[tuple[torch.nn.Parameter, bool]] = []
         self._holders: dict[int, _Holder] = {}
         self._copies: dict[int, _Copy] = {}
+        self._contents: dict[int, _Contents] = {}
         self._kept: list[_Holder | _Copy | _Contents | _State] = []
         self._visited: set[int] = set()
 
@@ -305,13 +307,14 @@ class Before:
         self._kept, self._visited = [], set()
         copies, self._copies = self._copies, {}
         holders, self._holders = self._holders, {}
-        self._old = copies, holders
+        contents, self._contents = self._contents, {}
+        self._old = copies, holders, contents
         self._flags = []
         for module in self._modules():
             self._module(module)
         for tensor in besides:
             self._value(tensor, parameter=True)
-        self._old = {}, {}
+        self._old = {}, {}, {}
 
     def forget(self) -> None:
         """The step is done."""
@@ -395,9 +398,14 @@ class Before:
 
     def _thing(self, value: Any) -> None:
         if isinstance(value, list | dict | set | deque):
-            self._kept.append(_Contents(value))
-            for item in value.values() if isinstance(value, dict) else value:
-                self._value(item)
+            found = self._old[2].get(id(value))
+            if found is None or found.value is not value or found.changed:
+                found = _Contents(value)
+            self._contents[id(value)] = found
+            self._kept.append(found)
+            if not found.inert:  # (a vocabulary is looked through once)
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._value(item)
         elif (state := generator_state(value)) is not None:
             self._kept.append(_State(*state))
         elif object_of_ones_own(value):

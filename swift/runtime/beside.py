@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from swift.checkpoint.state import Inexpressible, join, split
-from swift.errors import ServiceError
+from swift.errors import ServiceError, UsageError
 from swift.optim.preimage import OPTIMIZERS_OWN
-from swift.runtime.before import MODULES_OWN, attributes_of, generator_state, object_of_ones_own
+from swift.runtime.before import MODULES_OWN, attributes_of, generator_state, object_of_ones_own, plain_tensor
 from swift.runtime.tensors import byte_view, plain
 
 # Of larger tensors the start's values are not kept.
@@ -84,11 +84,19 @@ class _Seen:
         ):
             at = f"{path}.{name}"
             self.places[at] = _Place(holder, name)
-            self.values[at] = self._told(holder[name], at)
+            told = self._told(holder[name], at)
+            try:
+                split(told)
+            except UsageError:  # keys of other kinds
+                self.unknown[at] = holder[name]
+                told = {_OBJECT: at, "type": _kind(holder[name])}
+            self.values[at] = told
 
     def _told(self, value: Any, path: str) -> Any:
         if isinstance(value, torch.nn.Parameter):
             return {_OBJECT: "parameter"}  # in the module's own state
+        if isinstance(value, torch.Tensor) and not plain_tensor(value):
+            return self._object(value, path)  # sparse, without memory, or of a class that keeps more
         if isinstance(value, torch.Tensor | np.ndarray | np.generic):
             return value
         if isinstance(value, Enum):

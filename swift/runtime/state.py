@@ -24,6 +24,8 @@ from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import byte_view, digest, plain
 from swift.runtime.updates import Updates
 
+# What default generators are seeded with while an object loads its state.
+_LOADING = 0x5EED_10AD
 # Of a process, in which every bit of frozen parameters is compared; later what tells cheaply.
 _STEPS_LOOKED_AT = 3
 
@@ -331,10 +333,13 @@ class TrainerState:
 
     def _load_object(self, name: str, state: Any) -> None:
         with kept():
-            seed_all(0, torch.device("cpu"))
+            seed_all(_LOADING, torch.device("cpu"))
             before = digest_of_states()
             self.objects[name].load_state_dict(state)
-            if digest_of_states() != before and name not in self.drew:
+            set_anew = (
+                torch.default_generator.initial_seed() != _LOADING
+            )  # an object that keeps generators' states
+            if digest_of_states() != before and not set_anew and name not in self.drew:
                 self.drew.append(name)
 
     def _object_states(self) -> dict[str, Any]:

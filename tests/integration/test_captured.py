@@ -34,6 +34,7 @@ def copied(run: Run) -> bool:
     [
         ("layout", {"rank": 1, "step": 4, "phase": "optimizer"}),
         ("attributes", {"rank": 1, "step": 4, "phase": "reduce"}),
+        pytest.param("transient", {"rank": 0, "step": 4, "phase": "optimizer"}, marks=pytest.mark.matrix),
     ],
 )
 def test_replicas(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:
@@ -60,3 +61,15 @@ def test_randomness_everywhere_is_replayed(mode: str, forks: Forks, tmp_path: Pa
     assert len(plans) == 2
     assert all(e["verified"] > 0 for e in run["events"] if e["event"] == "replay_end")
     same_digests(twin, run)
+
+
+@pytest.mark.timeout(240)
+def test_what_is_each_replicas_own_is_named(tmp_path: Path) -> None:
+    """It may be of consequence, and nobody can give it back: said at the first step, and the job is not exact."""
+    fault = {"rank": 1, "step": 4, "phase": "reduce"}
+    run = run_trainer(tmp_path / "run", "captured.py", "apart", STEPS, ranks=2, faults=[fault])
+    named = [e for e in run["events"] if e["event"] == "attributes_apart"]
+    assert named
+    assert all(e["names"] == ["0.last_loss"] for e in named)
+    assert any("0.last_loss of rank 1 cannot be given to another process" in str(e) for e in run["events"])
+    assert any(e["event"] == "replica_received" for e in run["events"])

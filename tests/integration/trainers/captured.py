@@ -2,6 +2,8 @@
 
 layout      a channels_last convolution net under fused AdamW, and one of bf16 under NAdam; two whole modules
 attributes  a momentum encoder, Python attributes, buffers that are not persistent, `random` and numpy in the forward
+apart       the same, and each replica notes its last loss in an attribute
+transient   … and says that it need not last
 """
 
 import os
@@ -98,9 +100,14 @@ def attributes(session: swift.Session) -> Any:
         data.position += 1
         generator = torch.Generator().manual_seed(data.position * 10 + session.column)
         x = torch.randn(4, 8, generator=generator) * (1 + 0.1 * torch.rand(())) * (1 + 0.1 * random.random())
-        (model(x) + 1).square().mean().backward()
+        loss = (model(x) + 1).square().mean()
+        if MODE != "attributes":
+            model.last_loss = loss.item()
+        loss.backward()
         optimizer.step()
 
+    if MODE == "transient":
+        session.transient("last_loss")
     return train_step
 
 
@@ -109,7 +116,7 @@ def main() -> None:
         seed=3, checkpoint_every=3, replicas=int(os.environ["WORLD_SIZE"])
     ) as session:
         torch.manual_seed(0)
-        train_step = {"layout": layout, "attributes": attributes}[MODE](session)
+        train_step = (layout if MODE == "layout" else attributes)(session)
         session.run(train_step, num_steps=STEPS)
 
 

@@ -294,3 +294,30 @@ def test_attributes_of_an_optimizer_are_state() -> None:
     other.load_state_dict(through_json(state))
     assert another.rounds == 3
     assert another.slow.tolist() == [3.0, 3.0]
+
+
+def test_odd_values_neither_stop_a_step_nor_a_checkpoint() -> None:
+    state, module, optimizer = make()
+    module.by_class = {int: 1, module: torch.ones(2)}
+    module.sparse = torch.eye(3).to_sparse()
+    module.vocabulary = {f"word{i}": i for i in range(1000)}
+    module.nested = [[[{"deep": (1, [2, {3}])}]]]
+    module.itself = [module]
+    module.loop = []
+    module.loop.append({"again": module.meter})
+    state.remember()
+    steps(state, module, optimizer, 2)
+    saved = through_json(state)
+    module.nested[0][0][0]["deep"][1].append(5)
+    module.vocabulary["new"] = 1
+    state.load_state_dict(saved)
+    assert module.nested == [[[{"deep": (1, [2, {3}])}]]]
+    assert "new" not in module.vocabulary
+    state.begin_step()
+    module.nested[0][0][0]["deep"][1].append(5)
+    module.vocabulary["new"] = 1
+    del module.vocabulary["word0"]
+    state.drop_step()
+    assert module.nested == [[[{"deep": (1, [2, {3}])}]]]
+    assert next(iter(module.vocabulary)) == "word0"
+    assert "new" not in module.vocabulary

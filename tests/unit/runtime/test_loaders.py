@@ -127,8 +127,19 @@ def test_an_object_that_draws_while_it_loads_is_named() -> None:
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.order = torch.randperm(12)
 
+    class Keeps:
+        """Of the generator itself: it draws nothing."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"torch": torch.get_rng_state(), "random": random.getstate()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            torch.set_rng_state(state["torch"])
+            random.setstate(state["random"])
+
     state, _ = make(False)
     state.add_object("other", Shuffles(False))
+    state.add_object("keeps", Keeps())
     state.load_state_dict(state.state_dict())
     assert state.drew == ["other"]
 
