@@ -11,6 +11,7 @@ BENCHMARKS = {
     "codec": "the codecs of the log on boundary tensors of models in training: ratio, bytes per second",
     "overhead": "training steps with logging on and off, and beside an unrelated process with the same load",
     "soak": "the log at full rate under kills: every acknowledged record compared, memory over time",
+    "hostile": "a job's appends while its log server is attacked in every known way, over quiet ones; memory over time",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
     "plan": "the planner's processor time for a thousand stages",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",

@@ -1,0 +1,280 @@
+"""The hostile side of `swift-ft bench hostile`: a process with a thread for each kind of attack, over and over.
+
+    python -m swift.bench.hostile_clients ADDRESS SECONDS TOKEN_FILE KIND,KIND,...
+
+An empty TOKEN_FILE: no token. No kinds: all of them.
+
+Every attack is a function that makes one round of it. They know one job, `JOB`; with a token, it is of that job. What
+they did is one line of JSON in the end: rounds, and answers by their codes. The process is nice: what is asked is what
+the server does for others, and not who gets the processor.
+"""
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from swift._pb import log_pb2
+from swift.bench.http2 import Connection
+from swift.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
+from swift.log.record import RecordKey, digest_of, stream_tag
+from swift.log.rpc import code_of
+from swift.log.wire import SERVICE
+from swift.security.channel import AUTHORIZATION, BEARER
+
+JOB = "hostile"
+PAUSE_S = 0.2
+"""Between two rounds of a kind."""
+HELD_S = 1.0
+"""How long connections are held that want to be in the way."""
+HEALTH = "/grpc.health.v1.Health/"
+FAR = (1 << 31, 1 << 47, 1 << 48, 1 << 61, (1 << 63) - 1, (1 << 64) - 1)
+NICE = 10
+
+
+class Enemy:
+    """Where the server is, and what is known of it."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self.token = token
+        self.answers: Counter[str] = Counter()
+        self.draw = random.Random(0)
+        options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.insecure_channel(address, options=options)
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        return {AUTHORIZATION: BEARER + self.token} if self.token else {}
+
+    def call(self, path: str, *messages: bytes, wait: bool = True, timeout_s: float = 10.0) -> None:
+        """Any method, as a stream; counts how it ends."""
+        method: grpc.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(path)
+        call = method(iter(messages), timeout=timeout_s, metadata=tuple(self.fields.items()))
+        try:
+            for _ in call:
+                if not wait:
+                    call.cancel()
+            self.answers["OK"] += 1
+        except grpc.RpcError as error:
+            self.answers[code_of(error).name] += 1
+
+    def log(
+        self, method: str, *requests: "log_pb2.AppendRequest | bytes | object", wait: bool = True
+    ) -> None:
+        data = [one if isinstance(one, bytes) else one.SerializeToString() for one in requests]  # type: ignore[attr-defined]
+        self.call(f"/{SERVICE}/{method}", *data, wait=wait)
+
+    def connect(self) -> Connection:
+        """A window of 0: whatever the server sends stays with it."""
+        return Connection(self.address)
+
+    def begin(self, connection: Connection, method: str, *messages: bytes) -> int:
+        stream = connection.begin(f"/{SERVICE}/{method}", self.fields)
+        for message in messages:
+            connection.message(stream, message)
+        return stream
+
+
+def opening(stream: str, acked: int = 0) -> bytes:
+    opened = log_pb2.Open(job=JOB, stream=stream, generation=1, acked_sequence=acked)
+    return log_pb2.AppendRequest(opens=[opened]).SerializeToString()
+
+
+def records(stream: str, begin: int, count: int, step: int | None = None, body: bytes = b"x") -> bytes:
+    """A message with so many of them."""
+    frames = []
+    for sequence in range(begin, begin + count):
+        header = FrameHeader(
+            stream_tag=stream_tag(JOB, stream),
+            sequence=sequence,
+            generation=1,
+            key=RecordKey(sequence if step is None else step, 0, 0),
+            dtype="uint8",
+            shape=(len(body),),
+            codec=CODEC_NONE,
+            raw_bytes=len(body),
+            stored_bytes=len(body),
+            body_crc=checksum(body),
+            digest=digest_of("uint8", (len(body),), body),
+        )
+        frames.append(encode_header(header) + body)
+    return log_pb2.AppendRequest(frames=b"".join(frames)).SerializeToString()
+
+
+# -- attacks ------------------------------------------------------------------------------------------
+
+
+def deaf_watches(enemy: Enemy) -> None:
+    """Watches that are never read, beside one that is and goes."""
+    with Connection(enemy.address, window=1 << 16) as reading, enemy.connect() as deaf:
+        first = reading.begin(HEALTH + "Watch")
+        reading.message(first, b"", end=True)
+        for _ in range(20):
+            deaf.message(deaf.begin(HEALTH + "Watch"), b"", end=True)
+        reading.reset(first)
+        time.sleep(HELD_S)
+
+
+def watches_that_come_and_go(enemy: Enemy) -> None:
+    watch = health_pb2_grpc.HealthStub(enemy.channel).Watch
+    for number in range(110):
+        watch(health_pb2.HealthCheckRequest(service=f"x{number}" * (number % 7))).cancel()
+
+
+def half_a_call(enemy: Enemy) -> None:
+    """Calls whose requests never come."""
+    with enemy.connect() as silent:
+        for method in (HEALTH + "Check", *(f"/{SERVICE}/{name}" for name in ("Fence", "Inventory", "Read"))):
+            for _ in range(30):
+                silent.begin(method, enemy.fields)
+        time.sleep(HELD_S)
+
+
+def calls_that_are_reset(enemy: Enemy) -> None:
+    with enemy.connect() as hasty:
+        for _ in range(100):
+            hasty.reset(enemy.begin(hasty, "Inventory"))
+
+
+def large_requests(enemy: Enemy) -> None:
+    enemy.call(HEALTH + "Check", bytes(5 << 20))
+    enemy.call(HEALTH + "Watch", bytes(32 << 20))
+    enemy.log("Fence", bytes(32 << 20))
+
+
+def numbers_without_end(enemy: Enemy) -> None:
+    """What no run has acknowledged, trimmed, asked for."""
+    far, stream = enemy.draw.choice(FAR), f"far{enemy.draw.randrange(20)}"
+    enemy.log("Append", opening(stream), records(stream, 0, 1, step=1 << 40))
+    enemy.log("Append", opening(stream, far), records(stream, min(far, (1 << 64) - 2), 1, step=0))
+    enemy.log("Trim", log_pb2.TrimRequest(job=JOB, below_step=1))
+    enemy.log("Read", log_pb2.ReadRequest(job=JOB, stream=stream, from_step=1))
+    enemy.log("Read", log_pb2.ReadRequest(job=JOB, stream=stream, from_step=far, from_sequence=far))
+    enemy.log("Digests", log_pb2.DigestsRequest(job=JOB, stream=stream, from_step=far))
+
+
+def acknowledgements_unread(enemy: Enemy) -> None:
+    """The same records again and again."""
+    again = records("again", 0, 1000)
+    with enemy.connect() as deaf:
+        call = enemy.begin(deaf, "Append", opening("again"))
+        for _ in range(10):
+            deaf.message(call, again)
+
+
+def records_unread(enemy: Enemy) -> None:
+    """Readers that hold what they asked for, and inventories that nobody takes."""
+    read = log_pb2.ReadRequest(job=JOB, stream="again", follow=True).SerializeToString()
+    inventory = log_pb2.InventoryRequest(job=JOB).SerializeToString()
+    with enemy.connect() as deaf:
+        for _ in range(20):
+            enemy.begin(deaf, "Read", read)
+            enemy.begin(deaf, "Inventory", inventory)
+        time.sleep(HELD_S)
+
+
+def many_small_records(enemy: Enemy) -> None:
+    """As many as the job may have, and more."""
+    at = int(time.monotonic() * 1000)
+    enemy.log("Append", opening("many", at), records("many", at, 2000))
+
+
+def big_questions(enemy: Enemy) -> None:
+    for _ in range(5):
+        enemy.log("Inventory", log_pb2.InventoryRequest(job=JOB))
+        enemy.log("Digests", log_pb2.DigestsRequest(job=JOB, stream="many"))
+        enemy.log("Status", log_pb2.StatusRequest(job=JOB))
+
+
+def trims_and_resets(enemy: Enemy) -> None:
+    enemy.log("Trim", log_pb2.TrimRequest(job=JOB, below_step=enemy.draw.choice([1, 10, 500])))
+    if enemy.draw.random() < 0.05:
+        enemy.log("Reset", log_pb2.ResetRequest(job=JOB, generation=1, number=enemy.draw.randrange(1 << 31)))
+    enemy.log("Fence", log_pb2.FenceRequest(job=JOB, generation=1))
+    enemy.log("Fence", log_pb2.FenceRequest(job=JOB, generation=enemy.draw.choice(FAR[3:])))
+    enemy.log("Drop", log_pb2.DropRequest(job="nobody"))
+
+
+def writers_that_say_nothing(enemy: Enemy) -> None:
+    with enemy.connect() as silent:
+        for number in range(60):
+            enemy.begin(silent, "Append", *([opening(f"idle{number}")] if number % 2 else []))
+        time.sleep(HELD_S)
+
+
+def nonsense(enemy: Enemy) -> None:
+    """Bytes that are no request, names that are no names."""
+    for method in ("Append", "Read", "Digests", "Inventory", "Fence", "Trim", "Reset", "Status", "Drop"):
+        enemy.log(method, enemy.draw.randbytes(300))
+        enemy.log(method, log_pb2.InventoryRequest(job="../" + "x" * 200_000))
+
+
+ATTACKS: tuple[Callable[[Enemy], None], ...] = (
+    deaf_watches,
+    watches_that_come_and_go,
+    half_a_call,
+    calls_that_are_reset,
+    large_requests,
+    numbers_without_end,
+    acknowledgements_unread,
+    records_unread,
+    many_small_records,
+    big_questions,
+    trims_and_resets,
+    writers_that_say_nothing,
+    nonsense,
+)
+
+
+def rounds(attack: Callable[[Enemy], None], enemy: Enemy, until: float) -> Iterator[bool]:
+    """Whether each went through; a connection that the server ends is no reason to stop."""
+    while time.monotonic() < until:
+        try:
+            attack(enemy)
+            yield True
+        except OSError:
+            yield False
+        time.sleep(PAUSE_S)
+
+
+def main() -> int:
+    address, seconds, token_file, names = sys.argv[1:]
+    token = Path(token_file).read_text().strip() if token_file else ""
+    attacks = [attack for attack in ATTACKS if not names or attack.__name__ in names.split(",")]
+    os.nice(NICE)
+    until = time.monotonic() + float(seconds)
+    Enemy(address, token).log("Fence", log_pb2.FenceRequest(job=JOB, generation=1))
+    enemies = {attack: Enemy(address, token) for attack in attacks}
+    done: dict[str, list[bool]] = {}
+
+    def go_on(attack: Callable[[Enemy], None]) -> None:
+        done[attack.__name__] = list(rounds(attack, enemies[attack], until))
+
+    threads = [threading.Thread(target=go_on, args=(attack,), name=attack.__name__) for attack in attacks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = {
+        attack.__name__: {
+            "rounds": len(done.get(attack.__name__, [])),
+            "cut_off": done.get(attack.__name__, []).count(False),
+            "answers": dict(enemies[attack].answers),
+        }
+        for attack in attacks
+    }
+    print(json.dumps(said), flush=True)
+    os._exit(0)  # without waiting for what still lies in connections
+
+
+if __name__ == "__main__":
+    sys.exit(main())
