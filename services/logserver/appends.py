@@ -1,5 +1,8 @@
 """A writer's call: what it may open, which frames are taken, what is answered at once. No I/O, no clock, no threads."""
 
+from collections.abc import Iterator
+from itertools import islice
+
 from services.logserver.commits import Commits
 from services.logserver.core import Refusal, StreamState
 from services.logserver.recovered import RecoveredJob
@@ -143,16 +146,23 @@ class Appends:
         opened = log_pb2.Opened(stream=stream.name, next_sequence=stream.appended)
         session.outbox.put(log_pb2.AppendReply(opened=[opened]))
 
-    @staticmethod
-    def parse(session: Session, frames: memoryview | None) -> list[Frame]:
+    @classmethod
+    def parse(cls, session: Session, frames: memoryview | None) -> list[Frame]:
         """The frames that a message ends, verified; None: no more will come. Raises Refused."""
+        return [frame for some in cls.parse_some(session, frames, 1 << 30) for frame in some]
+
+    @staticmethod
+    def parse_some(session: Session, frames: memoryview | None, count: int) -> Iterator[list[Frame]]:
+        """The same, so many at a time."""
         if frames is not None and not session.streams:  # a frame that is begun takes memory until it is whole
             raise Refused(Refusal(Reason.NOT_OPEN, "frames before any stream is open in this call"))
         try:
             if frames is not None:
-                return list(session.assembler.feed(frames))
+                fed = session.assembler.feed(frames)
+                while some := list(islice(fed, count)):
+                    yield some
+                return
             session.assembler.finish()
-            return []
         except RecordCorrupt as error:
             raise Refused(Refusal(Reason.CORRUPT, f"damaged on the way here: {error}")) from None
         except FrameOversize as error:
@@ -194,6 +204,7 @@ class Appends:
         if not mends:
             self._state.space.added(stream.job, header.frame_bytes)
         session.underway_bytes += header.frame_bytes
+        session.queued_records += 1
         write = Write(stream.job, stream.name, header.sequence, frame, mends)
         self._commits.put(session, stream, write, session.fsync[stream.tag])
         return 0

@@ -24,6 +24,7 @@ from swift._pb import log_pb2
 from swift.log.wire import Fsync, Reason
 
 _BATCH_BYTES = 16 << 20
+_BATCH_RECORDS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Commits:
         """What goes into the next commit: so much that a sync is shared, not so much that it is slow."""
         size = count = 0
         for queued in self._queue:
-            if size >= _BATCH_BYTES:
+            if size >= _BATCH_BYTES or count >= _BATCH_RECORDS:
                 break
             size += queued.write.size
             count += 1
@@ -162,6 +163,8 @@ class Commits:
             holder = self._state.holders.get(tag)
             if holder is not None:
                 holder.acknowledge(stream)
+        for queued in batch:
+            queued.session.queued_records -= 1
         for session, size in credit.items():
             session.underway_bytes -= size
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))

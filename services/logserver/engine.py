@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
-from services.logserver.appends import Appends, Gathered, Quarantined
+from services.logserver.appends import Appends, Frame, Gathered, Quarantined
 from services.logserver.committer import Committer
 from services.logserver.core import Refusal
 from services.logserver.reading import Reading
@@ -30,6 +30,12 @@ from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.wire import Reason
+
+_TAKEN_AT_ONCE = 64
+"""Frames of a call, before others have their turn. Nothing is lost by it where records are large, or of one job."""
+_OTHERS_TURN_S = 0.002
+_QUEUED_MAX = 512
+_POLL_S = 0.1
 
 
 class Outgoing:
@@ -137,9 +143,17 @@ class LogEngine:
 
     def handle(self, session: Session, frames: memoryview) -> None:
         """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
-        parsed = self._appends.parse(session, frames)
+        for some in self._appends.parse_some(session, frames, _TAKEN_AT_ONCE):
+            self._take(session, some)
+            if len(some) == _TAKEN_AT_ONCE and len(self.state.writers) > 1:
+                time.sleep(_OTHERS_TURN_S)
+
+    def _take(self, session: Session, parsed: list[Frame]) -> None:
         try:
             with self._changed:
+                # Others' records stand behind these: a flood of small ones waits in its own call.
+                while session.queued_records >= _QUEUED_MAX and not session.ended:
+                    self._changed.wait(_POLL_S)
                 try:
                     self._appends.accept(session, parsed)
                 except Quarantined as refused:

@@ -20,6 +20,7 @@ _LOOKED_AT_ONCE = 500
 _STREAMS_AT_ONCE = 200
 """... and streams of an inventory."""
 _TRIES = 3
+_OTHERS_TURN_S = 0.002
 
 
 class Reading:
@@ -168,7 +169,7 @@ class Reading:
                 return
             sequence = entries[-1].sequence + 1
             yield [_digest(entry) for entry in entries if entry.key.step >= request.from_step]
-            rest()
+            rest(_OTHERS_TURN_S if len(self._state.writers) > 1 else None)
 
     def inventory(self, job_name: str) -> log_pb2.InventoryReply:
         check_names(job_name)

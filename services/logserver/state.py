@@ -86,6 +86,8 @@ class Session:
     oldest: dict[str, int] = field(default_factory=dict)
     """Job -> the lowest generation that a stream of it was opened under."""
     underway_bytes: int = 0
+    queued_records: int = 0
+    """On their way to the storage."""
     refusal: Refusal | None = None
     ended: bool = False
 

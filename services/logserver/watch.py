@@ -35,7 +35,7 @@ class DiskWatch:
 _REST_S = 0.0002
 
 
-def rest() -> None:
+def rest(seconds: float | None = None) -> None:
     """(without the server's lock) Between two pieces of a long piece of work: who waits for the lock gets it.
     (One that is taken again at once goes to whoever has just given it back.)"""
-    time.sleep(_REST_S)
+    time.sleep(_REST_S if seconds is None else seconds)

@@ -1,12 +1,13 @@
 """`swift-ft bench hostile`: a job appends at a fixed pace, and its server is attacked meanwhile in every known way.
 
-    quiet     a quarter of the time, at most a minute, half of it before and half of it behind the attacks
+    quiet     a quarter of the time
     hostile   every kind of attack of `swift.bench.hostile_clients` at once, by a process with low priority
+              (one after the other, every half minute, so that what else the machine does meets both alike)
     then      SIGTERM while the attackers are connected, a start on the same directory, and every record is read
 
 PASS: the median and the 99th percentile of the time to an acknowledgement are at most twice the quiet ones, memory is
-flat, the server ends within its grace, and no acknowledged record is lost or differs. INCONCLUSIVE: the quiet halves
-differ by as much themselves, or too little was seen.
+flat, the server ends within its grace, and no acknowledged record is lost or differs. INCONCLUSIVE: every
+other quiet phase differs from the rest by as much itself, or too little was seen.
 """
 
 import json
@@ -44,7 +45,8 @@ JOB, STREAM = "serving", "s0.F"
 PACE_S = 0.02
 BODY_BYTES = 4096
 RATIO_MAX = 2.0
-QUIET_S_MAX = 60.0
+CYCLE_S = 30.0
+QUIET_PART = 0.25
 STOP_S_MAX = 10.0
 CALL_S = 30.0
 RECORDS_MAX = 50_000
@@ -57,37 +59,55 @@ class HostileConfig:
     tokens: bool = False
     """Every call needs a token; the attackers have one of another job, with every role."""
     fsync: str = Fsync.ALWAYS.value
+    pause_s: float = 1.0
+    """Between two rounds of a kind of attack."""
     attacks: tuple[str, ...] = ()
     """Only these; none: all."""
     server: tuple[str, ...] = SERVER
     memory: Rule = field(default_factory=lambda: Rule(thirds_percent_max=25.0))
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0:
-            raise UsageError("--seconds must be positive")
+        if self.seconds <= 0 or self.pause_s < 0:
+            raise UsageError("--seconds and --pause must be positive")
         known = [attack.__name__ for attack in ATTACKS]
         for name in self.attacks:
             if name not in known:
                 raise UsageError(f"--attack {name}: there is none; there are: {', '.join(known)}")
 
     @property
+    def cycles(self) -> int:
+        return max(1, round(self.seconds / CYCLE_S))
+
+    @property
     def quiet_s(self) -> float:
-        """Of each half."""
-        return min(QUIET_S_MAX, self.seconds / 4) / 2
+        """Of each quiet phase: there is one more of them than there are hostile ones."""
+        return QUIET_PART * self.seconds / (self.cycles + 1)
+
+    @property
+    def hostile_s(self) -> float:
+        return (1 - QUIET_PART) * self.seconds / self.cycles
 
 
 @dataclass(slots=True)
 class Seen:
     """What came of it."""
 
-    before_s: list[float] = field(default_factory=list)
+    quiet_s: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """Every other phase in one of them."""
     hostile_s: list[float] = field(default_factory=list)
-    after_s: list[float] = field(default_factory=list)
     memory: list[Sample] = field(default_factory=list)
     attacks: dict[str, Any] = field(default_factory=dict)
     stop_s: float = 0.0
     stop_code: int = 0
     lost: int = 0
+
+    def add_attacks(self, said: dict[str, Any]) -> None:
+        for name, did in said.items():
+            known = self.attacks.setdefault(name, {"rounds": 0, "cut_off": 0, "answers": {}})
+            known["rounds"] += did["rounds"]
+            known["cut_off"] += did["cut_off"]
+            for code, count in did["answers"].items():
+                known["answers"][code] = known["answers"].get(code, 0) + count
 
 
 def body_of(step: int) -> bytes:
@@ -167,7 +187,7 @@ def run(config: HostileConfig, directory: Path) -> Seen:
 
     def attack(seconds: float) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "swift.bench.hostile_clients", server.address, f"{seconds:.1f}"]
-        command += [token_file, ",".join(config.attacks)]
+        command += [str(config.pause_s), token_file, ",".join(config.attacks)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         attackers.append(process)
         return process
@@ -177,16 +197,18 @@ def run(config: HostileConfig, directory: Path) -> Seen:
         server.wait()
         serving = Serving(server, seen)
         serving.append(min(5.0, config.quiet_s), [])  # until everything has been imported and connected
-        serving.append(config.quiet_s, seen.before_s)
-        under_attack_s = config.seconds - 2 * config.quiet_s
-        process = attack(under_attack_s)
-        serving.append(under_attack_s, seen.hostile_s)
-        said, _ = process.communicate(timeout=120)
-        seen.attacks = json.loads(said or "{}")
-        serving.append(config.quiet_s, seen.after_s)
+        for number in range(config.cycles):
+            serving.append(config.quiet_s, seen.quiet_s[number % 2])
+            process = attack(config.hostile_s)
+            serving.append(config.hostile_s, seen.hostile_s)
+            while process.poll() is None:  # the last rounds
+                serving.append(PACE_S, seen.hostile_s)
+            said, _ = process.communicate()
+            seen.add_attacks(json.loads(said or "{}"))
+        serving.append(config.quiet_s, seen.quiet_s[config.cycles % 2])
         serving.close()
         attack(STOP_S_MAX)
-        time.sleep(min(3.0, config.quiet_s))
+        time.sleep(2.0)
         began = time.monotonic()
         seen.stop_code = server.stop(CALL_S)
         seen.stop_s = time.monotonic() - began
@@ -197,7 +219,9 @@ def run(config: HostileConfig, directory: Path) -> Seen:
     finally:
         for process in attackers:
             process.kill()
-            process.communicate()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
         server.close()
 
 
@@ -206,8 +230,9 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
-    quiet = [*seen.before_s, *seen.after_s]
-    phases = {"before": seen.before_s, "hostile": seen.hostile_s, "after": seen.after_s, "quiet": quiet}
+    one, other = seen.quiet_s
+    quiet = [*one, *other]
+    phases = {"quiet, one half": one, "quiet, other half": other, "quiet": quiet, "hostile": seen.hostile_s}
     ms = {
         name: {
             "count": len(values),
@@ -222,9 +247,9 @@ def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
         for what in ("median_ms", "p99_ms")
     }
     halves = {
-        what: max(ms["before"][what], ms["after"][what])
-        / max(1e-9, min(ms["before"][what], ms["after"][what]))
+        what: max(both) / max(1e-9, min(both))
         for what in ("median_ms", "p99_ms")
+        for both in [(ms["quiet, one half"][what], ms["quiet, other half"][what])]
     }
     memory = soak_memory.judge("log server", seen.memory, config.memory)
     silent = sorted(name for name, did in seen.attacks.items() if not did["rounds"])
@@ -252,6 +277,7 @@ def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
         "reason": reason,
         "seconds": config.seconds,
         "tokens": config.tokens,
+        "pause_s": config.pause_s,
         "fsync": config.fsync,
         "appends": ms,
         "ratio": ratios,
@@ -269,12 +295,12 @@ def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     tokens = "the attackers have a token of another job" if result["tokens"] else "without tokens"
     lines = [
-        f"{result['machine']}; {result['seconds']:.0f} s, fsync {result['fsync']}, {tokens}",
+        f"{result['machine']}; {result['seconds']:.0f} s, fsync {result['fsync']}, {tokens}; "
+        f"a round of each kind every {result['pause_s']:g} s",
         "",
         f"{'time to acknowledgement':<26}{'appends':>8}{'median ms':>11}{'p99 ms':>9}{'worst ms':>10}",
     ]
-    for name in ("before", "hostile", "after"):
-        one = result["appends"][name]
+    for name, one in result["appends"].items():
         lines.append(
             f"{name:<26}{one['count']:8d}{one['median_ms']:11.2f}{one['p99_ms']:9.2f}{one['worst_ms']:10.1f}"
         )
@@ -312,6 +338,13 @@ def make_parser() -> Parser:
         help="of the server",
     )
     parser.add_argument(
+        "--pause",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="between two rounds of a kind; default %(default)s",
+    )
+    parser.add_argument(
         "--attack", action="append", default=[], metavar="KIND", help="only this one; may be given again"
     )
     parser.add_argument("--directory", type=Path, metavar="DIR", help="for the log (default: temporary)")
@@ -325,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds=arguments.seconds,
         tokens=arguments.tokens,
         fsync=arguments.fsync,
+        pause_s=arguments.pause,
         attacks=tuple(arguments.attack),
     )
     output.check_json(arguments.json)

@@ -1,8 +1,8 @@
 """The hostile side of `swift-ft bench hostile`: a process with a thread for each kind of attack, over and over.
 
-    python -m swift.bench.hostile_clients ADDRESS SECONDS TOKEN_FILE KIND,KIND,...
+    python -m swift.bench.hostile_clients ADDRESS SECONDS PAUSE_S TOKEN_FILE KIND,KIND,...
 
-An empty TOKEN_FILE: no token. No kinds: all of them.
+PAUSE_S lies between two rounds of a kind. An empty TOKEN_FILE: no token. No kinds: all of them.
 
 Every attack is a function that makes one round of it. They know one job, `JOB`; with a token, it is of that job. What
 they did is one line of JSON in the end: rounds, and answers by their codes. The process is nice: what is asked is what
@@ -31,8 +31,6 @@ from swift.log.wire import SERVICE
 from swift.security.channel import AUTHORIZATION, BEARER
 
 JOB = "hostile"
-PAUSE_S = 0.2
-"""Between two rounds of a kind."""
 HELD_S = 1.0
 """How long connections are held that want to be in the way."""
 HEALTH = "/grpc.health.v1.Health/"
@@ -235,7 +233,7 @@ ATTACKS: tuple[Callable[[Enemy], None], ...] = (
 )
 
 
-def rounds(attack: Callable[[Enemy], None], enemy: Enemy, until: float) -> Iterator[bool]:
+def rounds(attack: Callable[[Enemy], None], enemy: Enemy, until: float, pause_s: float) -> Iterator[bool]:
     """Whether each went through; a connection that the server ends is no reason to stop."""
     while time.monotonic() < until:
         try:
@@ -243,11 +241,11 @@ def rounds(attack: Callable[[Enemy], None], enemy: Enemy, until: float) -> Itera
             yield True
         except OSError:
             yield False
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
 
 
 def main() -> int:
-    address, seconds, token_file, names = sys.argv[1:]
+    address, seconds, pause, token_file, names = sys.argv[1:]
     token = Path(token_file).read_text().strip() if token_file else ""
     attacks = [attack for attack in ATTACKS if not names or attack.__name__ in names.split(",")]
     os.nice(NICE)
@@ -257,7 +255,7 @@ def main() -> int:
     done: dict[str, list[bool]] = {}
 
     def go_on(attack: Callable[[Enemy], None]) -> None:
-        done[attack.__name__] = list(rounds(attack, enemies[attack], until))
+        done[attack.__name__] = list(rounds(attack, enemies[attack], until, float(pause)))
 
     threads = [threading.Thread(target=go_on, args=(attack,), name=attack.__name__) for attack in attacks]
     for thread in threads:
