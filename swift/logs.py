@@ -51,7 +51,7 @@ _WARNINGS = {
         "trim_failed",
     ),
     *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
-    *("job_set_apart", "log_server_lost", "not_exact"),
+    *("job_set_apart", "audit_failed", "log_server_lost", "not_exact"),
     *("member_exited", "checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved"),
 }
 

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         metrics = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
         timing = checked_timing(arguments)
         log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
-        protection = listening.protection_of(arguments)
+        protection = listening.protection_of(arguments, "coordinator")
         gate = protection.gate()
         with contextlib.ExitStack() as stack:
             store = open_directory(arguments.directory, stack)

@@ -56,7 +56,7 @@ class ServerConfig:
             raise UsageError(f"--body-bytes-max must be between 1 and {BODY_BYTES_MAX}")
         if self.engine.fsync_interval_s <= 0:
             raise UsageError("--fsync-interval must be positive")
-        for name in ("jobs_max", "job_streams_max", "job_records_max"):
+        for name in ("jobs_max", "job_streams_max", "job_records_max", "job_readers_max"):
             if getattr(self.engine, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
         if self.engine.job_bytes_max < self.engine.writer_bytes_max:
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
     options = parser.parse_args(argv)
     return ServerConfig(
         directory=options.directory,
-        protection=listening.protection_of(options),
+        protection=listening.protection_of(options, "logserver"),
         address_file=options.address_file,
         segment_bytes=options.segment_bytes,
         metrics=metrics_address(options.metrics_listen, insecure=options.insecure),
@@ -122,6 +122,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
             body_bytes_max=options.body_bytes_max,
             jobs_max=options.jobs_max,
             job_streams_max=options.job_streams_max,
+            job_readers_max=options.job_readers_max,
             job_records_max=options.job_records_max,
             job_bytes_max=options.job_bytes_max,
             space=SpaceConfig(
@@ -171,6 +172,7 @@ def _add_limits(parser: Parser) -> None:
     for flag, default, what in (
         ("--jobs-max", defaults.jobs_max, "jobs that it keeps"),
         ("--job-streams-max", defaults.job_streams_max, "streams of a job"),
+        ("--job-readers-max", defaults.job_readers_max, "streams of a job that are read at once"),
         ("--job-records-max", defaults.job_records_max, "records that it keeps of a job"),
         ("--job-bytes-max", defaults.job_bytes_max, "bytes under way, over all writers of a job"),
     ):

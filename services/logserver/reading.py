@@ -52,6 +52,11 @@ class Reading:
             refusal = self._state.core.check_readable(job, request.from_step)
             if refusal is not None:
                 raise Refused(refusal)
+            if len(job.readers) >= self._state.config.job_readers_max:
+                message = (
+                    f"{len(job.readers)} streams of the job are read already: no more (--job-readers-max)"
+                )
+                raise Refused(Refusal(Reason.LIMIT, message))
             self._state.touch(request.job, self._clock())
             reader = next(self._reader_ids)
             job.readers[reader] = request.from_step

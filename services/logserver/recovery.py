@@ -216,6 +216,15 @@ class Recovery:
         return segment
 
 
+def is_nobodys(disk: Disk, book: Book, path: Path) -> bool:
+    """Whether this is a file that somebody has put into the server's directory, where no job was."""
+    try:
+        disk.open(path).close()
+    except OSError:
+        return False
+    return not any(name == book.path(path.name).name for name, _ in disk.names(path.parent))
+
+
 def _hole(out: RecoveredStream, begin: int, end: int, reason: str) -> None:
     if end > out.first:
         out.holes.append(Hole(begin, end, STEP_UNKNOWN, reason, gone=True))

@@ -33,6 +33,8 @@ class EngineConfig:
     """Largest body that is accepted."""
     jobs_max: int = 1024
     job_streams_max: int = 8192
+    job_readers_max: int = 1024
+    """Read calls of a job under way."""
     job_records_max: int = 4_000_000
     """Records that are kept of a job: each takes about 450 bytes of memory, however small it is."""
     job_bytes_max: int = 32 << 30

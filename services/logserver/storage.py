@@ -32,7 +32,7 @@ from services.logserver.failures import (
     as_storage_error,
 )
 from services.logserver.recovered import RecoveredJob, RecoveredStream
-from services.logserver.recovery import Recovery
+from services.logserver.recovery import Recovery, is_nobodys
 from services.logserver.segments import Segment, Unsound, place_of
 from swift.errors import UsageError
 from swift.log.directory import DROPPED, RESERVE, grave_of
@@ -158,6 +158,7 @@ class DirectoryStorage:
                 self._recover_job(name, is_dir)
                 for name, is_dir in self._disk.names(self.directory)
                 if NAME_PATTERN.fullmatch(name)
+                and (is_dir or not is_nobodys(self._disk, self._book, self.directory / name))
             ]
         except OSError as error:
             raise UsageError(f"cannot read directory {self.directory}: {error}") from None

@@ -15,11 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from services.security.audit import Audit
+from services.security.rates import Rates
 from swift import events
 from swift.log.wire import REASON_KEY, Reason
 from swift.security.channel import AUTHORIZATION, BEARER
@@ -36,6 +39,8 @@ Metadata = Sequence[tuple[str, "str | bytes"]]
 class CallLimits:
     per_peer: int = 256
     """Calls of one kind (see `services.security.lanes`) under way from one address."""
+    per_token_s: float = 2000.0
+    """Calls a second that one token may begin (all ranks of a job may have one); of a peer, without tokens. 0: any."""
     request_bytes_max: int = 1 << 20
     """Of a call that sends one message."""
 
@@ -45,6 +50,8 @@ class Denied(Exception):
 
     def __init__(self, code: grpc.StatusCode, reason: Reason, message: str) -> None:
         super().__init__(message)
+        self.tell: Callable[[str], None] = lambda peer: None
+        """Is called with the peer, once it is known."""
         self.code = code
         self.reason = reason
         self.message = message
@@ -73,11 +80,17 @@ class Gate:
     """One for each server. Without an authority everybody may do everything. Thread-safe."""
 
     def __init__(
-        self, authority: Authority | None, limits: CallLimits | None = None, shown: str = ""
+        self,
+        authority: Authority | None,
+        limits: CallLimits | None = None,
+        shown: str = "",
+        audit: Audit | None = None,
     ) -> None:
         self.limits = limits or CallLimits()
         self.shown = shown
         self._authority = authority
+        self._audit = audit
+        self._rates = Rates(self.limits.per_token_s)
         self._lock = threading.Lock()
         self._calls: Counter[tuple[str, str]] = Counter()
         self._said_at = -_EVENT_EVERY_S
@@ -92,26 +105,38 @@ class Gate:
         if self._authority is None:
             return Visit(self, method, "")
         visit = Visit(self, method, _bearer(metadata))
-        if not visit.grant().roles & MAY_CALL.get(method, frozenset()):
-            raise self.noted(method, Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED))
+        grant = visit.grant()
+        if not grant.roles & MAY_CALL.get(method, frozenset()):
+            denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED)
+            raise self.noted(method, denied, grant)
         return visit
 
-    def grant(self, method: str, token: str) -> Grant:
+    def grant(self, method: str, token: str, peer: str = "") -> Grant:
         assert self._authority is not None
         if not token:
-            raise self.noted(method, _unauthenticated("a token is needed: name its file in SWIFT_TOKEN_FILE"))
+            words = "a token is needed: name its file in SWIFT_TOKEN_FILE"
+            raise self.noted(method, _unauthenticated(words), peer=peer)
         try:
             return self._authority.grant(token)
         except NotAuthenticated as error:
-            raise self.noted(method, _unauthenticated(str(error))) from None
+            raise self.noted(method, _unauthenticated(str(error)), error.grant, peer) from None
 
     @property
     def is_open(self) -> bool:
         return self._authority is None
 
-    def noted(self, method: str, denied: Denied) -> Denied:
-        """Leaves an event, one a second at most: a flood of refusals is not to become a flood of lines."""
+    def noted(
+        self, method: str, denied: Denied, grant: Grant | None = None, peer: str = "", job: str = ""
+    ) -> Denied:
+        """Leaves an event, one a second at most: a flood of refusals is not to become a flood of lines. The audit
+        trail has its own bound."""
         self.on_denied(denied.reason.value)
+        if self._audit is not None:
+            tell = partial(self._tell_denied, self._audit, method, denied, grant, job)
+            if peer:
+                tell(peer)
+            else:
+                denied.tell = lambda peer: tell(peer_address(peer))
         with self._lock:
             now = time.monotonic()
             if now - self._said_at < _EVENT_EVERY_S:
@@ -121,6 +146,30 @@ class Gate:
             unsaid, self._unsaid = self._unsaid, 0
         events.emit("denied", call=method, reason=denied.reason.value, others=unsaid)
         return denied
+
+    @staticmethod
+    def _tell_denied(
+        audit: Audit, method: str, denied: Denied, grant: Grant | None, job: str, peer: str
+    ) -> None:
+        audit.denied(
+            method,
+            job=job or (grant.job if grant else ""),
+            peer=peer,
+            subject=grant.subject if grant else "",
+            token=grant.token_id if grant else "",
+            reason=denied.reason.value,
+        )
+
+    def let_in(self, method: str, job: str, grant: Grant | None, peer: str) -> None:
+        """For the audit trail."""
+        if self._audit is not None:
+            subject, token = (grant.subject, grant.token_id) if grant else ("", "")
+            self._audit.allowed(method, job=job, peer=peer, subject=subject, token=token)
+
+    def is_too_often(self, grant: Grant | None, peer: str) -> bool:
+        """A call begins."""
+        who = (grant.token_id or f"{grant.subject} {grant.job}") if grant else peer
+        return not self._rates.takes(who, time.monotonic())
 
     def came(self, peer: str, kind: str) -> bool:
         with self._lock:
@@ -147,7 +196,7 @@ class Visit:
         self._jobs: set[str] = set()  # that this call is about
 
     def grant(self) -> Grant:
-        return self._gate.grant(self._method, self._token)
+        return self._gate.grant(self._method, self._token, self._peer)
 
     @property
     def holder(self) -> str:
@@ -158,6 +207,10 @@ class Visit:
     def enter(self, peer: str, kind: str = "") -> None:
         """Counts the call among those of its kind. Raises Denied if its peer has too many."""
         address = peer_address(peer)
+        if self._gate.is_too_often(None if self._gate.is_open else self.grant(), address):
+            limit = self._gate.limits.per_token_s
+            message = f"more than {limit:g} calls a second with one token: --calls-per-token-s allows no more"
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
         if not self._gate.came(address, kind):
             limit = self._gate.limits.per_peer
             message = f"{limit} calls are under way from this address: --calls-per-peer allows no more"
@@ -183,6 +236,7 @@ class Visit:
             ) from None
         job = getattr(request, "job", "")
         self.check(job, max(getattr(request, "generation", 0), self._now(job)))
+        self._gate.let_in(self._method, job, None if self._gate.is_open else self.grant(), self._peer)
         return request
 
     def check(self, job: str, generation: int = 0) -> None:
@@ -191,9 +245,9 @@ class Visit:
             return
         grant = self.grant()
         if not grant.covers(job):
-            raise self._denied(_NOT_ALLOWED)
+            raise self._denied(_NOT_ALLOWED, grant, job)
         if not grant.covers(job, generation):
-            raise self._denied(_left_behind(grant.generation_max or 0))
+            raise self._denied(_left_behind(grant.generation_max or 0), grant, job)
         if grant.generation_max is not None:
             self._jobs.add(job)
 
@@ -204,14 +258,14 @@ class Visit:
         grant = self.grant()
         for job in self._jobs:
             if not grant.covers(job, self._now(job)):
-                raise self._denied(_left_behind(grant.generation_max or 0))
+                raise self._denied(_left_behind(grant.generation_max or 0), grant, job)
 
     def _now(self, job: str) -> int:
         return self._gate.generation_of(job)
 
-    def _denied(self, why: str) -> Denied:
+    def _denied(self, why: str, grant: Grant, job: str) -> Denied:
         denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, why)
-        return self._gate.noted(self._method, denied)
+        return self._gate.noted(self._method, denied, grant, self._peer, job)
 
 
 def _bearer(metadata: Metadata) -> str:

@@ -87,6 +87,7 @@ def _refusals(context: Any) -> Iterator[None]:
 
 
 def _abort_sync(context: Any, denied: Denied) -> None:
+    denied.tell(context.peer())
     context.set_trailing_metadata(denied.trailers)
     context.abort(denied.code, denied.message)
 
@@ -169,6 +170,7 @@ class AsyncGate(grpc.aio.ServerInterceptor):
 
 
 async def _abort(context: Any, denied: Denied) -> None:
+    denied.tell(context.peer())
     await context.abort(denied.code, denied.message, denied.trailers)
 
 

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import grpc
 
+from services.security.audit import Audit
 from services.security.gate import CallLimits, Gate
 from swift import events
 from swift.arguments import is_loopback
 from swift.errors import UsageError
 from swift.security.files import Signature, read_file, read_secret, signature
-from swift.security.tokens import Authority
+from swift.security.tokens import Authority, Revoked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,11 @@ class Protection:
     """Clients must show a certificate that it signed."""
     token_keys: Path | None = None
     insecure_allowed: bool = False
+    revoked: Path | None = None
+    """Tokens that do not count any more."""
+    audit: Path | None = None
+    service: str = ""
+    """As the audit trail calls it."""
     limits: CallLimits = field(default_factory=CallLimits)
 
     def __post_init__(self) -> None:
@@ -39,6 +45,8 @@ class Protection:
             raise UsageError("--tls-cert and --tls-key: give both, or neither")
         if self.client_ca is not None and self.certificate is None:
             raise UsageError("--tls-client-ca: needs --tls-cert and --tls-key as well")
+        if self.revoked is not None and self.token_keys is None:
+            raise UsageError("--revoked: is of tokens, and needs --token-keys as well")
         host, colon, port = self.listen.rpartition(":")
         if not colon or not host or not port.isdecimal() or int(port) > 65535:
             raise UsageError(f"--listen {self.listen!r} is not HOST:PORT, such as 127.0.0.1:0")
@@ -83,9 +91,11 @@ class Protection:
         }
 
     def gate(self) -> Gate:
-        """UsageError: there is no key in --token-keys."""
-        authority = None if self.token_keys is None else Authority(self.token_keys)
-        return Gate(authority, self.limits, self.shown)
+        """UsageError: there is no key in --token-keys, or a file cannot be used."""
+        revoked = None if self.revoked is None else Revoked(self.revoked)
+        authority = None if self.token_keys is None else Authority(self.token_keys, revoked)
+        audit = None if self.audit is None else Audit(self.audit, self.service)
+        return Gate(authority, self.limits, self.shown, audit)
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """None: plain. UsageError: a file is missing, is no certificate, or is a key that others can read."""
@@ -206,6 +216,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="public keys: every call needs a token signed by one of them",
     )
+    add(
+        "--revoked",
+        type=Path,
+        metavar="FILE",
+        help="tokens that do not count any more: a line for each, its id or sub:NAME; read again when it changes",
+    )
+    add(
+        "--audit",
+        type=Path,
+        metavar="FILE",
+        help="append who changed something, and who was denied, as JSON lines (FILE.1: those before)",
+    )
     add("--insecure", action="store_true", help="allow --listen off loopback without TLS and tokens")
     add(
         "--calls-per-peer",
@@ -214,10 +236,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="calls under way from one address (default %(default)s)",
     )
+    add(
+        "--calls-per-token-s",
+        type=float,
+        default=CallLimits().per_token_s,
+        metavar="N",
+        help="calls that one token may begin in a second; 0: any number (default %(default)g)",
+    )
 
 
-def protection_of(options: argparse.Namespace) -> Protection:
+def protection_of(options: argparse.Namespace, service: str = "") -> Protection:
     """From the parsed flags. UsageError."""
+    if options.calls_per_token_s < 0:
+        raise UsageError("--calls-per-token-s must not be negative; 0 is any number")
     if options.calls_per_peer < 1:
         raise UsageError("--calls-per-peer must be at least 1")
     return Protection(
@@ -227,5 +258,8 @@ def protection_of(options: argparse.Namespace) -> Protection:
         client_ca=options.tls_client_ca,
         token_keys=options.token_keys,
         insecure_allowed=options.insecure,
-        limits=CallLimits(per_peer=options.calls_per_peer),
+        revoked=options.revoked,
+        audit=options.audit,
+        service=service,
+        limits=CallLimits(per_peer=options.calls_per_peer, per_token_s=options.calls_per_token_s),
     )

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class TokenConfig:
     renew: bool = False
     owner: Owner | None = None
     """Of `out`."""
+    subject: str = ""
 
     def __post_init__(self) -> None:
         if self.new_key is not None:
@@ -43,6 +45,8 @@ class TokenConfig:
             check_job(self.job)
         if not 0 < self.hours <= HOURS_MAX:
             raise UsageError(f"token: --hours {self.hours:g}: more than 0, at most {HOURS_MAX}")
+        if len(self.subject) > tokens.SUBJECT_MAX or not self.subject.isprintable():
+            raise UsageError(f"token: --subject: at most {tokens.SUBJECT_MAX} characters that can be printed")
         if self.generation_max is not None and self.generation_max < 1:
             raise UsageError(f"token: --generation {self.generation_max}: they start at 1")
         if self.renew and self.out is None:
@@ -92,6 +96,12 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         metavar="USER[:GROUP]",
         help="(as root) whose the file of --out is to be; default: yours",
     )
+    add(
+        "--subject",
+        default="",
+        metavar="NAME",
+        help="whom it is for: a person or a machine, as the servers' audit trails are to name it",
+    )
     options = parser.parse_args(argv)
     return TokenConfig(
         new_key=options.new_key,
@@ -102,6 +112,7 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         generation_max=options.generation,
         out=options.out,
         renew=options.renew,
+        subject=options.subject,
         owner=Owner.parse(options.owner, "token: --owner") if options.owner else None,
     )
 
@@ -122,11 +133,22 @@ def run(config: TokenConfig) -> None:
     if config.renew:
         assert config.out is not None
         lifetime_s = config.hours * 3600
-        renewal = Renewal(config.key, config.out, config.job, config.roles, lifetime_s, config.owner)
+        renewal = Renewal(
+            config.key, config.out, config.job, config.roles, lifetime_s, config.owner, config.subject
+        )
         _keep(renewal, config.hours)
         return
     key = tokens.SigningKey.load(config.key, "--key")
-    token = key.mint(config.job, config.roles, config.hours * 3600, generation_max=config.generation_max)
+    token_id = uuid.uuid4().hex
+    token = key.mint(
+        config.job,
+        config.roles,
+        config.hours * 3600,
+        generation_max=config.generation_max,
+        subject=config.subject,
+        token_id=token_id,
+    )
+    _say(f"the token's id, by which it can be revoked (--revoked): {token_id}")
     if config.out is None:
         print(token)
     else:

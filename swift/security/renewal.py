@@ -40,8 +40,10 @@ class Renewal:
         roles: Collection[Role],
         lifetime_s: float,
         owner: Owner | None = None,
+        subject: str = "",
     ) -> None:
-        """``owner``: of the file; None: whoever runs this."""
+        """``owner``: of the file; None: whoever runs this. ``subject``: whom the tokens are for."""
+        self._subject = subject
         self.out = out
         self._owner = owner
         self._key_file = key
@@ -63,7 +65,7 @@ class Renewal:
         ):
             return False
         self._written_at = None  # until it is there
-        token = key.mint(self._job, self._roles, self._lifetime_s)
+        token = key.mint(self._job, self._roles, self._lifetime_s, subject=self._subject)
         write_file(self.out, f"{token}\n".encode(), secret=True, owner=self._owner)
         self._written_at = (now_s, monotonic_s)
         return True

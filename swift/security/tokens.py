@@ -6,11 +6,14 @@ files. Claims, besides ``aud`` and ``exp``::
     job    the job's name, or "*": every job
     roles  of `Role`
     gen    the token is good until the job's generation is above; absent: whatever the generation
+    sub    who it was made for, in the audit trail
+    jti    its own name, of 32 hexadecimal digits: by it one token is revoked (`Revoked`)
 
 The header's ``kid`` is the name of the key's file (of the file that a link leads to): several keys are good at a
 time, and one is replaced by adding the next, minting with it, and removing the old one, which revokes its tokens.
 """
 
+import contextlib
 import threading
 import time
 import uuid
@@ -34,10 +37,15 @@ TOKEN_BYTES_MAX = 4096
 REFRESH_S = 1.0
 """A key that was removed is used no longer than this."""
 _GRANTS_MAX = 4096
+_REVOKED_BYTES_MAX = 16 << 20
+SUBJECT_MAX = 128
 
 
 class NotAuthenticated(Exception):
     """The token is none that counts here. The message never holds any of it."""
+
+    grant: "Grant | None" = None
+    """Whose it was, where it is signed and does not count any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +56,9 @@ class Grant:
     roles: frozenset[Role]
     generation_max: int | None
     expires_at: float
+    subject: str = ""
+    token_id: str = ""
+    """Not a secret: it tells one token from another in lists and logs."""
 
     def covers(self, job: str, generation: int = 0) -> bool:
         """Whether it is of this job, and reaches as far as this generation."""
@@ -79,9 +90,16 @@ class SigningKey:
         return cls(name=path.resolve().stem, private=key)
 
     def mint(
-        self, job: str, roles: Iterable[Role], lifetime_s: float, *, generation_max: int | None = None
+        self,
+        job: str,
+        roles: Iterable[Role],
+        lifetime_s: float,
+        *,
+        generation_max: int | None = None,
+        subject: str = "",
+        token_id: str = "",
     ) -> str:
-        """A token that is good for `lifetime_s` from now on."""
+        """A token that is good for `lifetime_s` from now on. ``token_id``: made up unless it is given."""
         import jwt
 
         claims: dict[str, object] = {
@@ -89,7 +107,10 @@ class SigningKey:
             "exp": int(time.time() + lifetime_s),
             "job": job,
             "roles": sorted(role.value for role in roles),
+            "jti": token_id or uuid.uuid4().hex,
         }
+        if subject:
+            claims["sub"] = subject
         if generation_max is not None:
             claims["gen"] = generation_max
         return jwt.encode(claims, self.private, algorithm=ALGORITHM, headers={"kid": self.name})
@@ -113,14 +134,62 @@ def new_key(directory: Path) -> tuple[Path, Path]:
     return signing, verifying
 
 
+def shown(text: str) -> str:
+    """For a line of a log: short, and nothing in it that ends or colours the line."""
+    return "".join(one if one.isprintable() else "?" for one in text[:SUBJECT_MAX])
+
+
+class Revoked:
+    """A file of tokens that do not count any more: a line for each, its id (jti) or ``sub:NAME`` for all of a subject;
+    what stands behind a # is for people. Looked at again every second. Thread-safe.
+
+    The file must be there at the start. If it goes away, or cannot be read, what it last said counts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._signature: Signature = ()
+        self._look_at = 0.0
+        self._lock = threading.Lock()
+        self._names: frozenset[str] = frozenset()
+        try:
+            self._read()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--revoked {path}: {error}: make it, it may be empty") from None
+
+    def names(self, grant: Grant, now: float) -> bool:
+        """Whether the token, or all of its subject's, are in the list."""
+        if now >= self._look_at:
+            with self._lock:
+                self._look_at = now + REFRESH_S
+                if signature([self._path]) not in (self._signature, ()):
+                    with contextlib.suppress(OSError, ValueError):  # looked at again
+                        self._read()
+        names = self._names
+        return bool(names) and (
+            grant.token_id in names or bool(grant.subject and f"sub:{grant.subject}" in names)
+        )
+
+    def _read(self) -> None:
+        now = signature([self._path])
+        with self._path.open("rb") as file:
+            data = file.read(_REVOKED_BYTES_MAX + 1)
+        if len(data) > _REVOKED_BYTES_MAX:
+            raise ValueError(f"more than {_REVOKED_BYTES_MAX} bytes")
+        lines = (line.partition("#")[0].strip() for line in data.decode().splitlines())
+        self._names = frozenset(line for line in lines if line)
+        self._signature = now
+
+
 class Authority:
     """Checks tokens against the public keys in a directory, which it looks at again every second.
 
     What was found out about a token is kept, so that a call costs a look into a dictionary. Thread-safe.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, revoked: "Revoked | None" = None) -> None:
         self._directory = directory
+        self._revoked = revoked
         self._lock = threading.Lock()
         self._keys: Mapping[str, Ed25519PublicKey] = {}
         self._signature: Signature | None = None
@@ -146,8 +215,15 @@ class Authority:
                 if len(grants) >= _GRANTS_MAX:
                     grants.clear()
                 grants[token] = grant  # of keys that are gone by now: nobody looks there any more
+        why = ""
         if now >= grant.expires_at:
-            raise NotAuthenticated("the token has expired: put a newer one into its file")
+            why = "the token has expired: put a newer one into its file"
+        elif self._revoked is not None and self._revoked.names(grant, now):
+            why = "the token was revoked: put another one into its file"
+        if why:
+            refused = NotAuthenticated(why)
+            refused.grant = grant
+            raise refused
         return grant
 
     def _refresh(self, now: float) -> None:
@@ -196,7 +272,12 @@ def _grant_of(claims: Mapping[str, object], now: float) -> Grant:
         raise ValueError("gen")
     if not isinstance(expires, int | float):
         raise ValueError("exp")
+    subject, token_id = claims.get("sub", ""), claims.get("jti", "")
+    if not isinstance(subject, str) or not isinstance(token_id, str):
+        raise ValueError("sub or jti")
     return Grant(
+        subject=shown(subject),
+        token_id=shown(token_id),
         job=job,
         roles=frozenset(Role(role) for role in roles),
         generation_max=generation,

@@ -273,3 +273,20 @@ def test_what_is_missing_is_said_in_one_line(command: str) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_every_pin_but_torch_has_its_hashes() -> None:
+    def pins(name: str) -> dict[str, str]:
+        lines = (ROOT / name).read_text().splitlines()
+        return dict(
+            line.removesuffix(" \\").split("==") for line in lines if re.match(r"[A-Za-z]\S*==", line)
+        )
+
+    hashed = pins("requirements.hashed.txt")
+    expected = {name: version for name, version in pins("constraints.txt").items() if name != "torch"}
+    assert expected.items() <= hashed.items()
+    blocks = re.split(r"^(?=[A-Za-z])", (ROOT / "requirements.hashed.txt").read_text(), flags=re.MULTILINE)[
+        1:
+    ]
+    assert len(blocks) == len(hashed)
+    assert all("--hash=sha256:" in block for block in blocks)

@@ -417,6 +417,13 @@ def test_something_else_in_the_place_of_a_file(
         assert server.read() == b"".join(frame_of(n)[1] for n in range(2))
 
 
+def test_a_file_that_is_nobodys_is_no_job(tmp_path: Path) -> None:
+    two_jobs(tmp_path)
+    (tmp_path / "audit.jsonl").write_text("{}")
+    with running(tmp_path) as server:
+        assert server.apart() == {}
+
+
 def test_a_name_that_no_segment_has(tmp_path: Path) -> None:
     two_jobs(tmp_path)
     for name in ("99999999999999999999.seg", "18446744073709551615.seg"):

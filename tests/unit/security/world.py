@@ -58,6 +58,8 @@ class Guarded:
         mutual: bool = False,
         config: EngineConfig | None = None,
         limits: CallLimits | None = None,
+        audit: Path | None = None,
+        revoked: Path | None = None,
     ) -> None:
         pair = ca.issue("server", "127.0.0.1", "localhost") if ca is not None else None
         self.protection = Protection(
@@ -67,6 +69,9 @@ class Guarded:
             client_ca=ca.certificate if ca is not None and mutual else None,
             token_keys=keys.verifying if keys is not None else None,
             limits=limits or CallLimits(),
+            audit=audit,
+            revoked=revoked,
+            service="logserver",
         )
         self.gate = self.protection.gate()
         self.engine = LogEngine(MemoryStorage(), config or EngineConfig())
