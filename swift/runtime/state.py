@@ -12,6 +12,7 @@ from swift.checkpoint.state import split
 from swift.errors import ServiceError, UsageError
 from swift.optim.journal import UndoResult
 from swift.optim.kept import Kept
+from swift.optim.preimage import OPTIMIZERS_OWN
 from swift.runtime import _torch, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
@@ -162,6 +163,8 @@ class TrainerState:
         # A trainer may set them at any place in its step (`group["lr"] = …` for this step): ranks that it has left at
         # different places are replicas only with what they began with.
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
+        # What it keeps besides; LR schedulers note there that it has stepped.
+        self._groups += [Kept(vars(optimizer), but=OPTIMIZERS_OWN) for optimizer in self.optimizers]
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 
     def end_step(self) -> None:

@@ -321,3 +321,17 @@ def test_odd_values_neither_stop_a_step_nor_a_checkpoint() -> None:
     assert module.nested == [[[{"deep": (1, [2, {3}])}]]]
     assert next(iter(module.vocabulary)) == "word0"
     assert "new" not in module.vocabulary
+
+
+def test_attributes_of_an_optimizer_go_back_with_a_dropped_step() -> None:
+    """An LR scheduler notes in the optimizer that it has stepped: ranks cut off at other places would differ by it."""
+    state, _, optimizer = make()
+    optimizer.rounds = [1]  # type: ignore[attr-defined]
+    state.remember()
+    before = state.digests()
+    state.begin_step()
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer.rounds.append(2)  # type: ignore[attr-defined]
+    assert state.digests() != before
+    state.drop_step()
+    assert state.digests() == before
