@@ -81,6 +81,7 @@ class Journal:
         self.measure = False
         """Keep copies besides, so that UndoResult tells the true error."""
         self._step = -1
+        self._held = False
         self._rebuild()
 
     def _mode_for(self, undo: str, known: type[torch.optim.Optimizer] | None) -> str:
@@ -125,6 +126,7 @@ class Journal:
         self._forget()
 
     def _forget(self) -> None:
+        self._earlier: list[dict[int, Record | None]] = []  # updates of this step before the one under way
         self._records: dict[int, Record | None] = {}
         self._copies: dict[int, PreImage] = {}
         self._torn: int | None = None
@@ -146,8 +148,23 @@ class Journal:
 
     @property
     def applied(self) -> tuple[int, ...]:
-        """Buckets that are applied, in the order in which they were."""
-        return tuple(self._records)
+        """Buckets that are applied, in the order in which they were; those of earlier updates of this step too."""
+        return tuple(bucket for records in (*self._earlier, self._records) for bucket in records)
+
+    @property
+    def takes_back(self) -> str:
+        """How this step is taken back: the mode, or "preimage" if it is held."""
+        return "preimage" if self._held else self.mode
+
+    def of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """It is this optimizer's."""
+        return self._optimizer is optimizer
+
+    def again(self) -> None:
+        """The optimizer steps once more in this step."""
+        if self._ended:
+            self._earlier.append(self._records)
+            self._records, self._hooked, self._ended = {}, False, False
 
     @property
     def complete(self) -> bool:
@@ -157,12 +174,15 @@ class Journal:
     def partial(self) -> bool:
         return self._torn is not None or (bool(self._records) and not self.complete)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, held: bool = False) -> None:
         """A new step: forgets the last one, with the gradients and what was kept to take it back.
 
+        `held`: whatever the mode, copies of what this step changes are kept until the next one begins, so that it can
+        be taken back however often the optimizer has stepped and whatever has become of the gradients.
         Parameters or groups that were added to the optimizer since are cut into buckets here.
         """
         self._step = step
+        self._held = held
         self._forget()
         groups = self._optimizer.param_groups
         if len(groups) != len(self._layout) or any(
@@ -200,7 +220,7 @@ class Journal:
         buckets are then partial, and calling again goes on.
         """
         if self._ended:
-            raise UsageError("optimizer.step() twice in one step; every step of the session must update once")
+            raise UsageError("optimizer.step() twice in one step of the journal; call again() in between")
         self._call_pre_hooks()
         for bucket in range(len(self.buckets)):
             if bucket in self._records:
@@ -237,14 +257,14 @@ class Journal:
         return result
 
     def _before(self, bucket: int, parameters: list[torch.nn.Parameter]) -> Record | None:
-        if self.mode == "none":
+        if self.takes_back == "none":
             return None
-        if self.measure:
+        if self.measure and not self._earlier:
             self._copies[bucket] = PreImage(self._optimizer, parameters, whole=False)
         # Post-hooks and unknown classes may change parameters that have no gradient, too.
         if self.whole or own_post_hooks(self._optimizer):
             return PreImage(self._optimizer, self.buckets[bucket], whole=self.whole)
-        if self.mode == "preimage":
+        if self.takes_back == "preimage":
             return PreImage(self._optimizer, parameters, whole=self.whole)
         assert self._known is not None
         group, rule = self._optimizer.param_groups[self._group_of[bucket]], RULES.get(self._known)
@@ -283,16 +303,16 @@ class Journal:
 
         Raises ServiceError if the step cannot be taken back.
         """
-        if self.mode == "none" and self._records:
+        if self.takes_back == "none" and self.applied:
             raise ServiceError(
                 "this step cannot be taken back: the journal keeps nothing to undo it (undo='none')"
             )
         if self._torn is not None:
             raise ServiceError("this step cannot be taken back: its optimizer, or its undo, failed half-way")
         stepped = {bucket: copy.distances() for bucket, copy in self._copies.items()}
-        records = dict(self._records)
+        records = [record for each in (*self._earlier, self._records) for record in each.values()]
         self._torn = -1  # until all is taken back
-        for record in reversed(records.values()):
+        for record in reversed(records):
             assert record is not None
             record.undo()
         found = error.Error()
@@ -302,8 +322,8 @@ class Journal:
         measured = bool(self._copies)
         self._forget()
         return UndoResult(
-            mode=self.mode,
-            exact=all(record.exact for record in records.values() if record is not None),
+            mode=self.takes_back,
+            exact=all(record.exact for record in records if record is not None),
             buckets=len(records),
             ulps_max=found.ulps_max if measured else None,
             ulps_mean=found.ulps_mean if measured else None,
@@ -314,7 +334,12 @@ class Journal:
     @property
     def extra_bytes(self) -> int:
         """Bytes that are kept of the buckets applied in this step, until the next one."""
-        return sum(record.extra_bytes for record in self._records.values() if record is not None)
+        return sum(
+            record.extra_bytes
+            for records in (*self._earlier, self._records)
+            for record in records.values()
+            if record is not None
+        )
 
     @property
     def passing_bytes(self) -> int:

@@ -296,14 +296,13 @@ def set_generator_states(states: Sequence[torch.Tensor]) -> None:
         generator.set_state(state)
 
 
-def behind_calls(schedule: Any, call: Any) -> None:
-    """``call()`` behind each time that the schedule has run its microbatches, for training or evaluation."""
+def around_calls(schedule: Any, around: Any) -> None:
+    """The schedule runs its microbatches, for training and for evaluation, inside of ``around()``."""
     inner = schedule._step_microbatches
 
     def step_microbatches(*args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
-        call()
-        return result
+        with around():
+            return inner(*args, **kwargs)
 
     schedule._step_microbatches = step_microbatches
 

@@ -51,7 +51,6 @@ from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, log_totals, own_plan
 from swift.runtime.saving import Saving
 from swift.runtime.state import TrainerState
-from swift.runtime.transport import Messages
 from swift.runtime.updates import Standing
 from swift.runtime.witness import Witness
 
@@ -86,7 +85,9 @@ class Engine:
         world: LastingGroup,
         audit: Audit | None = None,
         shard: int = 0,
+        stage_group: tuple[int, int] = (0, 1),
     ):
+        """`stage_group`: this rank's pipeline rank, and how many there are."""
         self._rank = rank
         self._config = config
         self._member = member
@@ -102,6 +103,7 @@ class Engine:
         self._world = world  # all ranks
         self._audit = audit  # None: there are no replicas to compare with
         self._shard = shard
+        self._stage_group = stage_group
         self._rolled_forward = False  # a step was finished on the plan's word; its recovery is not over
         self.vote_seconds = 0.0
         self._lost: SwiftError | None = None  # why the log lacks, or contradicts, what this rank has done
@@ -296,7 +298,8 @@ class Engine:
         events.emit("freed", rank=self._rank, generation=latest.generation if latest is not None else 0)
 
     def vote(self) -> None:
-        """(inside optimizer.step) Returns if this rank's update is to be applied, or stays applied.
+        """(inside optimizer.step, or at the end of a step that is held) Returns if this rank's update is to be applied,
+        or stays applied.
 
         A barrier of all ranks, which nobody enters before its gradients are all reduced. If it fails, this rank
         cannot know whether others are through it. So it does not unwind: it takes part in the recovery
@@ -306,11 +309,16 @@ class Engine:
         began = time.monotonic()
         self._member.check()
         self._communicator.check_whole()
-        self._state.updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
+        updates = self._state.updates
+        updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
+        said = updates.ballot(*self._stage_group)
         try:
-            self._world.run(Messages.barrier)
+            self._world.run(lambda messages: messages.barrier(said))
             self.vote_seconds += time.monotonic() - began
+            updates.heard(said)
             return
+        except UsageError:
+            raise
         except (JobFailed, Fenced):
             raise
         except Exception as error:  # noqa: BLE001  (as in `run`)
@@ -363,6 +371,7 @@ class Engine:
             if latest is not None and latest.state == pb.RUNNING and latest.generation == view.generation:
                 break
         self._state.lived = True
+        self._state.updates.hold_next = True  # whoever is new here does not know what the others need
         self._rehearsal.arm(at_start=view.state == pb.FORMING)
         if view.state == pb.RECOVERING and not (
             view.plan.exact or view.plan.saves or version in view.checkpoints
@@ -381,7 +390,7 @@ class Engine:
         self._state.begin_step()
         train_step(step)
         self._channel.settle()
-        self._state.check_updated()
+        self._state.updates.end_step()
         self._state.end_step()
         version = self._member.version = self._state.version
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)

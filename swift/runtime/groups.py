@@ -38,6 +38,7 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self.ranks = tuple(ranks)
         self.broken: Exception | None = None
         self.reducing: Callable[[], None] = lambda: None  # called when a reduction of torch's is under way
+        self.used: Callable[[], None] = lambda: None  # called when torch, or a trainer, communicates over it
         self._swallow = swallow
         self._quiet = False
         self._own = rank
@@ -108,18 +109,15 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def _message(self, kind: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if self._inner is None or self._runner is None:
             raise RuntimeError(f"process group {self.label}: connection of an ended generation")
-        return _MessageWork(self._runner, getattr(self._inner, kind)(tensors, peer, tag))
+        self.used()
+        return _MessageWork(self._runner, getattr(self._inner, kind)(tensors, peer, tag), self._breaker())
 
     def _collective(self, result: list[torch.Tensor], run: Callable[[Messages], None]) -> Any:
         if self._quiet:
             run(Alone(self._own, len(self.ranks)))
             return _CollectiveWork(None, result)
-        runner = self._runner
-
-        def broke(error: Exception) -> None:
-            if self._runner is runner:  # DDP may wait for a work of the last generation in this one
-                self.broken = self.broken or error
-
+        self.used()
+        broke = self._breaker()
         if self.broken is not None and self._swallow:
             return _CollectiveWork(None, result)
         try:
@@ -130,6 +128,16 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
                 raise
             return _CollectiveWork(None, result)
         return _CollectiveWork(task, result, broke, swallow=self._swallow)
+
+    def _breaker(self) -> Callable[[Exception], None]:
+        """What hears of an error of this generation. DDP may wait for a work of the last one in the next."""
+        runner = self._runner
+
+        def broke(error: Exception) -> None:
+            if self._runner is runner:
+                self.broken = self.broken or error
+
+        return broke
 
     def _reduction(self, result: list[torch.Tensor], run: Callable[[Messages], None]) -> Any:
         work = self._collective(result, run)
@@ -250,13 +258,18 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
 class _MessageWork(_torch.Work):
     """A point-to-point operation that a runner waits for."""
 
-    def __init__(self, runner: Runner, work: Any):
+    def __init__(self, runner: Runner, work: Any, broke: Callable[[Exception], None]):
         super().__init__()
         self._runner = runner
         self._work = work
+        self._broke = broke
 
     def wait(self, timeout: Any = None) -> bool:
-        self._runner.submit(lambda: self._work.wait(MESSAGE_TIMEOUT)).wait()
+        try:
+            self._runner.submit(lambda: self._work.wait(MESSAGE_TIMEOUT)).wait()
+        except RuntimeError as error:
+            self._broke(error)
+            raise
         return True
 
 

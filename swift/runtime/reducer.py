@@ -102,6 +102,15 @@ class Reducer:
                 torch._foreach_div_(values, self._columns)
                 torch._foreach_copy_(targets, values)
 
+    def mean(self, value: torch.Tensor | float) -> torch.Tensor | float:
+        """Of a number that every column has, added in column order."""
+        number = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
+        total = number.detach().clone().reshape(1)
+        add = operation(None)
+        self._group.run(lambda messages: messages.all_reduce(total, add))
+        average = (total / self._columns).reshape(number.shape)
+        return average if isinstance(value, torch.Tensor) else float(average)
+
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         """Gives all columns the first one's values, bit for bit."""
 

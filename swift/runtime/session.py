@@ -100,11 +100,14 @@ class Session:
             self.groups["world"],
             self._make_audit(),
             self._mesh.shard,
+            (self._mesh.pipeline_rank, self._mesh.pipeline_ranks),
         )
         self._updates.vote = self._engine.vote
         for group in self.groups.values():
             group.reducing = self._updates.reducing
+            group.used = self._updates.communicates
         self._updates.settle = self._channel.settle
+        self._updates.groups_whole = self._communicator.check_whole
         self._updates.replaying = lambda: self._channel.replaying
         self._end_metrics = self._show_metrics(member.client.job)
         member.measured, member.unsaved = self._engine.measured, self._engine.unsaved
@@ -340,7 +343,7 @@ class Session:
                         "does not see them; give the stage a plain module, the session averages its gradients"
                     )
             _torch.wrap_loss(schedule, logged_loss(stages, self._channel))
-            _torch.behind_calls(schedule, self._channel.randomness.outside)
+            _torch.around_calls(schedule, self._around_call)
             self._state.schedules.append(schedule)
         for name, value in objects.items():
             self._state.add_object(name, value)
@@ -383,18 +386,26 @@ class Session:
 
         Every collective whose result a step depends on must go through the session, because a replay has
         nobody to communicate with (tied embeddings: the sum of their gradients). Summed in rank order, so the
-        bits do not depend on the algorithm of a backend. `name` is for messages. Not after optimizer.step().
+        bits do not depend on the algorithm of a backend. `name` is for messages.
         """
-        self._before_update(name)
-        return laid_like(self._channel.collective(name, lambda: self._sum_in_rank_order(tensor)), tensor)
+        self._updates.communicates()
+        with self._updates.spoiling():
+            return laid_like(self._channel.collective(name, lambda: self._sum_in_rank_order(tensor)), tensor)
 
-    def reduce_gradients(self) -> None:
-        """Averages the gradients over the replicas now, if that has not been done in this step.
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Averages the gradients of this optimizer over the replicas now, if that has not been done since it stepped.
 
         `clip_grad_norm_` and `optimizer.step()` do so by themselves; call it before anything else that looks at
-        gradients (a gradient scaler's `unscale_`).
+        gradients (a gradient scaler's `unscale_`). With several optimizers, name the one that is about to step.
         """
-        self._updates.reduce()
+        self._updates.check_whole()
+        if optimizer is None and len(self._updates.optimizers) > 1:
+            raise UsageError(
+                "reduce_gradients() with several optimizers; name the one that is about to step: "
+                "session.reduce_gradients(optimizer)"
+            )
+        self._updates.communicates()
+        self._updates.reduce(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2.0
@@ -404,14 +415,15 @@ class Session:
         Each rank gives its own parameters. With replicas, gradients are averaged over them first. The global norm
         is a crossing collective: its result is logged.
         """
-        self._before_update("clip_grad_norm_")
+        self._updates.check_whole()
+        self._updates.communicates()
         if self._updates.wait_free:
             raise UsageError(
                 "clip_grad_norm_ with updates='wait_free': gradients are applied before their norm is known; "
                 "use updates='after_backward'"
             )
-        self._updates.reduce()
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._updates.reduce_of(given)
         own = [sharded.stand_in(parameter) for parameter in given]
         shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
         infinite = norm_type == float("inf")
@@ -431,7 +443,8 @@ class Session:
             whole = combined(part, "pipeline")
             return whole if infinite else whole ** (1.0 / norm_type)
 
-        norm = self._channel.collective("clip_grad_norm_", total)
+        with self._updates.spoiling():
+            norm = self._channel.collective("clip_grad_norm_", total)
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
 
@@ -455,12 +468,13 @@ class Session:
             for name, ranks in self._mesh.groups().items()
         }
 
-    def _before_update(self, name: str) -> None:
-        if self._updates.committed:
-            raise UsageError(
-                f"collective {name!r} comes after optimizer.step(); move it before: a rank that is cut short "
-                "in it would have to be rebuilt"
-            )
+    @contextmanager
+    def _around_call(self) -> Iterator[None]:
+        """Of the schedule."""
+        self._updates.communicates()
+        with self._updates.spoiling():
+            yield
+        self._channel.randomness.outside()
 
     def _gather(self, tensor: torch.Tensor, group: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in self.groups[group].ranks]

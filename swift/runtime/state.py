@@ -16,6 +16,7 @@ from swift.optim.preimage import OPTIMIZERS_OWN
 from swift.runtime import _torch, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
+from swift.runtime.gradients import LeftGradients
 from swift.runtime.groups import LastingGroup
 from swift.runtime.loaders import Iterators
 from swift.runtime.loading import load_module, load_optimizer
@@ -23,6 +24,7 @@ from swift.runtime.manifest import local
 from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
 from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import byte_view, digest, plain
+from swift.runtime.trained import Trained, become, told
 from swift.runtime.updates import Updates
 
 # What default generators are seeded with while an object loads its state.
@@ -39,6 +41,7 @@ class _BeforeStep:
     objects: dict[str, Any]
     placements: dict[str, str]
     iterators: list[list[Any]]
+    trained: Trained
 
 
 class TrainerState:
@@ -55,6 +58,10 @@ class TrainerState:
         self.present = False  # until the first version is ours, by birth or by restore
         self.lived = False  # until this process has run with the others, and logged what it sent
         self._before: _BeforeStep | None = None
+        self._gradients = LeftGradients()
+        self._trained_first: dict[str, Any] | None = (
+            None  # what is trained when the job begins, in any process
+        )
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
         self._modules = Before(())
         self._looks = Looks()
@@ -128,16 +135,18 @@ class TrainerState:
         self.updates.check_complete(self.objects)
         for optimizer in self.optimizers:
             sharded.check_optimizer(optimizer)
-        known = {id(p) for stage in self.stages for p in stage.submod.parameters() if p.requires_grad}
+        parameters = [p for stage in self.stages for p in stage.submod.parameters()]
+        known, trained = {id(p) for p in parameters}, {id(p) for p in parameters if p.requires_grad}
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         if held - known:
             raise UsageError(
                 "the optimizer updates parameters that are in no stage; put them into a stage's module"
             )
-        if known - held:
+        if trained - held:
             raise UsageError(
                 "some parameters of the stages have no optimizer; pass them to session.optimizer or freeze them"
             )
+        self._trained_first = told(self._named_parameters(sharded_too=True), self.optimizers)
 
     def remember(self) -> None:
         """(all is registered, and nothing is loaded yet) What a new process begins with."""
@@ -148,6 +157,7 @@ class TrainerState:
 
     def begin_step(self) -> None:
         self.updates.begin_step(self.version)
+        self._gradients.begin(self._parameters())
         for stage in self.stages:
             stage.begin_step()
         self.iterators.begin_step(self.version)
@@ -156,6 +166,7 @@ class TrainerState:
             objects=copy.deepcopy(objects),
             iterators=self.iterators.state(),
             placements=placements,
+            trained=Trained(self._parameters(), self.optimizers),
         )
         self._modules.roots = [stage.submod for stage in self.stages]
         self._modules.keep(self._changing.values())
@@ -171,6 +182,7 @@ class TrainerState:
         self._before, self._groups = None, []
         self._learn_changing()
         self._modules.forget()
+        self._gradients.end(updated=self.updates.stepped > 0)
         self.version += 1
         self.updates.begin_step(self.version)
 
@@ -181,8 +193,7 @@ class TrainerState:
             _torch.clear_schedule(schedule)
         for stage in self.stages:
             _torch.reset_sharded(stage.submod)
-            for parameter in stage.submod.parameters():
-                parameter.grad = None
+        self._gradients.put_back(self._parameters())
         before, self._before = self._before, None
         if before is None:
             return
@@ -197,6 +208,7 @@ class TrainerState:
             self.present = False
         self._modules.put_back()
         self._put_back_groups()
+        before.trained.put_back()
 
     @property
     def can_drop(self) -> bool:
@@ -246,15 +258,6 @@ class TrainerState:
         for group in self._groups:
             group.put_back()
 
-    def check_updated(self) -> None:
-        """Raises UsageError if the trainer's step has not updated, unless a gradient scaler may skip it."""
-        if self.updates.committed:
-            return
-        if not any(isinstance(value, torch.amp.GradScaler) for value in self.objects.values()):
-            raise UsageError("train_step returned without optimizer.step(); every step must update")
-        self.updates.reduce()
-        self.updates.commit()
-
     def align(self) -> None:
         """(first start) Replicas begin with the weights and buffers of the first one, as DDP's do.
 
@@ -290,6 +293,11 @@ class TrainerState:
             "beside": self.beside.state(),
             "iterators": self.iterators.state(),
         }
+        if left := self._gradients.state(self._named_parameters()):
+            state["gradients"] = left
+        trained = told(self._named_parameters(sharded_too=True), self.optimizers)
+        if self._trained_first is not None and trained != self._trained_first:
+            state["trained"] = trained
         state, placements = sharded.localized(state)
         return {**state, "placements": placements} if placements else state
 
@@ -319,6 +327,8 @@ class TrainerState:
             raise ServiceError(
                 f"the checkpoint holds {sorted(state['objects'])}, this trainer registered {sorted(self.objects)}"
             )
+        if trained := state.get("trained", self._trained_first):
+            become(self._named_parameters(sharded_too=True), self.optimizers, trained)
         placements = state.get("placements", {})
         sharded.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
         state = sharded.globalized(state, placements, self._parameters())
@@ -330,6 +340,7 @@ class TrainerState:
         for name, value in state["objects"].items():
             self._load_object(name, value)
         self.beside.load(state["beside"])
+        self._gradients.load(self._named_parameters(), state.get("gradients", {}))
         self._before, self._groups = None, []
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
@@ -350,6 +361,15 @@ class TrainerState:
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+
+    def _named_parameters(self, *, sharded_too: bool = False) -> dict[str, torch.nn.Parameter]:
+        """By the names that they have in states."""
+        return {
+            f"{key}.{name}": parameter
+            for key, stage in self.keyed().items()
+            for name, parameter in stage.submod.named_parameters()
+            if sharded_too or not sharded.is_sharded(parameter)
+        }
 
     def gradient_bytes(self) -> dict[int, int]:
         """Of each stage's parameters that are trained."""

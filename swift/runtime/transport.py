@@ -221,16 +221,21 @@ class Messages:
         if whole is not tensor:
             tensor.copy_(whole)
 
-    def barrier(self) -> None:
-        """Returns once all have entered: after round k a rank knows of 2^k others (dissemination barrier)."""
+    def barrier(self, said: torch.Tensor | None = None) -> None:
+        """Returns once all have entered: after round k a rank knows of 2^k others (dissemination barrier).
+
+        `said`: what this rank says; becomes, in place, the greatest in each place of what all have said.
+        """
         distance = 1
+        said = torch.zeros(1) if said is None else said
         while distance < self._n:
             tag = self._next_tag()
-            token, other = torch.zeros(1), torch.zeros(1)
+            token, other = said.clone(), torch.empty_like(said)
             incoming = self._inner.recv([other], (self._own - distance) % self._n, tag)
             outgoing = self._inner.send([token], (self._own + distance) % self._n, tag)
             incoming.wait(MESSAGE_TIMEOUT)
             outgoing.wait(MESSAGE_TIMEOUT)
+            torch.maximum(said, other, out=said)
             distance *= 2
 
     def _peers(self) -> Iterator[tuple[int, int]]:
@@ -267,7 +272,7 @@ class Alone(Messages):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         pass
 
-    def barrier(self) -> None:
+    def barrier(self, said: torch.Tensor | None = None) -> None:
         pass
 
 

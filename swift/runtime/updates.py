@@ -2,16 +2,23 @@
 
 after_backward  reduce all buckets → vote → apply bucket by bucket
 wait_free       while backward runs: reduce a bucket, apply it, the next → … → the rest → vote
+held            each optimizer's step: reduce its buckets → apply them; … at the end of the step: vote
 
 The vote is a barrier of all ranks, inside the first `optimizer.step()`: a rank that is through it knows that every
 rank has all its gradients reduced. So a rank that fails to get through can still finish the
 step (roll forward), and one that is past it never has to go back. Before the vote, `wait_free` may have applied
 some buckets; the journal knows which, and takes them back (undo).
+
+That is too early where a step still needs its peers behind its first update: several optimizers (a GAN's), one that
+steps twice, validation behind the update. Such a step is *held*: copies of what its updates change are kept until it
+ends, and it is voted on there, so that wherever it is cut short it is taken back. The first step of every
+generation is held; in its vote each rank says whether it needs that, and what one needs all do from the next step on.
 """
 
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +53,8 @@ class _Bucket:
         self.index = index
         self.parameters = journal.buckets[index]
         self.reduction: Reduction | None = None
+        self.reduced = False
+        """Its gradients are averages, and its optimizer has not stepped since."""
         self.awaited: set[torch.nn.Parameter] = set()
 
 
@@ -71,6 +80,9 @@ class Updates:
         self.vote: Callable[[], None] = lambda: None  # given by the engine
         self.before_update: Callable[[], None] = lambda: None  # given by the engine
         self.settle: Callable[[], None] = lambda: None  # given by the session
+        self.groups_whole: Callable[[], None] = lambda: (
+            None
+        )  # given by the session; raises if a connection broke
         self.replaying: Callable[[], bool] = lambda: False  # given by the session
         self.wait_free = config.updates == "wait_free" and reducer is not None
         self.journals: list[Journal] = []
@@ -79,6 +91,7 @@ class Updates:
         self._bucket_of: dict[torch.nn.Parameter, _Bucket] = {}
         self._elsewhere: set[torch.nn.Parameter] = set()  # reduced by DDP or FSDP
         self._hooked: set[torch.nn.Parameter] = set()  # wait-free: a hook tells when its gradient is complete
+        self._stages: list[Any] = []  # whose gradients are reduced in backward
         self._launched = 0
         self._finished = 0
         self._version = 0
@@ -86,6 +99,16 @@ class Updates:
         self.voting = False
         self.committed = False
         self.begun = False  # buckets are being applied for good: the step is not dropped any more
+        self.hold_next = False
+        """The next step is held. (engine) in the first step of a generation; then as the ranks have voted."""
+        self.held = False
+        """The step under way is."""
+        self._needs_hold = False  # a step of this process has needed its peers behind its first update
+        self.stepped = 0
+        """How often optimizers have stepped in the step under way."""
+        self._ending = False  # the trainer's step has returned
+        self.spoiled: Exception | None = None
+        """What broke the step under way. It is over, even if the trainer has caught this."""
 
     # --- what there is ---
 
@@ -107,10 +130,14 @@ class Updates:
 
         # A bound method, as the one that it hides: LR schedulers take it apart.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-        for index in range(len(journal.buckets)):
-            bucket = _Bucket(journal, index)
-            self._buckets.append(bucket)
-            self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+        self._cut(journal)
+
+    def _cut(self, journal: Journal) -> None:
+        """The journal's buckets, as they are now, in the place of those that it had."""
+        others = [bucket for bucket in self._buckets if bucket.journal is not journal]
+        self._buckets = [*others, *(_Bucket(journal, index) for index in range(len(journal.buckets)))]
+        self._buckets.sort(key=lambda bucket: self.journals.index(bucket.journal))
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     def reduced_elsewhere(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """DDP or FSDP averages the gradients of these."""
@@ -122,22 +149,76 @@ class Updates:
         self._version = version
         self._launched = self._finished = 0
         self._reduced = self.voting = self.committed = self.begun = False
+        # A replay has nobody to vote with; what this process has learned counts there.
+        self.held = self._needs_hold if self.replaying() else self.hold_next
+        self.stepped, self.spoiled, self._ending = 0, None, False
+        for stage in self._stages:
+            self.ready_in_backward(stage)  # what was frozen until now may be trained from here on
         for journal in self.journals:
-            journal.begin(version)
+            before = journal.buckets
+            journal.begin(version, held=self.held)
+            if journal.buckets is not before:
+                self._cut(journal)
         for bucket in self._buckets:
-            bucket.reduction = None
-            bucket.awaited = {p for p in bucket.parameters if p in self._hooked}
+            bucket.reduction, bucket.reduced = None, False
+            bucket.awaited = {p for p in bucket.parameters if p in self._hooked and p.requires_grad}
 
-    def reduce(self) -> None:
-        """All gradients are averages over the columns from here on. Once a step; every collective after it."""
+    def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """The gradients of this optimizer, or all, are averages over the columns from here on, until it has stepped."""
+        if self._reducer is None:
+            return
+        if self.wait_free:
+            self._reduce_in_order()
+            return
+        wanted = [
+            bucket
+            for bucket in self._buckets
+            if not bucket.reduced and (optimizer is None or bucket.journal.of(optimizer))
+        ]
+        self._reduce(wanted)
+
+    def reduce_of(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As `reduce`, of the optimizers that hold any of these."""
+        given = set(parameters)
+        journals = {id(b.journal) for b in self._buckets if not given.isdisjoint(b.parameters)}
+        for optimizer, journal in zip(self.optimizers, self.journals, strict=True):
+            if id(journal) in journals:
+                self.reduce(optimizer)
+
+    def _reduce(self, buckets: list["_Bucket"]) -> None:
+        assert self._reducer is not None
+        half = (len(buckets) + 1) // 2
+        for number in range(len(buckets) + _IN_FLIGHT):
+            if number < len(buckets):
+                self._check()
+                self._launch(buckets[number])
+                if number + 1 == half and buckets[number].reduction is not None:
+                    self._fault("reduce")
+            if (oldest := number - _IN_FLIGHT) >= 0 and oldest < len(buckets):
+                self._finish(buckets[oldest])
+
+    def _launch(self, bucket: "_Bucket") -> None:
+        assert self._reducer is not None
+        if not self._elsewhere.issuperset(bucket.parameters):
+            bucket.reduction = self._reducer.launch(
+                [p for p in bucket.parameters if p not in self._elsewhere]
+            )
+
+    def _finish(self, bucket: "_Bucket") -> None:
+        assert self._reducer is not None
+        if bucket.reduction is not None:
+            self._reducer.finish(bucket.reduction)
+        bucket.reduction, bucket.reduced = None, True
+
+    def _reduce_in_order(self) -> None:
+        """(wait-free) What backward has left of all buckets, in the one order that all columns keep."""
         if self._reduced:
             return
-        if self._reducer is not None:
-            while self._finished < len(self._buckets):
-                self._check()
-                while self._launched < min(len(self._buckets), self._finished + _IN_FLIGHT):
-                    self._launch_next()
-                self._finish_next()
+        while self._finished < len(self._buckets):
+            self._check()
+            while self._launched < min(len(self._buckets), self._finished + _IN_FLIGHT):
+                self._launch_next()
+            self._finish_next()
         self._reduced = True
 
     def _launch_next(self) -> None:
@@ -150,52 +231,156 @@ class Updates:
                 self._finish_next()
         bucket = self._buckets[self._launched]
         self._launched += 1
-        if self._elsewhere.issuperset(bucket.parameters):
-            return
-        bucket.reduction = self._reducer.launch([p for p in bucket.parameters if p not in self._elsewhere])
-        if self._launched == half:
+        self._launch(bucket)
+        if self._launched == half and bucket.reduction is not None:
             self._fault("reduce")
 
     def _finish_next(self) -> None:
         assert self._reducer is not None
         bucket = self._buckets[self._finished]
-        if bucket.reduction is not None:
-            self._reducer.finish(bucket.reduction)
-            bucket.reduction = None
+        self._finish(bucket)
         self._finished += 1
-        if self.wait_free:
-            self.settle()
-            bucket.journal.apply(bucket.index)
-            if self._finished == (len(self._buckets) + 1) // 2:
-                self._fault("update")
+        self.settle()
+        bucket.journal.apply(bucket.index)
+        if self._finished == (len(self._buckets) + 1) // 2:
+            self._fault("update")
 
     def _step(self, journal: Journal, closure: Any) -> Any:
         """`optimizer.step()` as the trainer calls it."""
-        loss = None
+        with self.spoiling():
+            return self._update(journal, closure)
+
+    def _update(self, journal: Journal, closure: Any) -> Any:
+        loss, optimizer = None, self.optimizers[self.journals.index(journal)]
         if closure is not None and not journal.whole:
             with torch.enable_grad():
                 loss = closure()
-        if not self.committed:
-            self.reduce()
-            self.commit()
+        if journal.whole and closure is not None:
+            closure = self._averaged(closure, optimizer)
+            self._needs_hold = True  # it is called again behind the vote
+        else:
+            self.reduce(optimizer)
+        if not self.stepped:
+            self.before_update()
+            if not self.held:
+                self.commit()
+        self.stepped += 1
+        self._needs_hold = self._needs_hold or self.stepped > 1
         self.settle()
-        self.begun = True
-        if len(journal.buckets) == 1 and not journal.applied:
+        self.begun = not self.held
+        journal.again()
+        if len(journal.buckets) == 1 and not journal.complete:
             self._fault("optimizer")
         if journal.whole:
-            return journal.apply_whole(closure)
-        journal.apply_rest(self._between(journal))
+            loss = journal.apply_whole(closure)
+        else:
+            journal.apply_rest(self._between(journal))
+        for bucket in self._buckets:
+            if bucket.journal is journal:
+                bucket.reduced = False
         return loss
+
+    def _averaged(self, closure: Any, optimizer: torch.optim.Optimizer) -> Any:
+        """An optimizer that computes gradients in its step, and looks at the loss, sees the columns' averages."""
+        reducer = self._reducer
+        if reducer is None or self.replaying():
+            return closure
+
+        def averaged() -> Any:
+            loss = closure()
+            self.reduce(optimizer)
+            for bucket in self._buckets:
+                bucket.reduced = bucket.reduced and not bucket.journal.of(optimizer)
+            return reducer.mean(loss)
+
+        return averaged
+
+    def end_step(self) -> None:
+        """(engine) The trainer's step has returned. What is still to be decided of its update is decided here.
+
+        A step may end without an update (a loss that is not finite, a scaler that has skipped it): then all replicas
+        of a stage end it so. Raises UsageError if they do not; what the vote raises.
+        """
+        self.check_whole()
+        if self.committed:
+            return
+        if not self.replaying():
+            for optimizer, journal in zip(self.optimizers, self.journals, strict=True):
+                if not journal.applied:
+                    self.reduce(optimizer)  # a replica that has updated waits for it
+        if not self.stepped and not self._version and not self.replaying():
+            print(
+                "swift: step 0 has ended without optimizer.step(); that is well if it was skipped on purpose, or if "
+                "gradients are accumulated over several steps",
+                file=sys.stderr,
+            )
+        self._ending = True
+        self.commit()
 
     def commit(self) -> None:
         """Returns once every rank has all its gradients reduced; see `Engine.vote` for what it does else."""
-        self.before_update()
         if self._reducer is not None and not self.replaying():
             if self.wait_free:
                 self._fault("optimizer")
             self.vote()
             self.voting = False
         self.committed = True
+
+    # --- what ranks tell each other in the vote ---
+
+    def ballot(self, stage_group: int, stage_groups: int) -> torch.Tensor:
+        """What a rank says in its vote; the greatest of all that was said in each place counts.
+
+        [0]: the next step is to be held. Then for each pipeline rank: how often optimizers step in this step, and the
+        same negated; -inf where the rank has nothing to say.
+        """
+        said = torch.full((1 + 2 * stage_groups,), -torch.inf, dtype=torch.float64)
+        said[0] = float(self._needs_hold)
+        # Inside of the first optimizer's step it is not known yet whether there will be more.
+        steps = float(self.stepped if self.held else not self._ending)
+        said[1 + 2 * stage_group] = steps
+        said[2 + 2 * stage_group] = -steps
+        return said
+
+    def heard(self, said: torch.Tensor) -> None:
+        """The outcome of a vote, the same at all ranks. Raises UsageError if replicas do not step alike."""
+        self.hold_next = bool(said[0])
+        most, fewest = said[1::2], -said[2::2]
+        for stage, (high, low) in enumerate(zip(most.tolist(), fewest.tolist(), strict=True)):
+            if high != low:
+                raise UsageError(
+                    f"in step {self._version} optimizers have stepped {high:g} times on one replica of pipeline rank "
+                    f"{stage} and {low:g} times on another; let all replicas decide alike whether they step, for "
+                    "instance by session.all_reduce of what they decide by"
+                )
+
+    # --- what breaks a step ---
+
+    def spoil(self, error: Exception) -> None:
+        """The step is over with this error, whatever the trainer makes of it."""
+        if self.spoiled is None:
+            self.spoiled = error
+
+    def check_whole(self) -> None:
+        """Raises what has broken the step under way, if anything has."""
+        if self.spoiled is not None:
+            raise self.spoiled
+        self.groups_whole()
+
+    @contextmanager
+    def spoiling(self) -> Iterator[None]:
+        """Around what a step cannot do without: an error in it is remembered, should the trainer catch it."""
+        self.check_whole()
+        try:
+            yield
+        except Exception as error:
+            self.spoil(error)
+            raise
+
+    def communicates(self) -> None:
+        """Something in the step needs its peers. Behind an update that asks for the next steps to be held."""
+        if self.stepped:
+            self._needs_hold = True
 
     def _between(self, journal: Journal) -> Callable[[int], None]:
         half = max(1, len(journal.buckets) // 2)
@@ -218,6 +403,8 @@ class Updates:
 
     def ready_in_backward(self, stage: Any) -> None:
         """Buckets of this stage are reduced and applied while its last backward runs."""
+        if not any(known is stage for known in self._stages):
+            self._stages.append(stage)
         for parameter in stage.submod.parameters():
             if parameter in self._hooked:
                 continue  # of two modules
@@ -282,8 +469,8 @@ class Updates:
             return Standing(version=None)
         if not self.partial:
             return Standing(version=version, forward_to=version + 1 if self.voting else None)
-        exact = all(journal.mode in ("exact", "preimage") for journal in self.journals)
-        can = all(journal.mode != "none" for journal in self.journals)
+        exact = all(journal.takes_back in ("exact", "preimage") for journal in self.journals)
+        can = all(journal.takes_back != "none" for journal in self.journals)
         return Standing(
             version=None,
             undo_to=version if can else None,

@@ -16,7 +16,6 @@ PATIENCE_S = 60.0
     ("mistake", "code", "line"),
     [
         ("another-seed", 2, "seed"),
-        ("no-update", 2, "without optimizer.step()"),
         ("error-in-step", 1, 'KeyError: "the trainer\'s own mistake"'),
     ],
 )
@@ -44,7 +43,6 @@ def test_a_mistake_is_named_and_ends_the_job(mistake: str, code: int, line: str,
         ("another-thread-count", 1, "threads"),
         ("checkpoint-every-0", 2, "checkpoint_every=0; give at least 1"),
         ("groups-of-another-pipeline", 2, "groups 0-2 are of 3 stages, the pipeline has 2"),
-        ("collective-after-update", 2, "comes after optimizer.step()"),
     ],
 )
 def test_a_mistake_is_named(mistake: str, ranks: int, line: str, forks: Forks, tmp_path: Path) -> None:

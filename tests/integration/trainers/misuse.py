@@ -44,10 +44,7 @@ def main() -> None:
             schedule.step(target=torch.zeros(4, 4))
         if MISTAKE == "error-in-step" and step == 2 and rank == 1:
             raise KeyError("the trainer's own mistake")
-        if MISTAKE != "no-update":
-            optimizer.step()
-        if MISTAKE == "collective-after-update":
-            session.all_reduce(torch.ones(1), "metric")
+        optimizer.step()
 
     session.run(train_step, num_steps=4)
     session.close()

@@ -1,0 +1,69 @@
+"""Gradients that a step leaves to the next one.
+
+Most trainers zero them before they are looked at, and then nothing has to be kept. One that accumulates over several
+steps, or that skips an update, goes on with them: they are a part of its state, and go back if a step is dropped.
+Which kind it is shows in a step: a gradient that was there when the step began, and is the same tensor when it ends,
+was added to, or zeroed in place (which needs a tensor to zero).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Named = dict[str, torch.nn.Parameter]
+
+
+class _Left(NamedTuple):
+    gradient: torch.Tensor
+    version: int
+    value: torch.Tensor | None
+    """A copy, if it may be wanted."""
+
+
+class LeftGradients:
+    """(state) ``begin`` a step → ``end`` it, or ``put_back``; ``state``, ``load``"""
+
+    def __init__(self) -> None:
+        self.wanted: bool | None = None
+        """Steps go on with what the one before has left. None: not known yet."""
+        self._left: dict[torch.nn.Parameter, _Left] = {}
+
+    def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._left = {
+            p: _Left(p.grad, p.grad._version, None if self.wanted is False else p.grad.detach().clone())
+            for p in parameters
+            if p.grad is not None
+        }
+
+    def end(self, *, updated: bool) -> None:
+        """`updated`: an optimizer has stepped. A step that does nothing with gradients says nothing."""
+        kept = [left for p, left in self._left.items() if p.grad is left.gradient]
+        if any(updated or left.gradient._version != left.version for left in kept):
+            self.wanted = True
+        elif self.wanted is None and self._left and updated:
+            self.wanted = False
+        self._left = {}
+
+    def put_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The step is dropped. What is not known to be wanted, and was not kept, is zeroed by the trainer anyway."""
+        for parameter in parameters:
+            left = self._left.get(parameter)
+            parameter.grad = None
+            if left is not None and left.value is not None:
+                left.gradient.detach().copy_(left.value)
+                parameter.grad = left.gradient
+        self._left = {}
+
+    def state(self, named: Named) -> dict[str, Any]:
+        """Of parameters by name, if they may be wanted, and whether they are: whoever joins is to know it as well."""
+        given = {} if self.wanted is False else named
+        found = {name: p.grad.detach() for name, p in given.items() if p.grad is not None}
+        return {"wanted": self.wanted, "of": found} if found or self.wanted is not None else {}
+
+    def load(self, named: Named, state: dict[str, Any]) -> None:
+        """Of `state`, or of nothing: then no step has left any."""
+        self.wanted, found = state.get("wanted"), state.get("of", {})
+        for name, parameter in named.items():
+            given = found.get(name)
+            parameter.grad = None if given is None else given.detach().clone()
