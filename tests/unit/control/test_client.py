@@ -51,6 +51,7 @@ class Scripted:
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
     Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = _next
+    Differs = _next
 
 
 class Served:

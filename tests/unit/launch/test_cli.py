@@ -28,7 +28,7 @@ def test_programs_take_the_process_over(
     monkeypatch.setattr(cli.os, "execv", lambda *command: called.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):
         cli.main(arguments)
-    assert called == [(sys.executable, [sys.executable, "-m", module, *arguments[1:]])]
+    assert called == [(sys.executable, [sys.executable, "-P", "-m", module, *arguments[1:]])]
 
 
 def test_version_is_quick() -> None:
