@@ -17,7 +17,7 @@ REFUSALS_MAX = 8
 """Generations without a death and without a new version. The next one ends the job."""
 EXITS_MAX = 3
 """Processes of one rank that end by themselves without a new version. The last of them ends the job."""
-RUNS_KEPT = 64
+RUNS_KEPT = 1024
 _OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.children import Child, Nursery
-from swift.launch.decisions import Action, Situation, Verdict, judge_exit
+from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_exit
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_assignment, rank_env
 from swift.launch.rendezvous import NodeWatch
@@ -43,6 +43,15 @@ def say(line: str) -> None:
 def _has_run(view: pb.View | None) -> bool:
     """The job has left FORMING, as far as this View shows it."""
     return view is not None and view.state not in (pb.FORMING, pb.FAILED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Due:
+    """A rank that gets another process, but not yet."""
+
+    at: float
+    reason: str
+    generation: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +94,16 @@ class ReplacingAgent(SimpleElasticAgent):
         self._done: dict[int, Child] = {}
         """By local rank: its process that ended with 0, or that was lost after the job had finished."""
         self._replacements_left = spec.max_restarts
+        self._due: dict[int, _Due] = {}
+        """By local rank: those that wait for another process."""
         self._attempts: Counter[int] = Counter()
         """By local rank: deaths since the job last ran."""
+        self._deaths: Counter[int] = Counter()
+        """By local rank: deaths since all ranks have come to a new version."""
+        self._before: int | None = None
+        """The generation in which a life of the job ended that was not this launcher's."""
+        self._known = False
+        """The coordinator has named this launcher."""
         self._spare_failures = 0
         self._has_run = False
         self._looked_at: pb.View | None = None
@@ -100,6 +117,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._done.clear()
+        self._due.clear()
         for worker in worker_group.workers:
             self._give_rank(worker.local_rank)
         return {local_rank: child.pid for local_rank, child in self._ranks.items()}
@@ -119,7 +137,11 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Blocks until something happens, at most for the monitor interval, and deals with it."""
-        warmed, ended = self._nursery.wait(worker_group.spec.monitor_interval)
+        now = events.now()
+        patience_s = min(
+            [worker_group.spec.monitor_interval, *(max(0.0, d.at - now) for d in self._due.values())]
+        )
+        warmed, ended = self._nursery.wait(patience_s)
         self._gate.check()
         # Deaths first: that is what the time counts for.
         for child in ended:
@@ -127,10 +149,11 @@ class ReplacingAgent(SimpleElasticAgent):
         for child in warmed:
             self._spare_failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
-        self._on_view(self._link.view)
+        self._on_view(self._view)
         if self.outcome is not None:
             return RunResult(state=WorkerState.FAILED)
-        if not self._ranks:
+        self._replace_due()
+        if not self._ranks and not self._due:
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
         self._top_up_spares()
@@ -215,7 +238,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if self._last_death is None:
             return True
         died_at, generation = self._last_death
-        view = self._link.view
+        view = self._view
         recovered = view is not None and view.state == pb.RUNNING and view.generation > generation
         if recovered or events.now() - died_at > SPARE_DELAY_S_MAX:
             self._last_death = None
@@ -237,13 +260,15 @@ class ReplacingAgent(SimpleElasticAgent):
         if self.outcome is not None:
             return
         self._attempts[local_rank] += 1
-        view = self._link.view
+        self._deaths[local_rank] += 1
+        view = self._view
         situation = Situation(
             replacements_left=self._replacements_left,
             # Without a coordinator nobody knows whether the job ran in between.
             attempts=0 if view is None else self._attempts[local_rank],
             has_run=self._has_run or _has_run(view),  # of which it may only be told in the same moment
             finished=view is not None and view.state == pb.FINISHED,
+            can_return=view is not None and view.HasField("final_version"),
         )
         verdict = judge_exit(child.rank, child.exit_code, situation)
         if verdict.action == Action.STOP:
@@ -263,11 +288,23 @@ class ReplacingAgent(SimpleElasticAgent):
         return next((local for local, held in self._ranks.items() if held is child), None)
 
     def _replace(self, local_rank: int, reason: str, generation: int) -> None:
-        self._last_death = (events.now(), generation)
         self._replacements_left -= 1
-        child = self._give_rank(local_rank)
-        kind = "a warm spare" if child.warm else "a fork" if child.forked else "a cold start"
-        say(f"{reason}: replaced by process {child.pid} ({kind})")
+        wait_s = delay_s(self._deaths[local_rank])
+        if wait_s:
+            times = self._deaths[local_rank]
+            say(f"{reason}, no. {times} without a new version: replaced in {wait_s:g} s")
+        self._due[local_rank] = _Due(at=events.now() + wait_s, reason=reason, generation=generation)
+        self._replace_due()
+
+    def _replace_due(self) -> None:
+        for local_rank, due in list(self._due.items()):
+            if due.at > events.now():
+                continue
+            del self._due[local_rank]
+            self._last_death = (events.now(), due.generation)
+            child = self._give_rank(local_rank)
+            kind = "a warm spare" if child.warm else "a fork" if child.forked else "a cold start"
+            say(f"{due.reason}: replaced by process {child.pid} ({kind})")
 
     def _on_spare_exit(self, child: Child) -> None:
         events.emit("spare_exit", pid=child.pid, code=child.exit_code)
@@ -288,16 +325,19 @@ class ReplacingAgent(SimpleElasticAgent):
         if verdict.exit_code == 1:
             # Perhaps it only followed another rank's error, or the job's failure.
             exit_codes |= self._settle()
-        view = self._link.view
+        view = self._view
         if view is not None and view.state == pb.FAILED:
-            self._end(exit_codes, f"job failed: {view.reason}")
+            self._end(exit_codes, f"job failed: {view.reason}", view.exit_code)
             return
         self._end(exit_codes, f"{verdict.reason}: the job is stopped")
         self._link.fail(verdict.reason)
 
-    def _end(self, exit_codes: set[int], line: str) -> None:
+    def _end(self, exit_codes: set[int], line: str, exit_code: int = 0) -> None:
+        self._due.clear()
+        if exit_code:
+            self.outcome = Outcome(exit_code=exit_code, line=f"swift: {line}")
         # A usage error has said all there is to say.
-        if 2 in exit_codes:
+        elif 2 in exit_codes:
             self.outcome = Outcome(exit_code=2)
         else:
             self.outcome = Outcome(exit_code=3 if exit_codes == {3} else 1, line=f"swift: {line}")
@@ -321,13 +361,30 @@ class ReplacingAgent(SimpleElasticAgent):
                 del self._ranks[local_rank]
         return exit_codes
 
+    @property
+    def _view(self) -> pb.View | None:
+        """The newest one; None while it shows how the job ended before this launcher came."""
+        view = self._link.view
+        if view is None:
+            return None
+        if self._before is None:
+            over = view.state in (pb.FINISHED, pb.FAILED) and self._job.run not in view.runs
+            self._before = view.generation if over else 0
+        return None if view.generation == self._before else view
+
     def _on_view(self, view: pb.View | None) -> None:
         if view is None or view is self._looked_at or self.outcome is not None:
             return
         self._looked_at = view
+        if self._known and self._job.run not in view.runs:
+            self._end({1}, "the job was started again by another swift-ft run: this one ends")
+            return
+        self._known = self._job.run in view.runs
+        if not view.setbacks:
+            self._deaths.clear()
         self._has_run = self._has_run or _has_run(view)
         if view.state == pb.FAILED:
-            self._end(self._settle(), f"job failed: {view.reason}")
+            self._end(self._settle(), f"job failed: {view.reason}", view.exit_code)
             return
         for line in self._told.of(view):
             say(line)

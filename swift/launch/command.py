@@ -90,8 +90,6 @@ class LaunchPlan:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="swift-ft run", parents=[get_args_parser()], conflict_handler="resolve")
-    if "PET_MAX_RESTARTS" not in os.environ:
-        parser.set_defaults(max_restarts=REPLACEMENTS_DEFAULT)
     ours = parser.add_argument_group("swift")
     ours.add_argument(
         "--coordinator",
@@ -123,6 +121,23 @@ def make_parser() -> argparse.ArgumentParser:
         "--paranoid",
         action="store_true",
         help="Compute the first step twice from one state, and again after every recovery, and compare.",
+    )
+    ours.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
+        metavar="N",
+        help="How many dead processes this launcher replaces, all in all (default %(default)s). A process that ends by "
+        "itself three times before a new version is reached ends the job whatever this says.",
+    )
+    ours.add_argument(
+        "--retry-exceptions",
+        type=int,
+        default=0,
+        metavar="N",
+        help="How often a step that raises an exception is done again from its start, by all ranks (default 0: the "
+        "job ends with it). The same exception twice at one step ends the job.",
     )
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
     return parser
@@ -169,7 +184,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
             coordinator=args.coordinator,
             name=args.job or job_name(config.run_id),
             checkpoint_dir=None if args.checkpoint_dir is None else os.path.abspath(args.checkpoint_dir),
-            run=uuid.uuid4().hex,
+            run=uuid.uuid4().hex[:16],
+            retry_exceptions=args.retry_exceptions,
         ),
         output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
         spare_count=args.spares,
@@ -192,6 +208,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("run: --coordinator HOST:PORT is needed (or the variable SWIFT_COORDINATOR)")
     if not re.fullmatch(r"\S+:\d{1,5}", args.coordinator):
         raise UsageError(f"run: --coordinator {args.coordinator}: write HOST:PORT")
+    for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
+        if count < 0:
+            raise UsageError(f"run: --{flag} {count}: 0 or more")
     if args.spares < 0:
         raise UsageError(f"run: --spares {args.spares}: 0 or more")
     if args.monitor_interval <= 0:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 ATTEMPTS_MAX = 5
 """Processes of one rank that may die in a row without the job having run in between."""
+RETURNS_MAX = 3
+"""Processes of one rank that may die after the job has finished. The last of them is not replaced."""
+DELAY_FIRST_S = 0.5
+DELAY_LAST_S = 30.0
 
 
 class Action(enum.Enum):
@@ -29,6 +33,8 @@ class Situation:
     """The job has left FORMING once."""
     finished: bool
     """The coordinator says FINISHED."""
+    can_return: bool = False
+    """And the last version is in a checkpoint: another process may do again what comes after the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +66,23 @@ def judge_exit(rank: int, exit_code: int, situation: Situation) -> Verdict:
     if exit_code == 0:
         return Verdict(action=Action.DONE)
     ended = f"rank {rank}: {describe_exit(exit_code)}"
+    if situation.finished and exit_code != 2:
+        # The others may have files to save as well: they are left alone.
+        again = situation.can_return and exit_code != 1 and situation.attempts < RETURNS_MAX
+        if again and situation.replacements_left > 0:
+            return Verdict(action=Action.REPLACE, reason=f"{ended}, after the job had finished")
+        return Verdict(action=Action.LOST, exit_code=1, reason=f"{ended}, after the job had finished")
     if exit_code in (1, 2) or (exit_code == 3 and not situation.has_run):
         return Verdict(action=Action.STOP, exit_code=exit_code, reason=ended)
-    if situation.finished:
-        return Verdict(action=Action.LOST, exit_code=1, reason=f"{ended}, after the job had finished")
     if situation.attempts >= ATTEMPTS_MAX:
         reason = f"{ended}, the {ATTEMPTS_MAX}th time in a row before the job ran again"
         return Verdict(action=Action.STOP, exit_code=3 if exit_code == 3 else 1, reason=reason)
     if situation.replacements_left <= 0:
         return Verdict(action=Action.STOP, exit_code=1, reason=f"{ended}, and --max-restarts is used up")
     return Verdict(action=Action.REPLACE, reason=ended)
+
+
+def delay_s(deaths: int) -> float:
+    """How long a rank waits for its next process. `deaths`: of its processes since all ranks came to a new version,
+    this one included; the first two are replaced at once."""
+    return 0.0 if deaths <= 2 else min(DELAY_LAST_S, DELAY_FIRST_S * 2.0 ** min(deaths - 3, 16))

@@ -23,6 +23,8 @@ class Job:
     checkpoint_dir: str | None
     run: str = ""
     """This launcher: no other one has the same."""
+    retry_exceptions: int = 0
+    """How often a step may be done again that has raised an exception."""
 
     def sys_path0(self) -> str:
         """What `python SCRIPT` or `python -m MODULE` puts first in sys.path."""
@@ -94,6 +96,7 @@ def rank_env(
         "SWIFT_JOB": job.name,
         "SWIFT_INCARNATION": incarnation,
         "SWIFT_RUN": job.run,
+        "SWIFT_RETRY_EXCEPTIONS": str(job.retry_exceptions),
     }
     if job.checkpoint_dir is not None:
         env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir

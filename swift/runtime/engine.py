@@ -41,14 +41,16 @@ from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
-from swift.runtime.early import EarlyCheckpoint, UnloggedSteps, flush_at_end
+from swift.runtime.early import EarlyCheckpoint, UnloggedSteps
+from swift.runtime.ending import Ending
 from swift.runtime.errors import is_communication, let_go, words_of
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
 from swift.runtime.member import Member
 from swift.runtime.rehearsal import Rehearsal
-from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, log_totals, own_plan
+from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, own_plan
+from swift.runtime.retries import Retries
 from swift.runtime.saving import Saving
 from swift.runtime.state import TrainerState
 from swift.runtime.updates import Standing
@@ -116,6 +118,8 @@ class Engine:
         self._witness = channel.witness = Witness(self._differs, lambda: communicator.broken is not None)
         self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
+        self._ending = Ending(rank, member, state, store, self._saving)
+        self._retries = Retries(rank)
 
     def help_replay(self, make_module: MakeModule) -> None:
         """This rank can build any stage."""
@@ -134,6 +138,9 @@ class Engine:
                 if view.state == pb.PLANNING:
                     self._report(view)
                     self._await_change(view)
+                elif view.state == pb.FINISHED:
+                    self._view = view
+                    return  # this process has come for one that was lost after the end
                 elif view.state in (pb.FORMING, pb.RECOVERING) and len(view.members) == view.world_size:
                     self._open_log(view)
                     self._communicator.build(view.generation)
@@ -271,6 +278,9 @@ class Engine:
 
     def run(self, train_step: TrainStep, num_steps: int) -> None:
         """Steps until `num_steps` are done, through every recovery. Returns when all ranks are there."""
+        if self._view is not None and self._view.state == pb.FINISHED:
+            self._ending.come_back(self._view, num_steps)
+            return
         while True:
             try:
                 self._rejoin(train_step)
@@ -280,7 +290,9 @@ class Engine:
                     self._step(train_step)
                     if self._rolled_forward:
                         self._rejoin(train_step)
-                self._finish(num_steps)
+                assert self._writer is not None
+                self._write_digests(f"rank{self._rank}-v{self._state.version}.json")
+                self._ending.finish(self._writer, self._await_change, self.vote_seconds)
                 return
             except (JobFailed, Fenced):
                 raise
@@ -388,7 +400,8 @@ class Engine:
         self._channel.begin_step(step)
         self._witness.begin(step)
         self._state.begin_step()
-        train_step(step)
+        with self._retries.step(step):
+            train_step(step)
         self._channel.settle()
         self._state.updates.end_step()
         self._state.end_step()
@@ -413,29 +426,6 @@ class Engine:
         self._saving.prune()
         latest = self._member.watcher.latest
         self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
-
-    def _finish(self, num_steps: int) -> None:
-        """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
-        assert self._writer is not None
-        self._store.settle()
-        flush_at_end(self._writer, self._rank, FLUSH_TIMEOUT_S)
-        self._write_digests(f"rank{self._rank}-v{num_steps}.json")
-        self._member.say_measured()
-        while True:
-            self._member.check()
-            self._member.client.finish(num_steps)
-            view = self._member.watcher.wait_for(lambda _view: True, None)
-            if view.state == pb.FINISHED:
-                events.emit(
-                    "finished",
-                    rank=self._rank,
-                    version=num_steps,
-                    **log_totals(self._writer),
-                    **self._state.updates.totals(),
-                    vote_seconds=self.vote_seconds,
-                )
-                return
-            self._await_change(view)
 
     # --- recovery ---
 
@@ -482,13 +472,16 @@ class Engine:
             # Not ours to decide: the coordinator hears of a death from a launcher or from the lease, and if there is
             # none, all go on together in another generation.
             self._await_notice(error, generation)
+        elif again := self._retries.again(error):
+            self._await_notice(error, generation, again)
         else:
             self._fail(error)
 
-    def _await_notice(self, error: Exception, suspected_in: int = 0) -> None:
+    def _await_notice(self, error: Exception, suspected_in: int = 0, again: str = "") -> None:
         """Returns once a newer generation is there. Raises Fenced or JobFailed; the error itself if none comes.
 
-        `suspected_in`: the generation whose connections broke, which the coordinator is to know.
+        `suspected_in`: the generation whose connections broke, which the coordinator is to know. `again`: it was not
+        that, but the trainer's own error, after which the step is to be done again.
         """
         deadline = time.monotonic() + self._config.suspicion_timeout_s
         said = -math.inf
@@ -496,7 +489,7 @@ class Engine:
             if time.monotonic() > deadline:
                 self._fail(error)
             if suspected_in and time.monotonic() - said > _RESAY_S:
-                self._member.client.suspect(suspected_in, words_of(error))
+                self._member.client.suspect(suspected_in, again or words_of(error), again=bool(again))
                 said = time.monotonic()
             time.sleep(_NOTICE_POLL_S)
         try:

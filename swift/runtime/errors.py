@@ -1,5 +1,6 @@
 """Errors that reach the trainer's thread: which of them a lost peer may be behind."""
 
+import re
 import traceback
 
 # What torch's communication errors say. Anything else that a step raises is the trainer's own error.
@@ -13,6 +14,9 @@ _WORDS = (
     "timeout",
     "socket",
 )
+
+# Where gloo's source was when it was built.
+_SOURCE = re.compile(r"\[/[^\]\s]*:\d+\]\s*")
 
 
 def is_communication(error: BaseException) -> bool:
@@ -36,6 +40,6 @@ def let_go(error: BaseException) -> None:
 
 def words_of(error: BaseException) -> str:
     """One line: the kind of an error that says nothing of itself, and the first line of what it says."""
-    lines = str(error).strip().splitlines()
+    lines = _SOURCE.sub("", str(error)).strip().splitlines()
     first = " ".join(lines[0].split()) if lines else ""
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

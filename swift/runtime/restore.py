@@ -53,6 +53,20 @@ def own_plan(plan: pb.Plan, rank: int) -> pb.RankPlan:
     return next(entry for entry in plan.ranks if entry.rank == rank)
 
 
+def load_checkpoint(state: TrainerState, store: CheckpointStore, version: int) -> dict[str, Any]:
+    """What was loaded. Raises ReplayRefused, whatever the trainer's own objects raise: the coordinator may know another
+    way."""
+    try:
+        saved: dict[str, Any] = store.load(version)
+        state.load_state_dict(saved)
+    except ServiceError as error:
+        raise ReplayRefused(str(error)) from None
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ReplayRefused(f"the checkpoint of version {version} cannot be loaded: {why}") from error
+    return saved
+
+
 def log_totals(writer: Writer) -> dict[str, int]:
     stats = writer.stats
     return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
@@ -158,12 +172,8 @@ class Restorer:
             events.emit("restore_begin", rank=self._rank, generation=plan.generation)
             self._state.present = False
             self._copied = None
-            try:
-                state = self._store.load(mine.from_version)
-                self._state.load_state_dict(state)
-                self._tell_lost(state, mine.from_version)
-            except ServiceError as error:
-                raise ReplayRefused(str(error)) from None  # the coordinator may know an older one
+            saved = load_checkpoint(self._state, self._store, mine.from_version)
+            self._tell_lost(saved, mine.from_version)
             self._state.present = True
             self._channel.off_log = False
             events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)

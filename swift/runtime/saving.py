@@ -32,6 +32,7 @@ class Saving:
         # Complete checkpoints as last seen, and below which version others are given up.
         self._seen: tuple[set[int], int] = (set(), 0)
         self._generation = 0  # in which the last one was saved
+        self._version = -1  # which that was
 
     def save(self, generation: int = 0) -> None:
         """`generation`: the one whose state it is; 0: the newest."""
@@ -40,6 +41,7 @@ class Saving:
             return  # whole at all ranks: what is written now could only spoil it
         # Not the View's: that may be of a generation which this state has no part in.
         self._generation = generation = generation or self._member.entered
+        self._version = self._state.version
         number, since = self._groups.saving(self._state.version)
 
         def durable(version: int) -> None:
@@ -61,6 +63,11 @@ class Saving:
                 )
 
         self._store.save(self._state.version, self._state.state_dict(), durable, failed, generation)
+
+    def save_last(self) -> None:
+        """The version at which the run ends, unless this generation has saved it."""
+        if (self._version, self._generation) != (self._state.version, self._member.entered):
+            self.save()
 
     def save_first(self) -> None:
         """Returns when the coordinator has it: a loss in the first step needs it. Raises UsageError: all

@@ -120,7 +120,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ([COORDINATOR, "--nnodes=3:2", "--job=j", "train.py"], "min_nodes"),
         ([COORDINATOR, "--nnodes=2", "train.py"], "--job NAME or --rdzv-id ID"),
         ([COORDINATOR, "--spares=-1", "train.py"], "--spares -1"),
-        ([COORDINATOR, "--max-restarts=-1", "train.py"], "max_restarts"),
+        ([COORDINATOR, "--max-restarts=-1", "train.py"], "max-restarts"),
         ([COORDINATOR, "--monitor-interval=0", "train.py"], "--monitor-interval 0"),
         ([COORDINATOR, "--job=Über", "train.py"], "--job Über"),
         ([COORDINATOR, "--redirects=9", "train.py"], "9 does not match"),

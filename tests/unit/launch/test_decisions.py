@@ -2,7 +2,15 @@
 
 import pytest
 
-from swift.launch.decisions import ATTEMPTS_MAX, Action, Situation, describe_exit, judge_exit
+from swift.launch.decisions import (
+    ATTEMPTS_MAX,
+    RETURNS_MAX,
+    Action,
+    Situation,
+    delay_s,
+    describe_exit,
+    judge_exit,
+)
 
 FRESH = {"replacements_left": 3, "attempts": 1, "has_run": True, "finished": False}
 
@@ -21,6 +29,9 @@ FRESH = {"replacements_left": 3, "attempts": 1, "has_run": True, "finished": Fal
         (-9, {}, Action.REPLACE, 0),
         (-9, {"has_run": False}, Action.REPLACE, 0),
         (-9, {"finished": True}, Action.LOST, 1),
+        (1, {"finished": True, "can_return": True}, Action.LOST, 1),
+        (-9, {"finished": True, "can_return": True}, Action.REPLACE, 0),
+        (7, {"finished": True, "can_return": True, "attempts": RETURNS_MAX}, Action.LOST, 1),
         (-11, {"attempts": ATTEMPTS_MAX - 1}, Action.REPLACE, 0),
         (-11, {"attempts": ATTEMPTS_MAX}, Action.STOP, 1),
         (3, {"attempts": ATTEMPTS_MAX}, Action.STOP, 3),
@@ -39,3 +50,8 @@ def test_verdicts(exit_code: int, changed: dict[str, int], action: Action, launc
 )
 def test_exits_have_words(exit_code: int, words: str) -> None:
     assert describe_exit(exit_code) == words
+
+
+def test_who_dies_again_and_again_waits_longer_and_never_for_ever() -> None:
+    assert [delay_s(deaths) for deaths in range(1, 12)] == [0, 0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert delay_s(10**6) == 30

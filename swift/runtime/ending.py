@@ -1,0 +1,76 @@
+"""The end of a run: the last version is saved, and nobody is through before all are.
+
+::
+
+    (every rank)  all steps are done: saves the last version, unless that is a checkpoint already; Finish
+    (coordinator) all have said so: FINISHED, in which `Session.run` returns. Until then a death is a death as any
+                  other, and all take part in the recovery
+    (a rank)      is lost after that, while it saves its files: a process that takes its place loads the last version,
+                  `Session.run` returns at once, and what comes behind it is done again
+
+What could not be saved holds nobody up: then who is lost after the end stays lost.
+"""
+
+from collections.abc import Callable
+
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift.checkpoint.store import CheckpointStore
+from swift.errors import JobFailed, UsageError
+from swift.runtime.early import flush_at_end
+from swift.runtime.member import Member
+from swift.runtime.restore import FLUSH_TIMEOUT_S, Writer, load_checkpoint, log_totals
+from swift.runtime.saving import Saving
+from swift.runtime.state import TrainerState
+
+
+class Ending:
+    """(trainer's thread) ``finish``; or ``come_back`` in the place of a whole run"""
+
+    def __init__(
+        self, rank: int, member: Member, state: TrainerState, store: CheckpointStore, saving: Saving
+    ) -> None:
+        self._rank = rank
+        self._member = member
+        self._state = state
+        self._store = store
+        self._saving = saving
+
+    def finish(self, writer: Writer, await_change: Callable[[pb.View], None], vote_seconds: float) -> None:
+        """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
+        version = self._state.version
+        self._saving.save_last()
+        self._store.settle()
+        flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
+        self._member.say_measured()
+        while True:
+            self._member.check()
+            self._member.client.finish(version)
+            view = self._member.watcher.wait_for(lambda _view: True, None)
+            if view.state == pb.FINISHED:
+                events.emit(
+                    "finished",
+                    rank=self._rank,
+                    version=version,
+                    **log_totals(writer),
+                    **self._state.updates.totals(),
+                    vote_seconds=vote_seconds,
+                )
+                return
+            await_change(view)
+
+    def come_back(self, view: pb.View, num_steps: int) -> None:
+        """(the job has finished without this process) Its last version. Raises JobFailed, UsageError."""
+        version = view.final_version
+        if num_steps > version:
+            raise UsageError(
+                f"job {view.job} has finished at version {version}, and session.run is to do {num_steps} steps: start "
+                "the job again with swift-ft run"
+            )
+        try:
+            load_checkpoint(self._state, self._store, version)
+        except Exception as error:
+            raise JobFailed(f"rank {self._rank} cannot come back after the end: {error}") from error
+        self._state.present = True
+        self._member.version = version
+        events.emit("came_back", rank=self._rank, version=version)

@@ -1,0 +1,70 @@
+"""One job that is started several times: the services stay, `swift-ft run` comes and goes."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swift import events
+from swift.drill.cluster import JOB, Cluster
+from swift.drill.security import COORDINATOR, LAUNCHER
+from tests.integration.trainer_world import TRAINERS
+
+_PATIENCE_S = 100.0
+Events = list[dict[str, Any]]
+
+
+class Again(Cluster):
+    """(a test) ``with Again(directory, ranks=2) as job: code = job.run("unlucky.py", ...)``, and again."""
+
+    def __init__(self, directory: Path, *, ranks: int = 2, **settings: str) -> None:
+        super().__init__(
+            directory, ranks=ranks, spares=1, trainer_arguments=[], digests_every=True, settings=settings
+        )
+        self.said = ""
+        """What the last launcher, and its ranks, have written."""
+
+    def _start(self) -> None:
+        self._start_service("logserver")
+        self._await_service("logserver")
+        self._start_service(COORDINATOR)
+        self._await_service(COORDINATOR)
+
+    def run(
+        self, trainer: str, *arguments: object, flags: Sequence[str] = (), patience_s: float = _PATIENCE_S
+    ) -> int:
+        """The exit code of one `swift-ft run`."""
+        words = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
+        words += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB, *flags]
+        words += ["--checkpoint-dir", str(self.directory / "checkpoints")]
+        output = self.directory / "output" / f"{LAUNCHER}.txt"
+        output.unlink(missing_ok=True)
+        self._spawn(LAUNCHER, [*words, str(TRAINERS / trainer), *map(str, arguments)])
+        deadline = time.monotonic() + patience_s
+        while (code := self.poll()) is None:
+            assert time.monotonic() < deadline, self.output_tail()
+            time.sleep(0.02)
+        self.said = output.read_text(errors="replace")
+        return code
+
+    def unlucky(
+        self,
+        steps: int,
+        *mishaps: dict[str, Any],
+        replicas: int = 1,
+        every: int = 5,
+        flags: Sequence[str] = (),
+    ) -> int:
+        arguments = (self.directory, steps, json.dumps(mishaps), replicas, every)
+        return self.run("unlucky.py", *arguments, flags=flags)
+
+    def events(self, name: str) -> Events:
+        return [event for event in events.read(self.directory / "events") if event["event"] == name]
+
+    def digests(self, version: int) -> list[dict[str, Any]]:
+        """Of all ranks."""
+        folder = self.directory / "digests"
+        return [
+            json.loads((folder / f"rank{rank}-v{version}.json").read_text()) for rank in range(self._ranks)
+        ]

@@ -1,0 +1,161 @@
+"""A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY]]`.
+
+MISHAPS is a JSON list of {"rank", "step", "at", "what", "times"}: `what` happens at that place of that step, so many
+times (default 1) in all processes of the rank together. Places: "step" (its begin), "forward", "backward", "vote" (in
+the optimizer), "replay" (of any step), "build" (while groups are connected), "made" (before `run`), "first" (before
+the session), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
+
+import swift
+
+DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+MISHAPS: list[dict[str, Any]] = json.loads(sys.argv[3])
+REPLICAS = int(sys.argv[4]) if sys.argv[4:] else 1
+EVERY = int(sys.argv[5]) if sys.argv[5:] else 5
+RANK = int(os.environ["RANK"])
+WIDTH, BATCH = 16, 8
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def reset_connections() -> int:
+    """Breaks the connections to other ranks as a network may: both sides get a reset. How many there were."""
+    services = [os.environ["SWIFT_COORDINATOR"], f"x:{os.environ['MASTER_PORT']}", *swift_ports()]
+    ports = {int(address.rpartition(":")[2]) for address in services}
+    broken = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:["):
+                continue
+            own = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with own:
+            try:
+                if own.family not in (socket.AF_INET, socket.AF_INET6) or own.getpeername()[1] in ports:
+                    continue
+            except OSError:
+                continue
+            # Linux: to disconnect a connected socket is to reset the connection.
+            libc.connect(own.fileno(), struct.pack("H14x", socket.AF_UNSPEC), 16)
+            broken += 1
+    return broken
+
+
+def swift_ports() -> list[str]:
+    return list(session._engine.log_servers) if "session" in globals() else []
+
+
+def happen(at: str, step: int = -1) -> None:
+    for number, mishap in enumerate(MISHAPS):
+        if mishap["rank"] != RANK or mishap.get("at", "step") != at or mishap.get("step", step) != step:
+            continue
+        if at != "replay" and "session" in globals() and session.replaying:
+            continue
+        done = DIRECTORY / f"mishap{number}"
+        times = len(done.read_text()) if done.exists() else 0
+        if times >= mishap.get("times", 1):
+            continue
+        with done.open("a") as file:
+            file.write(".")
+        suffer(mishap["what"], times)
+
+
+def suffer(what: str, times: int) -> None:
+    match what:
+        case "reset":
+            print(f"rank {RANK}: {reset_connections()} connections reset", flush=True)
+        case "raise":
+            raise ValueError("boom")
+        case "raise other":
+            raise ValueError(f"boom no. {times}")
+        case "exit":
+            raise SystemExit(7)
+        case "_exit":
+            os._exit(7)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reset_while_building() -> None:
+    """From a thread, as soon as there is something to reset."""
+    for _ in range(2000):
+        if reset_connections():
+            return
+        time.sleep(0.001)
+
+
+class Part(nn.Module):
+    """[B, WIDTH] -> [B, WIDTH]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        happen("forward", now)
+        y: Tensor = self.dropout(torch.tanh(self.linear(x)))
+        if y.requires_grad:
+            y.register_hook(lambda _gradient: happen("backward", now))
+        return y
+
+
+now = -1
+if __name__ == "__main__":
+    happen("first")
+    if any(m["rank"] == RANK and m.get("at") == "build" for m in MISHAPS):
+        threading.Thread(target=reset_while_building, daemon=True).start()
+    session = swift.Session.from_env(seed=5, checkpoint_every=EVERY, replicas=REPLICAS)
+    torch.manual_seed(session.rank)
+    module = Part()
+    stages = session.pipeline_ranks
+    stage = session.pipeline_stage(module, session.pipeline_rank, stages)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.01))
+    optimizer.register_step_post_hook(lambda *_: happen("vote", now))
+    session.register(schedule=schedule)
+    happen("made")
+
+    def train_step(step: int) -> None:
+        global now
+        now = step
+        happen("step", step)
+        if session.replaying:
+            happen("replay")
+        generator = torch.Generator().manual_seed(2 * step + session.column)
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        optimizer.zero_grad()
+        if session.pipeline_rank == 0:
+            schedule.step(x)
+        elif session.pipeline_rank == stages - 1:
+            schedule.step(target=x)
+        else:
+            schedule.step()
+        session.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+    session.run(train_step, num_steps=STEPS)
+    happen("after")
+    total = sum(parameter.double().sum().item() for parameter in module.parameters())
+    (DIRECTORY / f"saved{RANK}").write_text(f"{session.step} {total!r}")
+    session.close()
+    sys.stdout.flush()
+    os._exit(0)
