@@ -1,0 +1,43 @@
+"""Activation checkpointing over a block with dropout."""
+
+# verdict: same bits
+# worlds: 1, 2
+
+import probe
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(Model())
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, session.column)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

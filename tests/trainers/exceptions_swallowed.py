@@ -1,0 +1,37 @@
+"""A bare except around forward and backward, as in scripts that skip bad batches."""
+
+# verdict: same bits
+# worlds: 1, 2
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, 0)
+        optimizer.zero_grad()
+        try:
+            if step in (3, 7):
+                raise ValueError("a bad sample")
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            probe.note(step, loss)
+        except Exception as error:
+            print(f"step {step}: {error}; skipped", flush=True)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

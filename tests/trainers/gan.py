@@ -1,0 +1,43 @@
+"""A GAN: two networks, two optimizers, D's step before G's backward."""
+
+# verdict: same bits
+# worlds: 1, 2
+# quick
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    d = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    g = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+    session.module(nn.ModuleDict({"d": d, "g": g}))
+    d_optimizer = session.optimizer(torch.optim.Adam(d.parameters(), lr=1e-2, betas=(0.5, 0.999)))
+    g_optimizer = session.optimizer(torch.optim.Adam(g.parameters(), lr=1e-2, betas=(0.5, 0.999)))
+    bce = nn.functional.binary_cross_entropy_with_logits
+    ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+
+    def train_step(step: int) -> None:
+        x, _ = batch(step, session.column)
+        z = torch.randn(16, 4)
+        d_optimizer.zero_grad()
+        d_loss = bce(d(x), ones) + bce(d(g(z).detach()), zeros)
+        d_loss.backward()
+        d_optimizer.step()
+        g_optimizer.zero_grad()
+        g_loss = bce(d(g(z)), ones)
+        g_loss.backward()
+        g_optimizer.step()
+        probe.note(step, d_loss, g_loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, d=d, g=g, d_optimizer=d_optimizer, g_optimizer=g_optimizer)

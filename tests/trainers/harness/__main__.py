@@ -1,0 +1,61 @@
+"""`scripts/trainers`: runs trainers of this folder and says what came of it, or writes the table of the documents."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.trainers.harness import header, run, table, verdict
+from tests.trainers.harness.services import Services
+
+
+def judge(
+    services: Services, place: Path, trainer: header.Trainer, world: int
+) -> tuple[verdict.Verdict, Path]:
+    """Undisturbed, then killed at three places."""
+    place.mkdir(parents=True, exist_ok=True)
+    name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"
+    calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm")
+    found = verdict.of_undisturbed(calm)
+    if found.word != verdict.SAME:
+        return found, calm.directory
+    kills = run.three_kills(trainer, world)
+    killed = run.run(services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed")
+    found = verdict.of_killed(calm, killed, len(kills))
+    if found.word == verdict.SAME and killed.fired < len(kills):
+        found = verdict.Verdict(
+            word=verdict.MISS, why=f"only {killed.fired} of {len(kills)} kills came about"
+        )
+    return found, killed.directory
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/trainers", description=__doc__)
+    parser.add_argument("names", nargs="*", help="trainers (default: all)")
+    parser.add_argument("--world", type=int, help="number of ranks (default: those in the header)")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/trainers.md and stop")
+    parser.add_argument("--keep", metavar="DIR", help="keep what the runs leave there")
+    arguments = parser.parse_args(argv)
+    if arguments.table:
+        table.write()
+        return 0
+    wanted = [t for t in header.trainers() if not arguments.names or t.name in arguments.names]
+    if unknown := set(arguments.names) - {t.name for t in wanted}:
+        parser.error(f"no such trainer: {', '.join(sorted(unknown))}")
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="swift-trainers-", ignore_cleanup_errors=True) as temporary:
+        place = Path(arguments.keep or temporary).resolve()
+        with Services(place / "services") as services:
+            for trainer in wanted:
+                for world in [arguments.world] if arguments.world else trainer.worlds:
+                    found, where = judge(services, place / "runs", trainer, world)
+                    good = found.word == trainer.verdict and trainer.says in found.why
+                    missed += not good
+                    print(f"{'ok  ' if good else 'MISS'} {trainer.name} x{world}: {found}", flush=True)
+                    if not good and arguments.keep:
+                        print(f"     {where}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""What a trainer's first lines say of it.
+
+\"\"\"One sentence: what is special about this trainer.\"\"\"
+
+# verdict: same bits            (or: refused, named inexact)
+# worlds: 1, 2                  how many ranks it is tried with
+# steps: 14                     (default 14)
+# says: a piece of the line     (of what is refused, or named)
+# kills: tail, optimizer        (default: what its kind has; see `places`)
+# quick                         the default suite runs it too
+"""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1]
+VERDICTS = ("same bits", "refused", "named inexact")
+STEPS_DEFAULT = 14
+_NOT_TRAINERS = ("__init__", "probe", "conftest")
+_FIELD = re.compile(r"^# (verdict|worlds|steps|says|kills|quick|why)(?:: (.*))?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """One file of the folder, and what is expected of it."""
+
+    name: str
+    about: str
+    verdict: str
+    worlds: tuple[int, ...]
+    steps: int
+    says: str
+    kills: tuple[str, ...]
+    quick: bool
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.py"
+
+
+def read(path: Path) -> Trainer:
+    text = path.read_text()
+    about = ast.get_docstring(ast.parse(text)) or ""
+    fields = dict(_FIELD.findall(text))
+    verdict = fields.get("verdict", "")
+    if verdict not in VERDICTS:
+        raise ValueError(f"{path.name}: '# verdict: {verdict}'; give one of {', '.join(VERDICTS)}")
+    kills = fields.get("kills") or ""
+    pipeline = "session.pipeline_stage(" in text or "session.adopt(" in text
+    default = "forward, backward, optimizer, tail, moment" if pipeline else "moment, optimizer, tail"
+    return Trainer(
+        name=path.stem,
+        about=about.partition("\n")[0],
+        verdict=verdict,
+        worlds=tuple(int(world) for world in (fields.get("worlds") or "1, 2").split(",")),
+        steps=int(fields.get("steps") or STEPS_DEFAULT),
+        says=fields.get("says", ""),
+        kills=tuple(word.strip() for word in (kills or default).split(",")),
+        quick="quick" in fields,
+    )
+
+
+def trainers() -> list[Trainer]:
+    """All of the folder, by name."""
+    paths = sorted(FOLDER.glob("*.py"))
+    return [
+        read(path)
+        for path in paths
+        if path.stem not in _NOT_TRAINERS and not path.stem.startswith(("test_", "_"))
+    ]

@@ -1,0 +1,176 @@
+"""One run of one trainer under a real launcher, and what it left."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swift import events
+from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR
+from tests.integration.forked import Forked
+from tests.trainers import probe
+from tests.trainers.harness.header import Trainer
+from tests.trainers.harness.services import Services
+
+PATIENCE_S = 150.0
+_IN_PROBE = ("tail", "moment")
+PHASES = ("forward", "backward", "reduce", "optimizer", "idle", "tail", "moment")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """A SIGKILL. `place`: a phase of `swift.runtime.faults`; "tail": last in the step, before its line is written;
+    "moment": `after` steps' time behind the end of `step`, wherever the rank is by then."""
+
+    place: str
+    rank: int
+    step: int
+    microbatch: int = 0
+    after: float = 0.0
+
+    def __str__(self) -> str:
+        more = f",microbatch={self.microbatch}" if self.place in ("forward", "backward") else ""
+        more = f",after={self.after:.3f}" if self.place == "moment" else more
+        return f"rank={self.rank},step={self.step},place={self.place}{more}"
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a run came to."""
+
+    directory: Path
+    job: str
+    code: int | None
+    """The launcher's exit code; None: it stood still."""
+    stderr: str
+    seconds: float
+    ends: dict[str, dict[str, Any]] = field(default_factory=dict)
+    losses: dict[str, dict[int, str]] = field(default_factory=dict)
+    """By rank and step."""
+    contradictions: list[str] = field(default_factory=list)
+    """Steps that were done again with another loss."""
+    fired: int = 0
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    """The coordinator's, of this job."""
+
+
+class Running:
+    """A run under way."""
+
+    def __init__(
+        self,
+        services: Services,
+        directory: Path,
+        trainer: Trainer,
+        world: int,
+        kills: Sequence[Kill],
+        job: str,
+    ) -> None:
+        self._services = services
+        self._directory = directory
+        self._job = job
+        self._began = time.monotonic()
+        directory.mkdir(parents=True)
+        (directory / "events").mkdir()
+        named = [(f"k{number}", kill) for number, kill in enumerate(kills)]
+        faults = [
+            {"id": n, "rank": k.rank, "step": k.step, "microbatch": k.microbatch, "phase": k.place}
+            for n, k in named
+            if k.place not in _IN_PROBE
+        ]
+        probed = [
+            {"id": n, "rank": k.rank, "step": k.step, "after": k.after}
+            for n, k in named
+            if k.place in _IN_PROBE
+        ]
+        env = {
+            "OMP_NUM_THREADS": "1",
+            events.ENV_EVENTS_DIR: str(directory / "events"),
+            ENV_FAULTS: json.dumps(faults),
+            ENV_FAULTS_DIR: str(directory),
+            probe.ENV_DIRECTORY: str(directory),
+            probe.ENV_KILLS: json.dumps(probed),
+            probe.ENV_STEPS: str(trainer.steps),
+        }
+        words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
+        words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]
+        assert services.forks is not None
+        self._process: Forked = services.forks.run(
+            "tests.trainers.harness.launcher",
+            [*words, str(trainer.path)],
+            env,
+            directory / "stdout",
+            directory / "stderr",
+        )
+
+    def poll(self) -> Outcome | None:
+        """Once it is over."""
+        code = self._process.poll()
+        seconds = time.monotonic() - self._began
+        if code is None and seconds < PATIENCE_S:
+            return None
+        if code is None:
+            self._process.kill()
+        return self._collect(code, seconds)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _collect(self, code: int | None, seconds: float) -> Outcome:
+        outcome = Outcome(
+            directory=self._directory,
+            job=self._job,
+            code=code,
+            stderr=(self._directory / "stderr").read_text(errors="replace"),
+            seconds=seconds,
+            fired=len(list(self._directory.glob("*.fired"))),
+        )
+        for path in sorted(self._directory.glob("rank*.end")):
+            outcome.ends[path.stem] = json.loads(path.read_text())
+        for path in sorted(self._directory.glob("rank*.losses")):
+            of_rank = outcome.losses.setdefault(path.stem, {})
+            for line in path.read_text().splitlines():
+                step, _, text = line.partition(" ")
+                if of_rank.setdefault(int(step), text) != text:
+                    outcome.contradictions.append(f"{path.stem} step {step}")
+        outcome.plans = [
+            event
+            for path in self._services.events.glob("coordinator-*.jsonl")
+            for line in path.read_bytes().splitlines()
+            if f'"{self._job}"'.encode() in line
+            for event in [json.loads(line)]
+            if event["event"] == "plan"
+        ]
+        return outcome
+
+
+def run(
+    services: Services, directory: Path, trainer: Trainer, world: int, kills: Sequence[Kill], job: str
+) -> Outcome:
+    """To its end."""
+    running = Running(services, directory, trainer, world, kills, job)
+    try:
+        while (outcome := running.poll()) is None:
+            time.sleep(0.005)
+        return outcome
+    except BaseException:
+        running.kill()
+        raise
+
+
+def three_kills(trainer: Trainer, world: int) -> list[Kill]:
+    """One after the other in one run: at three of the places that this trainer has."""
+    places = list(trainer.kills)
+    if world == 1 and "reduce" in places:
+        places.remove("reduce")
+    if len(places) > 3:
+        places = (
+            [places[0], places[len(places) // 2], places[-2]] if world % 2 else [*places[:1], *places[-3:-1]]
+        )
+    spread = max(1, (trainer.steps - 3) // 3)
+    return [
+        Kill(place=place, rank=(world - 1 - number) % world, step=2 + number * spread, after=0.6)
+        for number, place in enumerate(places)
+    ]

@@ -1,0 +1,73 @@
+"""One log server and one coordinator, which all jobs of a test session or a sweep share."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.integration.forked import Forks
+
+REPOSITORY = Path(__file__).parents[3]
+_SERVE_S = 60.0
+
+
+class Services:
+    """Use as a context. What they keep lies in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.events = directory / "events"
+        self.coordinator = ""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.forks: Forks | None = None
+
+    def __enter__(self) -> Self:
+        self.events.mkdir(parents=True, exist_ok=True)
+        try:
+            log = self._start("logserver")
+            self.coordinator = self._start("coordinator", "--log-servers", log)
+            self.forks = Forks()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.forks is not None:
+            self.forks.close()
+        for process in reversed(self._processes):
+            process.kill()
+            process.wait()
+
+    def _start(self, name: str, *flags: str) -> str:
+        """Its address."""
+        address = self.directory / f"{name}.address"
+        address.unlink(missing_ok=True)
+        command = [sys.executable, "-m", f"services.{name}", "--directory", str(self.directory / name)]
+        command += ["--listen", "127.0.0.1:0", "--address-file", str(address), *flags]
+        with (self.directory / f"{name}.txt").open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env={**os.environ, "SWIFT_EVENTS": str(self.events)},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        deadline = time.monotonic() + _SERVE_S
+        while not address.exists():
+            assert process.poll() is None, (self.directory / f"{name}.txt").read_text()
+            assert time.monotonic() < deadline, f"the {name} does not serve"
+            time.sleep(0.01)
+        return address.read_text().strip()
+
+    def check(self) -> None:
+        """AssertionError: one of them has ended."""
+        for process in self._processes:
+            assert process.poll() is None, f"{process.args} ended with {process.poll()}"

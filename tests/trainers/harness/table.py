@@ -1,0 +1,28 @@
+"""The table of docs/trainers.md, made from the trainers' headers."""
+
+from tests.trainers.harness import header
+from tests.trainers.harness.services import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "trainers.md"
+BEGIN, END = "<!-- scripts/trainers --table -->", "<!-- end of the table -->"
+
+
+def lines() -> list[str]:
+    found = ["| trainer | what it does | ranks | verdict |", "|---|---|---|---|"]
+    for trainer in header.trainers():
+        worlds = ", ".join(map(str, trainer.worlds))
+        verdict = trainer.verdict + (f": {trainer.says}" if trainer.says else "")
+        link = f"[{trainer.name}](../tests/trainers/{trainer.name}.py)"
+        found.append(f"| {link} | {trainer.about.rstrip('.')} | {worlds} | {verdict.replace('|', '/')} |")
+    return found
+
+
+def page(text: str) -> str:
+    """The page with the table as it should be."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, *lines(), END + after])
+
+
+def write() -> None:
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,45 @@
+"""An RNN whose hidden state is a buffer that is not persistent."""
+
+# verdict: same bits
+# worlds: 1, 2
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 16)
+        self.head = nn.Linear(16, 1)
+        self.register_buffer("hidden", torch.zeros(16, 16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return self.head(hidden)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(Recurrent())
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, 0)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

@@ -1,0 +1,52 @@
+"""A Lookahead wrapper around an optimizer: the session is told of the inner one."""
+
+# verdict: same bits
+# worlds: 1, 2
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+class Lookahead:
+    def __init__(self, inner: torch.optim.Optimizer, every: int = 3, alpha: float = 0.5) -> None:
+        self.inner, self.every, self.alpha, self.count = inner, every, alpha, 0
+        self.fast = [p for group in inner.param_groups for p in group["params"]]
+        self.slow = [p.detach().clone() for p in self.fast]
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.inner.step()
+        self.count += 1
+        if self.count % self.every == 0:
+            for slow, fast in zip(self.slow, self.fast, strict=True):
+                slow.lerp_(fast, self.alpha)
+                fast.copy_(slow)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    inner = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+    optimizer = Lookahead(inner)
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, session.column)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=inner, slow=optimizer.slow)

@@ -1,0 +1,51 @@
+"""bfloat16 stages with float32 inputs and loss."""
+
+# verdict: same bits
+# worlds: 2
+
+import probe
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+
+import swift
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+class Low(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x.bfloat16()))
+
+
+with swift.Session.from_env(checkpoint_every=5) as session:
+    rank, ranks = session.pipeline_rank, session.pipeline_ranks
+    torch.manual_seed(rank)
+    module = Low()
+    stage = session.pipeline_stage(module, rank, ranks)
+    schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
+    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    session.register(schedule=schedule)
+
+    def train_step(step: int) -> None:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = x.bfloat16()
+        losses: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == ranks - 1:
+            schedule.step(target=x.roll(1, 1), losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        probe.note(step, losses)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, module=module, optimizer=optimizer)

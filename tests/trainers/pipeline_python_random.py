@@ -1,0 +1,53 @@
+"""Python's random inside of a stage (stochastic depth)."""
+
+# verdict: same bits
+# worlds: 2
+
+import random
+
+import probe
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+
+import swift
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+class Depth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return x + self.second(x) if random.random() < 0.7 else x + 0.0 * self.second(x)
+
+
+with swift.Session.from_env(checkpoint_every=5) as session:
+    rank, ranks = session.pipeline_rank, session.pipeline_ranks
+    torch.manual_seed(rank)
+    module = Depth()
+    stage = session.pipeline_stage(module, rank, ranks)
+    schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
+    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    session.register(schedule=schedule)
+
+    def train_step(step: int) -> None:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        losses: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == ranks - 1:
+            schedule.step(target=x.roll(1, 1), losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        probe.note(step, losses)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, module=module, optimizer=optimizer)

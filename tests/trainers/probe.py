@@ -1,0 +1,136 @@
+"""What a trainer of this folder says of itself: its losses while it runs, and all it has in the end.
+
+Nothing of `swift` is used here, and nothing is told to it: a trainer reads as its author would write it, but for
+these two calls. ``note(step, loss)`` stands last in its step; the harness may kill the rank there, or some time
+after it. ``end(session, name=thing, ...)`` stands after `session.run`.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+ENV_DIRECTORY = "TRAINERS_DIRECTORY"
+ENV_KILLS = "TRAINERS_KILLS"
+"""JSON: a list of ``{"id", "rank", "step", "after"}``; `after`: steps (of the time that one took), 0: at once."""
+ENV_STEPS = "TRAINERS_STEPS"
+_DEPTH_MAX = 12
+
+_kills = json.loads(os.environ.get(ENV_KILLS) or "[]")
+_noted = time.monotonic()
+_step_s = 0.01
+
+
+def steps() -> int:
+    """How many the harness wants."""
+    return int(os.environ.get(ENV_STEPS, "12"))
+
+
+def replicas() -> int:
+    """Of a trainer without a pipeline: as many as there are ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def note(step: int, *values: Any) -> None:
+    """One line, by the bits of every value: a step that is done again must say the same."""
+    global _noted, _step_s
+    rank = os.environ["RANK"]
+    now = time.monotonic()
+    _step_s, _noted = now - _noted, now
+    _perhaps_die(int(rank), step)
+    text = " ".join(digest(value)[:16] for value in values)
+    with (Path(os.environ[ENV_DIRECTORY]) / f"rank{rank}.losses").open("a") as file:
+        file.write(f"{step} {text}\n")
+
+
+def _perhaps_die(rank: int, step: int) -> None:
+    for kill in _kills:
+        if (kill["rank"], kill["step"]) != (rank, step):
+            continue
+        try:
+            mark = os.open(
+                Path(os.environ[ENV_DIRECTORY]) / f"{kill['id']}.fired", os.O_CREAT | os.O_EXCL | os.O_WRONLY
+            )
+        except FileExistsError:
+            continue
+        os.close(mark)
+        if kill["after"] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        # No thread that waits for the interpreter: the kernel ends the process wherever it is by then.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, max(1e-5, kill["after"] * _step_s))
+
+
+def end(session: Any, **things: Any) -> None:
+    """Writes a digest of each of them."""
+    path = Path(os.environ[ENV_DIRECTORY]) / f"rank{session.rank}.end"
+    about = {
+        "place": [session.pipeline_rank, session.column],
+        "alike": sorted(name for name, thing in things.items() if isinstance(thing, torch.nn.Module)),
+        "digests": {name: digest(thing) for name, thing in things.items()},
+    }
+    path.with_suffix(".part").write_text(json.dumps(about))
+    path.with_suffix(".part").rename(path)
+
+
+def digest(thing: Any) -> str:
+    found = hashlib.sha256()
+    _feed(found, thing, 0)
+    return found.hexdigest()
+
+
+def _feed(found: Any, thing: Any, depth: int) -> None:
+    assert depth < _DEPTH_MAX, f"too deep: {type(thing).__name__}"
+    found.update(type(thing).__name__.encode())
+    if isinstance(thing, torch.Tensor):
+        values = thing.detach()
+        values = values.full_tensor() if hasattr(values, "full_tensor") else values
+        found.update(f"{values.dtype}{tuple(values.shape)}".encode())
+        found.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(thing, numpy.ndarray):
+        found.update(f"{thing.dtype}{thing.shape}".encode() + thing.tobytes())
+    elif isinstance(thing, torch.nn.Module):
+        _feed_module(found, thing, depth)
+    elif isinstance(thing, Mapping):
+        for key in thing:
+            found.update(str(key).encode())
+            _feed(found, thing[key], depth + 1)
+    elif isinstance(thing, (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size)):
+        found.update(repr(thing).encode())
+    elif hasattr(thing, "state_dict"):
+        _feed(found, thing.state_dict(), depth + 1)
+    elif is_dataclass(thing):
+        _feed(found, {field.name: getattr(thing, field.name) for field in fields(thing)}, depth + 1)
+    elif isinstance(thing, Iterable):
+        for each in thing:
+            _feed(found, each, depth + 1)
+    else:
+        raise TypeError(f"no digest of a {type(thing).__name__}")
+
+
+def _feed_module(found: Any, module: torch.nn.Module, depth: int) -> None:
+    """Parameters, all buffers, and what its author has kept in plain attributes."""
+    for name, each in module.named_modules():
+        found.update(name.encode())
+        for tensors in (each._parameters, each._buffers):
+            _feed(found, {n: t for n, t in tensors.items() if t is not None}, depth + 1)
+        plain = {n: v for n, v in vars(each).items() if not n.startswith("_") and _is_plain(v)}
+        _feed(found, plain, depth + 1)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
+        return all(_is_plain(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in value.values())
+    return isinstance(
+        value, (bool, int, float, str, torch.Tensor, numpy.ndarray, type(None))
+    ) or is_dataclass(value)

@@ -1,0 +1,41 @@
+"""Sharpness-aware minimisation: weights are moved, a second backward, moved back, one update."""
+
+# verdict: same bits
+# worlds: 1
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, session.column)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

@@ -1,0 +1,116 @@
+"""Other people's trainers, killed at three places each: the verdict is the one that their first lines state.
+
+The default suite runs those that are marked `quick`; `scripts/test -m matrix` all.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.harness import header, table, verdict
+from tests.trainers.harness.__main__ import judge
+from tests.trainers.harness.run import Kill, Outcome
+from tests.trainers.harness.services import Services
+
+ALL = [(trainer, world) for trainer in header.trainers() for world in trainer.worlds]
+QUICK = [(trainer, max(trainer.worlds)) for trainer in header.trainers() if trainer.quick]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    with Services(tmp_path_factory.mktemp("services")) as services:
+        yield services
+
+
+def _name(value: object) -> str:
+    return value.name if isinstance(value, header.Trainer) else f"x{value}"
+
+
+@pytest.mark.parametrize(("trainer", "world"), QUICK, ids=_name)
+def test_a_trainer(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
+    _check(trainer, world, services, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("trainer", "world"), [pair for pair in ALL if pair not in QUICK], ids=_name)
+def test_every_trainer(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
+    _check(trainer, world, services, tmp_path)
+
+
+def _check(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
+    found, where = judge(services, tmp_path, trainer, world)
+    assert found.word == trainer.verdict, f"{found}\n{(where / 'stderr').read_text()[-3000:]}"
+    assert trainer.says in found.why
+
+
+# --- the folder and its harness ---
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(header.trainers()) >= 40
+
+
+def test_the_table_in_the_documents_is_what_the_headers_say() -> None:
+    text = table.PAGE.read_text()
+    assert table.page(text) == text, "run scripts/trainers --table"
+
+
+def test_a_header_with_another_verdict_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text('"""Odd."""\n\n# verdict: maybe\n')
+    with pytest.raises(ValueError, match="'# verdict: maybe'; give one of same bits"):
+        header.read(path)
+
+
+def _outcome(tmp_path: Path, **fields: object) -> Outcome:
+    about = {"place": [0, 0], "alike": ["model"], "digests": {"model": "a", "average": "b"}}
+    given = {
+        "code": 0,
+        "stderr": "",
+        "ends": {"rank0": about},
+        "losses": {"rank0": {0: "x", 1: "y"}},
+        **fields,
+    }
+    return Outcome(directory=tmp_path, job="j", seconds=1.0, **given)  # type: ignore[arg-type]
+
+
+def test_what_counts_as_a_miss(tmp_path: Path) -> None:
+    """Each of these by itself."""
+    calm = _outcome(tmp_path)
+    assert verdict.of_killed(calm, _outcome(tmp_path), 1).word == verdict.SAME
+    other = {"place": [0, 0], "alike": ["model"], "digests": {"model": "a", "average": "c"}}
+    for wrong in (
+        {"ends": {"rank0": other}},
+        {"ends": {}},
+        {"losses": {"rank0": {0: "x", 1: "z"}}},
+        {"contradictions": ["rank0 step 1"]},
+        {"code": 1, "stderr": "Traceback"},
+        {"code": None},
+        {"code": 2, "stderr": "no line of ours"},
+        {"code": 2, "stderr": "Traceback (most recent call last)\nswift: one line"},
+        {"plans": [{"exact": True}] * 5},
+    ):
+        assert verdict.of_killed(calm, _outcome(tmp_path, **wrong), 1).word == verdict.MISS, wrong
+    assert (
+        verdict.of_killed(calm, _outcome(tmp_path, code=2, stderr="swift: why\n"), 1).word == verdict.REFUSED
+    )
+    said = {"ends": {"rank0": other}, "stderr": "swift: restored version 5; not exact\n"}
+    assert verdict.of_killed(calm, _outcome(tmp_path, **said), 1).word == verdict.NAMED
+
+
+def test_replicas_that_differ_are_a_miss_without_any_kill(tmp_path: Path) -> None:
+    ends = {
+        f"rank{n}": {"place": [0, n], "alike": ["model"], "digests": {"model": str(n), "own": str(n)}}
+        for n in range(2)
+    }
+    assert verdict.of_undisturbed(_outcome(tmp_path, ends=ends)).word == verdict.MISS
+    ends["rank1"]["digests"] = {"model": "0", "own": "1"}
+    assert verdict.of_undisturbed(_outcome(tmp_path, ends=ends)).word == verdict.SAME
+
+
+def test_a_kill_says_where() -> None:
+    assert (
+        str(Kill(place="forward", rank=1, step=3, microbatch=2)) == "rank=1,step=3,place=forward,microbatch=2"
+    )
