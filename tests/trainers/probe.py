@@ -20,7 +20,8 @@ import torch
 
 ENV_DIRECTORY = "TRAINERS_DIRECTORY"
 ENV_KILLS = "TRAINERS_KILLS"
-"""JSON: a list of ``{"id", "rank", "step", "after"}``; `after`: steps (of the time that one took), 0: at once."""
+"""JSON: a list of ``{"id", "rank", "step", "after", "again"}``; `after`: steps (of the time that one took),
+0: at once; `again`: only where the rank has noted the step before."""
 ENV_STEPS = "TRAINERS_STEPS"
 _DEPTH_MAX = 12
 
@@ -53,7 +54,7 @@ def note(step: int, *values: Any) -> None:
 
 def _perhaps_die(rank: int, step: int) -> None:
     for kill in _kills:
-        if (kill["rank"], kill["step"]) != (rank, step):
+        if (kill["rank"], kill["step"]) != (rank, step) or (kill["again"] and not _noted_before(rank, step)):
             continue
         try:
             mark = os.open(
@@ -67,6 +68,11 @@ def _perhaps_die(rank: int, step: int) -> None:
         # No thread that waits for the interpreter: the kernel ends the process wherever it is by then.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, max(1e-5, kill["after"] * _step_s))
+
+
+def _noted_before(rank: int, step: int) -> bool:
+    path = Path(os.environ[ENV_DIRECTORY]) / f"rank{rank}.losses"
+    return path.exists() and any(line.startswith(f"{step} ") for line in path.read_text().splitlines())
 
 
 def end(session: Any, **things: Any) -> None:

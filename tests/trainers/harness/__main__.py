@@ -1,8 +1,10 @@
 """`scripts/trainers`: runs trainers of this folder and says what came of it, or writes the table of the documents."""
 
 import argparse
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tests.trainers.harness import header, run, table, verdict
@@ -42,16 +44,22 @@ def main(argv: list[str]) -> int:
     wanted = [t for t in header.trainers() if not arguments.names or t.name in arguments.names]
     if unknown := set(arguments.names) - {t.name for t in wanted}:
         parser.error(f"no such trainer: {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     missed = 0
     with tempfile.TemporaryDirectory(prefix="swift-trainers-", ignore_cleanup_errors=True) as temporary:
         place = Path(arguments.keep or temporary).resolve()
         with Services(place / "services") as services:
             for trainer in wanted:
                 for world in [arguments.world] if arguments.world else trainer.worlds:
+                    began = time.monotonic()
                     found, where = judge(services, place / "runs", trainer, world)
+                    took = time.monotonic() - began
                     good = found.word == trainer.verdict and trainer.says in found.why
                     missed += not good
-                    print(f"{'ok  ' if good else 'MISS'} {trainer.name} x{world}: {found}", flush=True)
+                    print(
+                        f"{'ok  ' if good else 'MISS'} {trainer.name} x{world} ({took:.0f} s): {found}",
+                        flush=True,
+                    )
                     if not good and arguments.keep:
                         print(f"     {where}", flush=True)
     return 1 if missed else 0

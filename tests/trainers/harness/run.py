@@ -29,10 +29,13 @@ class Kill:
     step: int
     microbatch: int = 0
     after: float = 0.0
+    again: int = 0
+    """1 ("tail" and "moment"): not before the rank does this step once more."""
 
     def __str__(self) -> str:
         more = f",microbatch={self.microbatch}" if self.place in ("forward", "backward") else ""
         more = f",after={self.after:.3f}" if self.place == "moment" else more
+        more += ",again=1" if self.again else ""
         return f"rank={self.rank},step={self.step},place={self.place}{more}"
 
 
@@ -81,7 +84,7 @@ class Running:
             if k.place not in _IN_PROBE
         ]
         probed = [
-            {"id": n, "rank": k.rank, "step": k.step, "after": k.after}
+            {"id": n, "rank": k.rank, "step": k.step, "after": k.after, "again": k.again}
             for n, k in named
             if k.place in _IN_PROBE
         ]
