@@ -17,9 +17,10 @@ In a trainer::
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swift.runtime.config import SessionConfig as SessionConfig
     from swift.runtime.session import Session as Session
 
-__all__ = ["Session"]
+__all__ = ["Session", "SessionConfig"]
 __version__ = "0.1.0"
 
 
@@ -28,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from swift.runtime.session import Session  # torch only when it is needed
 
         return Session
+    if name == "SessionConfig":
+        from swift.runtime.config import SessionConfig
+
+        return SessionConfig
     raise AttributeError(f"module 'swift' has no attribute {name!r}")

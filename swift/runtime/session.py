@@ -180,10 +180,12 @@ class Session:
 
     @property
     def pipeline_rank(self) -> int:
+        """This rank's place in the pipeline of its column."""
         return self._mesh.pipeline_rank
 
     @property
     def pipeline_ranks(self) -> int:
+        """Ranks in a pipeline."""
         return self._mesh.pipeline_ranks
 
     @cached_property

@@ -2,7 +2,6 @@
 
 # verdict: same bits
 # worlds: 1, 2
-# quick
 
 import probe
 import torch

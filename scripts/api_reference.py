@@ -1,0 +1,104 @@
+"""docs/api.md from docstrings: what a trainer may use of `swift`. Run by scripts/gen_api."""
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import swift
+from swift import errors
+
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+HEAD = """# API reference
+
+<!-- Made from docstrings by scripts/gen_api: change those. -->
+
+What a trainer uses: `import swift` (light; torch is imported with the first of these names). How a trainer is
+written stands in [trainers.md](trainers.md).
+"""
+NAMES = ("Session", "SessionConfig")
+
+
+def docstring(thing: Any) -> str:
+    return inspect.cleandoc(thing.__doc__ or "").strip()
+
+
+def signature(thing: Any) -> str:
+    """As it is called: without `self`, without the module names of its types."""
+    found = inspect.signature(thing)
+    parameters = [p for name, p in found.parameters.items() if name not in ("self", "cls")]
+    text = str(found.replace(parameters=parameters))
+    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
+    text = re.sub(r"(-> |: )'(\w+)'", r"\1\2", text)
+    return text.replace("'", '"').replace("~", "")
+
+
+def members(of: type) -> dict[str, Any]:
+    """Public methods and properties with a docstring or none, in the order in which they stand in the source."""
+    found: dict[str, Any] = {}
+    for base in reversed(of.__mro__[:-1]):
+        if base.__module__.startswith("swift."):
+            found.update({name: value for name, value in vars(base).items() if not name.startswith("_")})
+    return found
+
+
+def of_session(session: type) -> list[str]:
+    lines = ["## Session", "", docstring(session), ""]
+    properties, methods = [], []
+    for name, value in members(session).items():
+        if isinstance(value, property) or type(value).__name__ == "cached_property":
+            getter = value.fget if isinstance(value, property) else value.func
+            said = " ".join(docstring(getter).split())
+            properties.append(f"| `{name}` | {said.replace('|', '/')} |")
+            continue
+        function = value.__func__ if isinstance(value, classmethod) else value
+        if not inspect.isfunction(inspect.unwrap(function)):
+            continue
+        front = "Session." if isinstance(value, classmethod) else "session."
+        methods += [f"### {front}{name}", "", "```python", f"{front}{name}{signature(function)}", "```", ""]
+        methods += [docstring(function), ""] if docstring(function) else []
+    table = ["| property | |", "|---|---|", *properties, ""]
+    return [*lines, *table, *methods]
+
+
+def of_config(config: type) -> list[str]:
+    """Every field with its default and the docstring under it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    said: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(statement.target, ast.Name)
+            said[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+    lines = ["## SessionConfig", "", docstring(config), ""]
+    lines += ["`Session.from_env(name=value, ...)` takes each of these.", ""]
+    lines += ["| field | default | |", "|---|---|---|"]
+    for field in fields(config):
+        assert field.default is not MISSING, field.name
+        assert field.name in said, f"SessionConfig.{field.name} has no docstring"
+        lines.append(f"| `{field.name}` | `{field.default!r}` | {said[field.name].replace('|', '/')} |")
+    return [*lines, ""]
+
+
+def of_errors() -> list[str]:
+    lines = ["## Errors", "", "All are `swift.errors.SwiftError`: one line that says what to do.", ""]
+    lines += ["| error | exit code | |", "|---|---|---|"]
+    for name, value in vars(errors).items():
+        if inspect.isclass(value) and issubclass(value, errors.SwiftError):
+            about = " ".join(docstring(value).split("\n\n")[0].split()) if value.__doc__ else ""
+            lines.append(f"| `{name}` | {value.exit_code} | {about} |")
+    return [*lines, ""]
+
+
+def page() -> str:
+    parts = [*of_session(swift.Session), *of_config(swift.SessionConfig), *of_errors()]
+    return HEAD + "\n" + "\n".join(parts).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}", file=sys.stderr)

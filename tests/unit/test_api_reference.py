@@ -1,0 +1,57 @@
+"""docs/api.md is what the docstrings say, and everything that a trainer uses has one."""
+
+import importlib.util
+import inspect
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import swift
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "api_reference.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Silent:
+    """A configuration."""
+
+    said: int = 0
+    """It is."""
+    silent: int = 0
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("api_reference", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(reference: ModuleType) -> None:
+    assert reference.PAGE.read_text() == reference.page(), "run scripts/gen_api"
+
+
+def test_every_public_name_of_the_session_is_described(reference: ModuleType) -> None:
+    silent = []
+    for name, value in reference.members(swift.Session).items():
+        thing = getattr(value, "fget", None) or getattr(value, "func", None) or inspect.unwrap(value)
+        if not (getattr(thing, "__doc__", None) or "").strip():
+            silent.append(name)
+    assert silent == []
+
+
+def test_every_setting_is_described(reference: ModuleType) -> None:
+    text = "\n".join(reference.of_config(swift.SessionConfig))
+    for field in fields(swift.SessionConfig):
+        assert f"| `{field.name}` |" in text
+
+
+def test_a_setting_without_words_is_noticed(reference: ModuleType) -> None:
+    # Its source is read, so it must have some.
+    with pytest.raises(AssertionError, match=r"silent has no docstring"):
+        reference.of_config(_Silent)
