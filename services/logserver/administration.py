@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from services.logserver import procedures
 from services.logserver.commits import refusal_of
 from services.logserver.committer import Committer
-from services.logserver.core import JobState, Refusal, StreamState
 from services.logserver.failures import JobDamaged, StorageError
 from services.logserver.procedures import Clean, Emit, Forget, Procedure, Rest, Save, Settle, Step, meta_of
 from services.logserver.state import Refused, ServerState, check_names
+from services.logserver.streams import JobState, Refusal, StreamState
 from services.logserver.watch import DiskWatch, rest
 from swift import events
 from swift.log.manifest import JobMeta

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from itertools import islice
 
 from services.logserver.commits import Commits
-from services.logserver.core import Refusal, StreamState
 from services.logserver.recovered import RecoveredJob
 from services.logserver.state import Refused, ServerState, Session, check_names
 from services.logserver.storage import Write
+from services.logserver.streams import Refusal, StreamState
 from swift._pb import log_pb2
 from swift.errors import LogError, RecordCorrupt
 from swift.log.frame import FrameHeader, FrameOversize

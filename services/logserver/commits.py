@@ -15,11 +15,11 @@ Call sequence (`services.logserver.committer` is the shell, and holds the server
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.logserver.core import Refusal, StreamState, cannot_be_mended
 from services.logserver.failures import JobDamaged, SegmentGone, StorageBusy, StorageError, StorageFull
 from services.logserver.space import Notice
 from services.logserver.state import ServerState, Session
 from services.logserver.storage import Write
+from services.logserver.streams import Refusal, StreamState, cannot_be_mended
 from swift._pb import log_pb2
 from swift.log.wire import Fsync, Reason
 

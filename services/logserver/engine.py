@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from services.logserver.administration import Administration
 from services.logserver.appends import Appends, Frame, Gathered, Quarantined
 from services.logserver.committer import Committer
-from services.logserver.core import Refusal
 from services.logserver.reading import Reading
 from services.logserver.recovered import RecoveredJob
 from services.logserver.retention import Retention
 from services.logserver.snapshot import EngineSnapshot, JobSnapshot
 from services.logserver.state import EngineConfig, ServerState, Session
 from services.logserver.storage import Storage
+from services.logserver.streams import Refusal
 from services.logserver.watch import DiskWatch, rest
 from swift import events
 from swift._pb import log_pb2

@@ -9,8 +9,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from services.logserver.core import SWEPT_AT_ONCE, JobState, Refusal, StreamState, too_high
 from services.logserver.state import Refused, ServerState, check_names
+from services.logserver.streams import SWEPT_AT_ONCE, JobState, Refusal, StreamState, too_high
 from swift.log.directory import LIVES_S
 from swift.log.manifest import JobMeta, StreamMeta
 from swift.log.record import STEP_MAX

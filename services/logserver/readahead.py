@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import crc32c
 
-from services.logserver.core import Entry, StreamState
 from services.logserver.storage import Storage
+from services.logserver.streams import Entry, StreamState
 from swift.errors import LogError, RecordCorrupt
 from swift.log.assembly import MESSAGE_BYTES
 from swift.log.frame import HEADER_BYTES_MAX, FrameHeader, check_body, decode_header

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 
 from services.logserver.administration import Administration
-from services.logserver.core import Entry, Hole, JobState, Refusal, StreamState
 from services.logserver.readahead import Damage, ReadAhead, Wanted
 from services.logserver.space import Account, Alarm
 from services.logserver.state import Refused, ServerState, check_names
+from services.logserver.streams import Entry, Hole, JobState, Refusal, StreamState
 from services.logserver.watch import rest
 from swift import events
 from swift._pb import log_pb2

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.logserver.core import Entry, Hole
+from services.logserver.streams import Entry, Hole
 from swift.log.manifest import JobMeta
 
 

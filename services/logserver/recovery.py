@@ -13,11 +13,11 @@ from pathlib import Path
 from services.logserver import manifests
 from services.logserver.acked import Acked
 from services.logserver.book import Book
-from services.logserver.core import STEP_UNKNOWN, Entry, Hole
 from services.logserver.disk import Disk, File
 from services.logserver.failures import UNREADABLE, JobDamaged
 from services.logserver.recovered import RecoveredJob, RecoveredStream
 from services.logserver.segments import Segment
+from services.logserver.streams import STEP_UNKNOWN, Entry, Hole
 from swift.log.manifest import MANIFEST, Granted, JobMeta, ManifestDamaged, StreamMeta, problem_of
 from swift.log.record import NAME_PATTERN, stream_tag
 from swift.log.segment import BLOCK_BYTES, SUFFIX, Ending, Owner, SegmentScan, walk

@@ -10,9 +10,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from services.health import Health
-from services.logserver.core import Refusal
 from services.logserver.engine import LogEngine
 from services.logserver.state import Refused, Session
+from services.logserver.streams import Refusal
 from services.security.gate import Denied, Gate, Visit
 from services.security.interceptors import SyncGate, visit_of
 from services.security.lanes import Lanes

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
-from services.logserver.core import JobState
 from services.logserver.space import AccountSnapshot, Space
+from services.logserver.streams import JobState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from services.logserver.core import LogCore, Refusal
+from services.logserver.core import LogCore
+from services.logserver.streams import Refusal
 from swift.log.wire import Reason
 
 HIGH_WATER = 0.8

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.logserver.core import JobState, LogCore, Refusal, StreamState
+from services.logserver.core import LogCore
 from services.logserver.space import Notice, Space, SpaceConfig
 from services.logserver.storage import Storage
+from services.logserver.streams import JobState, Refusal, StreamState
 from swift._pb import log_pb2
 from swift.errors import UsageError
 from swift.log.assembly import Assembler

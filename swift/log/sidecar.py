@@ -6,12 +6,10 @@
     (watch)    tells the trainer when something is wrong with the log, and when it is well again
 
 It may be killed at any time. Its successor reads the ring from the tail: records that were given a sequence are sent
-again under the same one, the others are compared with what the servers say that they have. When the servers are to be
-others, the trainer kills it: its successor begins with those, and goes on with the ones that stay.
+again under the same one, the others are compared with what the servers have. For other servers the trainer kills it.
 
 Requests and answers are lines of JSON: ``{"id": 3, "do": "flush", …}``, ``{"id": 3, "error": null}``; unasked
-``{"trouble": …}``, ``{"codec": …}`` and ``{"room": true}``. What has the
-number 0 is not answered: the trainer says it while it does not read.
+``{"trouble": …}``, ``{"codec": …}`` and ``{"room": true}``. What has the number 0 is not answered: nobody reads.
 """
 
 import argparse

@@ -25,20 +25,18 @@ from swift.log.writer import LogWriter, check_options
 
 ENV_OFF = "SWIFT_NO_SIDECAR"
 """Set to 1: records are sent by threads of the trainer's own process."""
-_POLL_S = 0.25
-_ANSWER_S = 60.0
-_RESTARTS_MAX = 5
-_RESTARTS_WITHIN_S = 10.0
+_POLL_S, _ANSWER_S = 0.25, 60.0
+_RESTARTS_MAX, _RESTARTS_WITHIN_S = 5, 10.0
 
 
 def open_writer(
-    servers: Sequence[str], job: str, generation: int, **options: Any
+    servers: Sequence[str], job: str, generation: int, **more: Any
 ) -> "LogWriter | SidecarWriter":
     """What a session writes its log with: a SidecarWriter, unless it is switched off or the machine cannot have one."""
     if os.environ.get(ENV_OFF) == "1" or not ring.available():
-        options.pop("lease", None)  # there is nobody to keep it
-        return LogWriter(servers, job, generation, **options)
-    return SidecarWriter(servers, job, generation, **options)
+        more.pop("lease", None)  # there is nobody to keep it
+        return LogWriter(servers, job, generation, **more)
+    return SidecarWriter(servers, job, generation, **more)
 
 
 class SidecarWriter(Declaring):

@@ -47,7 +47,7 @@ from swift.runtime.errors import is_communication, let_go, words_of
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
-from swift.runtime.member import Member
+from swift.runtime.member import Member, own_servers
 from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, own_plan
 from swift.runtime.retries import Retries
@@ -508,8 +508,7 @@ class Engine:
     def _write_digests(self, name: str) -> None:
         directory = os.environ.get(ENV_DIGESTS)
         if directory:
-            path = Path(directory) / name
-            temporary = path.with_suffix(".tmp")
+            temporary = (path := Path(directory) / name).with_suffix(".tmp")
             temporary.write_text(json.dumps({**self._state.digests(), "values": self._state.values()}))
             os.replace(temporary, path)
 
@@ -519,10 +518,3 @@ class Engine:
         self._store.close()
         self._member.close()
         self._communicator.tear_down()
-
-
-def own_servers(view: pb.View, rank: int) -> dict[str, int]:
-    """Those that keep what the rank writes -> their numbers. One that was given up and has come again has another
-    number under the same address: Views may be skipped, so nobody need have seen it go."""
-    numbers = {place.address: n for n, place in enumerate(view.log_places) if not place.lost}
-    return {s: numbers[s] for logs in view.log_copies if logs.rank == rank for s in logs.servers}

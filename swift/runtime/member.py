@@ -187,3 +187,10 @@ class Member:
         self.client.close()
         if self._heart is not None:
             self._heart.join(timeout=5.0)
+
+
+def own_servers(view: pb.View, rank: int) -> dict[str, int]:
+    """Those that keep what the rank writes -> their numbers. One that was given up and has come again has another
+    number under the same address: Views may be skipped, so nobody need have seen it go."""
+    numbers = {place.address: n for n, place in enumerate(view.log_places) if not place.lost}
+    return {s: numbers[s] for logs in view.log_copies if logs.rank == rank for s in logs.servers}

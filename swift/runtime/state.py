@@ -40,6 +40,8 @@ class _BeforeStep:
 
     objects: dict[str, Any]
     placements: dict[str, str]
+    modes: list[tuple[torch.nn.Module, bool]]
+    """Whether each module trains: a validation that is cut short leaves them evaluating."""
     iterators: list[list[Any]]
     trained: Trained
 
@@ -166,6 +168,7 @@ class TrainerState:
             objects=copy.deepcopy(objects),
             iterators=self.iterators.state(),
             placements=placements,
+            modes=[(part, part.training) for stage in self.stages for part in stage.submod.modules()],
             trained=Trained(self._parameters(), self.optimizers),
         )
         self._modules.roots = [stage.submod for stage in self.stages]
@@ -197,6 +200,8 @@ class TrainerState:
         before, self._before = self._before, None
         if before is None:
             return
+        for part, training in before.modes:
+            part.training = training
         self.iterators.restore(before.iterators)
         objects = sharded.globalized(before.objects, before.placements, self._parameters())
         for name, state in objects.items():

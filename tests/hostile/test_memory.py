@@ -9,9 +9,9 @@ import grpc
 import psutil
 import pytest
 
-from services.logserver.core import Entry
 from services.logserver.space import SpaceConfig
 from services.logserver.state import EngineConfig
+from services.logserver.streams import Entry
 from swift._pb import log_pb2
 from swift.bench.http2 import Connection
 from swift.log import admin

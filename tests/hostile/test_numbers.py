@@ -10,7 +10,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from services.logserver.core import HOLES_MAX, NUMBER_MAX, LogCore, Refusal
+from services.logserver.core import LogCore
+from services.logserver.streams import HOLES_MAX, NUMBER_MAX, Refusal
 from swift._pb import log_pb2
 from swift.log import admin
 from swift.log.rpc import code_of

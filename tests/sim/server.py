@@ -9,12 +9,12 @@ from google.protobuf.message import DecodeError
 from services.logserver import procedures
 from services.logserver.appends import Appends, Quarantined, join
 from services.logserver.commits import Commits, Queued
-from services.logserver.core import JobState, Refusal, StreamState
 from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.procedures import Clean, Forget, Save, Settle
 from services.logserver.reading import Reading
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
 from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.streams import JobState, Refusal, StreamState
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.record import stream_tag

@@ -17,11 +17,12 @@ from services.coordinator.places import Places
 from services.logserver import procedures
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits, Queued
-from services.logserver.core import Entry, JobState, LogCore, Refusal, StreamState
+from services.logserver.core import LogCore
 from services.logserver.procedures import Save, Step
 from services.logserver.recovered import RecoveredJob
 from services.logserver.state import ServerState, Session
 from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.streams import Entry, JobState, Refusal, StreamState
 from swift.log import unlogged
 from swift.log.frame import FrameHeader
 from swift.log.unlogged import MARK_SLOT, Steps, Unlogged

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from services.coordinator import messages as m
 from services.coordinator.messages import Refusal, Refused
-from services.logserver.core import Refusal as LogRefusal
+from services.logserver.streams import Refusal as LogRefusal
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import log_pb2
 from swift.errors import LogError

@@ -10,7 +10,7 @@ import pytest
 
 import swift
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "api_reference.py"
+SCRIPT = Path(__file__).parents[1] / "api_reference.py"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.core import STEP_UNKNOWN, Entry, Hole, LogCore, Refusal, StreamState
+from services.logserver.core import LogCore
+from services.logserver.streams import STEP_UNKNOWN, Entry, Hole, Refusal, StreamState
 from swift.log.frame import CODEC_NONE, FrameHeader
 from swift.log.record import RecordKey, stream_tag
 

@@ -7,11 +7,11 @@ import pytest
 from services.logserver import procedures
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits
-from services.logserver.core import StreamState
 from services.logserver.procedures import Clean, Emit, Forget, Save, Settle
 from services.logserver.space import SpaceConfig
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
 from services.logserver.storage import DirectoryStorage
+from services.logserver.streams import StreamState
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.directory import DROPPED, LIVES_S

@@ -10,10 +10,10 @@ import pytest
 
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits
-from services.logserver.core import Hole, StreamState
 from services.logserver.disk import RealFile
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
 from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.streams import Hole, StreamState
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.segment import SEGMENT_HEADER_BYTES, Ending, walk

@@ -5,10 +5,10 @@ import pytest
 from services.logserver import procedures
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits
-from services.logserver.core import Refusal, StreamState
 from services.logserver.procedures import Clean, Emit, Procedure, Save, Settle
 from services.logserver.recovered import RecoveredJob
 from services.logserver.state import EngineConfig, Refused, ServerState
+from services.logserver.streams import Refusal, StreamState
 from swift.log.manifest import JobMeta
 from swift.log.wire import Reason
 from tests.sim.server import Unlocked

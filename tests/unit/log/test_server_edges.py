@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.logserver.core import Hole, LogCore, Refusal
+from services.logserver.core import LogCore
 from services.logserver.engine import LogEngine
 from services.logserver.failures import StorageBusy
 from services.logserver.readahead import ReadAhead, Wanted
@@ -20,6 +20,7 @@ from services.logserver.servicer import LogServicer
 from services.logserver.space import SpaceConfig
 from services.logserver.state import EngineConfig
 from services.logserver.storage import Place, Write
+from services.logserver.streams import Hole, Refusal
 from swift._pb import log_pb2
 from swift.log.directory import age_s
 from swift.log.reader import LogReader

@@ -102,6 +102,18 @@ def test_a_dropped_step_leaves_no_trace() -> None:
     assert stage.cleared == 1
 
 
+def test_a_validation_that_is_cut_short_leaves_every_module_as_it_was() -> None:
+    """Also one that the trainer has set apart, and does not train."""
+    state, stage, _, _ = make()
+    stage.submod.norm.eval()
+    state.begin_step()
+    stage.submod.eval()
+    state.drop_step()
+    assert stage.submod.training
+    assert stage.submod.linear.training
+    assert not stage.submod.norm.training
+
+
 def test_what_a_step_binds_anew_goes_with_it() -> None:
     """Ranks are cut off at different places: what each has left behind would tell replicas apart."""
     state, stage, optimizer, _ = make()
