@@ -1,4 +1,4 @@
-"""What a log server knows of a stream and of a job: watermarks, the index, holes. `services.logserver.core` changes it."""
+"""What a log server knows of a stream and of a job: watermarks, the index, holes."""
 
 from bisect import insort
 from dataclasses import dataclass, field, replace

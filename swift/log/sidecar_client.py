@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from swift import events
 from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
@@ -25,13 +25,11 @@ from swift.log.writer import LogWriter, check_options
 
 ENV_OFF = "SWIFT_NO_SIDECAR"
 """Set to 1: records are sent by threads of the trainer's own process."""
-_POLL_S, _ANSWER_S = 0.25, 60.0
-_RESTARTS_MAX, _RESTARTS_WITHIN_S = 5, 10.0
+_POLL_S, _ANSWER_S, _RESTARTS_MAX, _RESTARTS_WITHIN_S = 0.25, 60.0, 5, 10.0
+Writer: TypeAlias = "LogWriter | SidecarWriter"
 
 
-def open_writer(
-    servers: Sequence[str], job: str, generation: int, **more: Any
-) -> "LogWriter | SidecarWriter":
+def open_writer(servers: Sequence[str], job: str, generation: int, **more: Any) -> "Writer":
     """What a session writes its log with: a SidecarWriter, unless it is switched off or the machine cannot have one."""
     if os.environ.get(ENV_OFF) == "1" or not ring.available():
         more.pop("lease", None)  # there is nobody to keep it
