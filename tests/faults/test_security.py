@@ -10,7 +10,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift._pb import log_pb2
 from swift.errors import RecordCorrupt
-from swift.log.rpc import code_of, message_of, reason_of
+from swift.log.rpc import code_of, reason_of
 from tests.faults.world import (
     FAILED,
     TIMEOUT_S,
@@ -115,15 +115,12 @@ def test_f40_symbolic_links_are_not_followed(server: Server, tmp_path: Path) -> 
     (server.directory / "linked").symlink_to(outside)
     with pytest.raises(grpc.RpcError) as caught:
         server.stub.Fence(log_pb2.FenceRequest(job="linked", generation=1), timeout=TIMEOUT_S)
-    assert (code_of(caught.value), reason_of(caught.value)) == (grpc.StatusCode.UNAVAILABLE, "closed")
-    assert "Too many levels of symbolic links" in message_of(caught.value)
-    server.kill()
-    server.start()  # a write that leaves the directory has closed it
+    assert (code_of(caught.value), reason_of(caught.value)) == (grpc.StatusCode.DATA_LOSS, "job-set-apart")
     (server.directory / JOB / "s9.F").symlink_to(outside)
     call = Call(server)
     call.open("s9.F")
     call.send(frame_of(0, stream="s9.F")[1])
-    assert call.refused()[:2] == (grpc.StatusCode.UNAVAILABLE, "closed")
+    assert call.refused()[:2] == (grpc.StatusCode.DATA_LOSS, "job-set-apart")
     assert list(outside.iterdir()) == []
 
 
@@ -144,14 +141,16 @@ def test_f42_unknown_version_in_a_file_is_refused(tmp_path: Path, what: str) -> 
         fill(server, 3)
         server.kill()
         (path,) = server.segments(STREAM)
-        overwrite(path, 4 + (frame_offset(path, 1) if what == "record" else 0), b"\x02\x00")
+        unknown = 2 if what == "record" else 3
+        at = frame_offset(path, 1) if what == "record" else 0
+        overwrite(path, 4 + at, unknown.to_bytes(2, "little"))
         server.start()
-        assert "version 2 is not known" in server.inventory().reason
+        assert f"version {unknown} is not known" in server.inventory().reason
         with reading(server.address) as reader:
             cursor = reader.follow(STREAM, 0)
             if what == "record":
                 assert cursor.get(key(0), TIMEOUT_S, lambda: False).body == body_of(0)
-            with pytest.raises(RecordCorrupt, match="version 2 is not known"):
+            with pytest.raises(RecordCorrupt, match=f"version {unknown} is not known"):
                 cursor.get(key(1), TIMEOUT_S, lambda: False)
             cursor.close()
 

@@ -63,6 +63,7 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     COORDINATOR + "Finish": lambda job: pb.FinishRequest(job=job, incarnation="i"),
     COORDINATOR + "ChangeGroups": lambda job: pb.ChangeGroupsRequest(job=job, groups="0"),
     COORDINATOR + "ChangeLogServers": lambda job: pb.ChangeLogServersRequest(job=job, add="127.0.0.1:1"),
+    COORDINATOR + "Differs": lambda job: pb.DiffersRequest(job=job, reason="because"),
     COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
     COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),
 }

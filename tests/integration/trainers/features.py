@@ -100,7 +100,7 @@ def traced() -> None:
     stage = session.adopt(pipe.build_stage(session.rank, torch.device("cpu")))
     if MODE == "unrepeatable":
         stage.submod.register_forward_hook(
-            lambda _module, _inputs, output: output * (1 + 0.01 * random.random())
+            lambda _module, _inputs, output: output * (1 + 0.01 * random.SystemRandom().random())
         )
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
     optimizer = session.optimizer(torch.optim.SGD(stage.submod.parameters(), lr=0.1, momentum=0.9))
