@@ -84,8 +84,9 @@ os.rename(f"{os.getpid()}.part", f"{os.getpid()}.json")
     wait_ended(nursery, *children)
     assert [child.exit_code for child in children] == [0, 0]
     found = [json.loads((tmp_path / f"{child.pid}.json").read_text()) for child in children]
-    for name in ("random", "numpy", "key"):
-        assert found[0][name] != found[1][name], name
+    assert found[0]["key"] != found[1]["key"]
+    for name in ("random", "numpy"):  # a replacement draws what the rank before it drew
+        assert found[0][name] == found[1][name], name
     for child, about in zip(children, found, strict=True):
         assert about["pid"] == about["session"] == about["thread"] == child.pid
         assert about["parent"] == os.getpid()
