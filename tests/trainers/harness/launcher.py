@@ -27,7 +27,8 @@ class _Prepared:
         self = super().__new__(cls)
         self.pid, self.returncode = cls.waiting, None  # type: ignore[attr-defined]
         line, cls.line = cls.line, None
-        message = json.dumps({"argv": command[4:], "env": env}).encode()
+        arguments = command[command.index("swift.launch.forkserver") + 1 :]
+        message = json.dumps({"argv": arguments, "env": env}).encode()
         socket.send_fds(line, [message], [pass_fds[0]])
         line.close()
         return self
