@@ -1,7 +1,7 @@
 """Accumulation as scripts often have it: train_step is called for each batch, every fourth one updates."""
 
-# verdict: refused
-# says: optimizer.step()
+# verdict: same bits
+# kills: moment, idle, tail
 # worlds: 1, 2
 
 import probe

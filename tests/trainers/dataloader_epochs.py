@@ -1,6 +1,8 @@
 """A shuffling DataLoader without a generator, a new iterator each epoch inside train_step."""
 
-# verdict: same bits
+# verdict: named inexact
+# misses: 1
+# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import probe

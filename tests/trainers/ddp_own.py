@@ -1,6 +1,8 @@
 """DistributedDataParallel by the author himself."""
 
 # verdict: refused
+# misses: 2
+# because: it is not refused, and stands still after a kill
 # worlds: 2
 # says: session.ddp
 

@@ -1,6 +1,8 @@
 """An RNN whose hidden state is a variable of the script, unregistered."""
 
-# verdict: same bits
+# verdict: named inexact
+# misses: 1
+# because: the state is a variable of the script, of which nobody knows
 # worlds: 1
 
 import probe

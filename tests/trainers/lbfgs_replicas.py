@@ -1,8 +1,7 @@
 """LBFGS with a closure, and replicas: it evaluates several times before it has its step."""
 
-# verdict: refused
+# verdict: same bits
 # worlds: 2
-# says:
 
 import probe
 import torch

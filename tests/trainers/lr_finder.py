@@ -1,6 +1,8 @@
 """A learning-rate finder: the rate grows by hand each step, weights are reset at the end."""
 
-# verdict: same bits
+# verdict: named inexact
+# misses: 1, 2
+# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import copy

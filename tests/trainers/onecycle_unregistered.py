@@ -1,6 +1,8 @@
 """A OneCycleLR scheduler that was not registered."""
 
-# verdict: same bits
+# verdict: named inexact
+# misses: 1, 2
+# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import probe

@@ -23,7 +23,11 @@ ENV_KILLS = "TRAINERS_KILLS"
 """JSON: a list of ``{"id", "rank", "step", "after", "again"}``; `after`: steps (of the time that one took),
 0: at once; `again`: only where the rank has noted the step before."""
 ENV_STEPS = "TRAINERS_STEPS"
+ENV_SLOW = "TRAINERS_SLOW"
 _DEPTH_MAX = 12
+_CALM_S = 0.04
+"""After each step of a run with kills: a step takes a millisecond here, and a checkpoint that is never complete before the
+next kill would mean that every replacement begins at step 0, with whatever its script makes there."""
 
 _kills = json.loads(os.environ.get(ENV_KILLS) or "[]")
 _noted = time.monotonic()
@@ -44,6 +48,8 @@ def note(step: int, *values: Any) -> None:
     """One line, by the bits of every value: a step that is done again must say the same."""
     global _noted, _step_s
     rank = os.environ["RANK"]
+    if os.environ.get(ENV_SLOW):
+        time.sleep(_CALM_S)
     now = time.monotonic()
     _step_s, _noted = now - _noted, now
     _perhaps_die(int(rank), step)

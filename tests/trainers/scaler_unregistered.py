@@ -1,7 +1,7 @@
 """A GradScaler that was not registered, and overflows twice."""
 
 # verdict: same bits
-# worlds: 1, 2
+# worlds: 1
 
 import probe
 import torch

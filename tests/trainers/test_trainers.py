@@ -41,6 +41,11 @@ def test_every_trainer(trainer: header.Trainer, world: int, services: Services, 
 
 def _check(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
     found, where = judge(services, tmp_path, trainer, world)
+    if world in trainer.misses:
+        assert found.word != trainer.verdict or trainer.says not in found.why, (
+            "take '# misses' out of its header"
+        )
+        pytest.xfail(f"{trainer.because} ({found})")
     assert found.word == trainer.verdict, f"{found}\n{(where / 'stderr').read_text()[-3000:]}"
     assert trainer.says in found.why
 

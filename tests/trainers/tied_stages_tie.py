@@ -1,6 +1,8 @@
 """A weight tied across stages by session.tie."""
 
 # verdict: same bits
+# misses: 2
+# because: there is no session.tie
 # worlds: 2
 
 import probe

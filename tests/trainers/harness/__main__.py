@@ -1,4 +1,8 @@
-"""`scripts/trainers`: runs trainers of this folder and says what came of it, or writes the table of the documents."""
+"""`scripts/trainers`: runs trainers of this folder and says what came of it, or writes the table of the documents.
+
+``ok`` the verdict of its header; ``MISS`` another one; ``known`` a miss that the header names; ``HELD`` one that it names
+and that is none any more. Exit code 1 for MISS and HELD.
+"""
 
 import argparse
 import signal

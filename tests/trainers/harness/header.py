@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1]
 VERDICTS = ("same bits", "refused", "named inexact")
 STEPS_DEFAULT = 14
 _NOT_TRAINERS = ("__init__", "probe", "conftest")
-_FIELD = re.compile(r"^# (verdict|worlds|steps|says|kills|quick|why)(?:: (.*))?$", re.MULTILINE)
+_FIELD = re.compile(r"^# (verdict|worlds|steps|says|kills|quick|misses|because)(?:: (.*))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,8 @@ class Trainer:
     says: str
     kills: tuple[str, ...]
     quick: bool
+    misses: tuple[int, ...]
+    because: str
 
     @property
     def path(self) -> Path:
@@ -59,6 +61,8 @@ def read(path: Path) -> Trainer:
         says=fields.get("says", ""),
         kills=tuple(word.strip() for word in (kills or default).split(",")),
         quick="quick" in fields,
+        misses=tuple(int(world) for world in (fields.get("misses") or "").split(",") if world),
+        because=fields.get("because") or "",
     )
 
 

@@ -14,7 +14,7 @@ from tests.trainers import probe
 from tests.trainers.harness.header import Trainer
 from tests.trainers.harness.services import Services
 
-PATIENCE_S = 150.0
+PATIENCE_S = 60.0
 _IN_PROBE = ("tail", "moment")
 PHASES = ("forward", "backward", "reduce", "optimizer", "idle", "tail", "moment")
 
@@ -96,6 +96,7 @@ class Running:
             probe.ENV_DIRECTORY: str(directory),
             probe.ENV_KILLS: json.dumps(probed),
             probe.ENV_STEPS: str(trainer.steps),
+            probe.ENV_SLOW: "1" if kills else "",
         }
         words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
         words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]

@@ -207,7 +207,9 @@ class Sweep:
 
 
 def _plans(seed: int, skip: set[int]) -> Iterator[tuple[int, Plan]]:
-    trainers = [trainer for trainer in header.trainers() if trainer.verdict != verdict.REFUSED]
+    trainers = [
+        trainer for trainer in header.trainers() if trainer.verdict != verdict.REFUSED and not trainer.misses
+    ]
     while True:
         if seed not in skip:
             yield seed, plan(seed, trainers)

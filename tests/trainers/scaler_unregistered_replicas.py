@@ -1,0 +1,37 @@
+"""A GradScaler that was not registered, and overflows twice, on replicas: unscaled before gradients are averaged."""
+
+# verdict: refused
+# worlds: 2
+# says: let all replicas decide alike
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, session.column)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer, scaler=scaler)
