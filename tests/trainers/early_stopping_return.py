@@ -1,8 +1,8 @@
 """Early stopping: once the loss is small, train_step returns at once."""
 
 # verdict: refused
-# says: optimizer.step()
-# worlds: 1, 2
+# says: let all replicas decide alike
+# worlds: 2
 
 import probe
 import torch

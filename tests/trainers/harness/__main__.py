@@ -1,7 +1,7 @@
 """`scripts/trainers`: runs trainers of this folder and says what came of it, or writes the table of the documents.
 
-``ok`` the verdict of its header; ``MISS`` another one; ``known`` a miss that the header names; ``HELD`` one that it names
-and that is none any more. Exit code 1 for MISS and HELD.
+``ok`` the verdict of its header; ``MISS`` another one; ``known`` a miss that the header names; ``HELD`` one that it
+names and that is none any more. Exit code 1 for MISS and HELD.
 """
 
 import argparse
@@ -59,11 +59,10 @@ def main(argv: list[str]) -> int:
                     found, where = judge(services, place / "runs", trainer, world)
                     took = time.monotonic() - began
                     good = found.word == trainer.verdict and trainer.says in found.why
-                    missed += not good
-                    print(
-                        f"{'ok  ' if good else 'MISS'} {trainer.name} x{world} ({took:.0f} s): {found}",
-                        flush=True,
-                    )
+                    known = world in trainer.misses
+                    missed += good == known
+                    word = ("HELD" if good else "known") if known else ("ok  " if good else "MISS")
+                    print(f"{word} {trainer.name} x{world} ({took:.0f} s): {found}", flush=True)
                     if not good and arguments.keep:
                         print(f"     {where}", flush=True)
     return 1 if missed else 0
