@@ -26,8 +26,8 @@ ENV_STEPS = "TRAINERS_STEPS"
 ENV_SLOW = "TRAINERS_SLOW"
 _DEPTH_MAX = 12
 _CALM_S = 0.04
-"""After each step of a run with kills. A step takes a millisecond here: without a pause no checkpoint is complete before
-the next kill, and every replacement begins at step 0, with whatever its script makes there."""
+"""After each step of a run with kills. A step takes a millisecond here: without a pause no checkpoint is complete
+before the next kill, and every replacement begins at step 0, with whatever its script makes there."""
 
 _kills = json.loads(os.environ.get(ENV_KILLS) or "[]")
 _noted = time.monotonic()
