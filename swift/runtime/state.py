@@ -21,10 +21,10 @@ from swift.runtime.groups import LastingGroup
 from swift.runtime.loaders import Iterators
 from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import local
+from swift.runtime.param_groups import Groups, ParamGroups, become, told
 from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
 from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import byte_view, digest, plain
-from swift.runtime.trained import Trained, become, told
 from swift.runtime.updates import Updates
 
 # What default generators are seeded with while an object loads its state.
@@ -43,7 +43,7 @@ class _BeforeStep:
     modes: list[tuple[torch.nn.Module, bool]]
     """Whether each module trains: a validation that is cut short leaves them evaluating."""
     iterators: list[list[Any]]
-    trained: Trained
+    param_groups: ParamGroups
 
 
 class TrainerState:
@@ -61,9 +61,8 @@ class TrainerState:
         self.lived = False  # until this process has run with the others, and logged what it sent
         self._before: _BeforeStep | None = None
         self._gradients = LeftGradients()
-        self._trained_first: dict[str, Any] | None = (
-            None  # what is trained when the job begins, in any process
-        )
+        self._groups_first: Groups | None = None
+        """Of the optimizers, in any process that begins."""
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
         self._modules = Before(())
         self._looks = Looks()
@@ -148,7 +147,7 @@ class TrainerState:
             raise UsageError(
                 "some parameters of the stages have no optimizer; pass them to session.optimizer or freeze them"
             )
-        self._trained_first = told(self._named_parameters(sharded_too=True), self.optimizers)
+        self._groups_first = told(self._named_parameters(sharded_too=True), self.optimizers)
 
     def remember(self) -> None:
         """(all is registered, and nothing is loaded yet) What a new process begins with."""
@@ -169,7 +168,7 @@ class TrainerState:
             iterators=self.iterators.state(),
             placements=placements,
             modes=[(part, part.training) for stage in self.stages for part in stage.submod.modules()],
-            trained=Trained(self._parameters(), self.optimizers),
+            param_groups=ParamGroups(self.optimizers),
         )
         self._modules.roots = [stage.submod for stage in self.stages]
         self._modules.keep(self._changing.values())
@@ -213,7 +212,7 @@ class TrainerState:
             self.present = False
         self._modules.put_back()
         self._put_back_groups()
-        before.trained.put_back()
+        before.param_groups.put_back()
 
     @property
     def can_drop(self) -> bool:
@@ -300,9 +299,9 @@ class TrainerState:
         }
         if left := self._gradients.state(self._named_parameters()):
             state["gradients"] = left
-        trained = told(self._named_parameters(sharded_too=True), self.optimizers)
-        if self._trained_first is not None and trained != self._trained_first:
-            state["trained"] = trained
+        groups = told(self._named_parameters(sharded_too=True), self.optimizers)
+        if self._groups_first is not None and groups != self._groups_first:
+            state["groups"] = groups
         state, placements = sharded.localized(state)
         return {**state, "placements": placements} if placements else state
 
@@ -332,8 +331,8 @@ class TrainerState:
             raise ServiceError(
                 f"the checkpoint holds {sorted(state['objects'])}, this trainer registered {sorted(self.objects)}"
             )
-        if trained := state.get("trained", self._trained_first):
-            become(self._named_parameters(sharded_too=True), self.optimizers, trained)
+        if groups := state.get("groups", self._groups_first):
+            become(self._named_parameters(sharded_too=True), self.optimizers, groups)
         placements = state.get("placements", {})
         sharded.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
         state = sharded.globalized(state, placements, self._parameters())
