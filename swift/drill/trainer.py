@@ -106,6 +106,7 @@ def main(argv: list[str] | None = None) -> None:
         log_queue_bytes=LOG_QUEUE_BYTES,
         helpers=args.helpers,
         help_combine=args.combine,
+        last_checkpoint=False,  # what the log holds at the end is compared with the prediction
     ) as session:
         indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
         modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]

@@ -28,18 +28,28 @@ class Ending:
     """(trainer's thread) ``finish``; or ``come_back`` in the place of a whole run"""
 
     def __init__(
-        self, rank: int, member: Member, state: TrainerState, store: CheckpointStore, saving: Saving
+        self,
+        rank: int,
+        member: Member,
+        state: TrainerState,
+        store: CheckpointStore,
+        saving: Saving,
+        *,
+        saves: bool,
     ) -> None:
+        """`saves`: the last version (`SessionConfig.last_checkpoint`)."""
         self._rank = rank
         self._member = member
         self._state = state
         self._store = store
         self._saving = saving
+        self._saves = saves
 
     def finish(self, writer: Writer, await_change: Callable[[pb.View], None], vote_seconds: float) -> None:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
         version = self._state.version
-        self._saving.save_last()
+        if self._saves:
+            self._saving.save_last()
         self._store.settle()
         flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
         self._member.say_measured()

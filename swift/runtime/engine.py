@@ -118,7 +118,7 @@ class Engine:
         self._witness = channel.witness = Witness(self._differs, lambda: communicator.broken is not None)
         self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
-        self._ending = Ending(rank, member, state, store, self._saving)
+        self._ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._retries = Retries(rank)
 
     def help_replay(self, make_module: MakeModule) -> None:
@@ -329,9 +329,7 @@ class Engine:
             self.vote_seconds += time.monotonic() - began
             updates.heard(said)
             return
-        except UsageError:
-            raise
-        except (JobFailed, Fenced):
+        except (JobFailed, Fenced, UsageError):
             raise
         except Exception as error:  # noqa: BLE001  (as in `run`)
             self._handle(error)
