@@ -59,8 +59,8 @@ class SessionConfig:
     """So many other ranks, at most, help to replay each lost stage, if trainers call `Session.help_replay`. A recovery
     group is replayed in copies: so many besides its own, each of as many ranks as the group has."""
     last_checkpoint: bool = True
-    """Save the version at which the run ends: the job can be started again with more steps, and a rank that is lost after
-    the end comes back. False: the trainer saves the end by itself."""
+    """Save the version at which the run ends: the job can be started again with more steps, and a rank that is lost
+    after the end comes back. False: the trainer saves the end by itself."""
     help_combine: str = "ordered"
     """How their gradients come together: "ordered" (the bits of one process), or "fast": not bit for bit; then a
     checkpoint is made before training goes on, and the log begins anew."""
