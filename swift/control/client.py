@@ -40,6 +40,9 @@ Reply = TypeVar("Reply")
 ATTEMPT_TIMEOUT_S = 5.0
 # Between attempts. The channel reconnects at most this often as well.
 RETRY_PAUSE_S = 0.05
+# ... where the coordinator says that it is asked too much; and how long whoever has no part in the job yet tries so.
+LIMIT_PAUSE_S = 0.5
+LIMIT_PATIENCE_S = 3.0
 
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -62,6 +65,7 @@ _RETRIED = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
+_TOO_MUCH = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
@@ -348,18 +352,25 @@ class CoordinatorClient:
         request: Request,
         refused: type[SwiftError] = Fenced,
     ) -> Reply:
-        deadline = time.monotonic() + self.patience_s
+        begun = time.monotonic()
+        deadline = begun + self.patience_s
         while True:
-            remaining_s = deadline - time.monotonic()
+            remaining_s, pause_s = deadline - time.monotonic(), RETRY_PAUSE_S
             try:
                 return method(request, timeout=max(0.05, min(ATTEMPT_TIMEOUT_S, remaining_s)))
             except grpc.RpcError as error:
                 code, details = outcome(error)
                 # Whoever was let in once had a good token: a newer one may be on its way into the file.
-                if code not in _RETRIED and not (code in _NOT_ALLOWED and self._let_in):
+                if code not in _RETRIED and not (code in _NOT_ALLOWED and self._let_in) and code != _TOO_MUCH:
                     raise self._translated(code, details, refused) from None
-                if time.monotonic() + RETRY_PAUSE_S >= deadline:
-                    if code in _NOT_ALLOWED:
+                if (
+                    code == _TOO_MUCH
+                ):  # a limit, of calls a second for example: no reason to end a job that runs
+                    pause_s = LIMIT_PAUSE_S
+                    if not self._let_in:
+                        deadline = min(deadline, begun + LIMIT_PATIENCE_S)
+                if time.monotonic() + pause_s >= deadline:
+                    if code in _NOT_ALLOWED or code == _TOO_MUCH:
                         raise self._translated(code, details, refused) from None
                     raise ServiceError(
                         f"no answer from the coordinator at {self.address} within {self.patience_s:g} s: "
@@ -367,7 +378,7 @@ class CoordinatorClient:
                     ) from None
             except ValueError:  # grpc's word for a closed channel
                 raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
-            if self._closed.wait(RETRY_PAUSE_S):
+            if self._closed.wait(pause_s):
                 raise ServiceError(f"the line to the coordinator at {self.address} was closed")
 
     def _translated(self, code: grpc.StatusCode, details: str, refused: type[SwiftError]) -> SwiftError:

@@ -47,7 +47,7 @@ from swift.runtime.errors import is_communication, let_go, words_of
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
-from swift.runtime.member import Member, own_servers
+from swift.runtime.member import RESAY_S, Member, own_servers
 from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, own_plan
 from swift.runtime.retries import Retries
@@ -66,8 +66,6 @@ class StepDropped(Exception):
 ENV_DIGESTS = "SWIFT_DIGESTS"
 ENV_DIGESTS_EVERY = "SWIFT_DIGESTS_EVERY"
 
-# How long a statement to the coordinator stands before it is said again (after a restart it is forgotten).
-_RESAY_S = 0.5
 _NOTICE_POLL_S = 0.005
 
 
@@ -137,7 +135,7 @@ class Engine:
                 self._member.check()
                 if view.state == pb.PLANNING:
                     self._report(view)
-                    self._await_change(view)
+                    self._member.await_change(view)
                 elif view.state == pb.FINISHED:
                     self._view = view
                     return  # this process has come for one that was lost after the end
@@ -147,20 +145,11 @@ class Engine:
                     self._view = view
                     return
                 else:
-                    self._await_change(view)
+                    self._member.await_change(view)
             except (Interrupted, LogInterrupted):
                 continue  # a newer generation came meanwhile
             except RuntimeError as error:  # a peer was lost while the groups were being built
                 self._await_notice(error, view.generation)
-
-    def _await_change(self, view: pb.View) -> None:
-        """Returns when the View has moved on, or when it is time to say again what this rank has said."""
-        try:
-            self._member.watcher.wait_for(
-                lambda newer: (newer.generation, newer.revision) != (view.generation, view.revision), _RESAY_S
-            )
-        except ServiceError:
-            return  # not moved on: the caller looks again
 
     def _report(self, view: pb.View) -> None:
         if self._writer is not None:
@@ -292,7 +281,7 @@ class Engine:
                         self._rejoin(train_step)
                 assert self._writer is not None
                 self._write_digests(f"rank{self._rank}-v{self._state.version}.json")
-                self._ending.finish(self._writer, self._await_change, self.vote_seconds)
+                self._ending.finish(self._writer, self._member.await_change, self.vote_seconds)
                 return
             except (JobFailed, Fenced):
                 raise
@@ -369,17 +358,12 @@ class Engine:
         events.emit("ready", rank=self._rank, generation=view.generation, version=version)
         if view.state == pb.RECOVERING:
             self._write_digests(f"rank{self._rank}-v{version}-g{view.generation}.json")
-        while True:
-            self._member.check()
-            self._member.client.ready(
+        self._await_running(
+            view,
+            lambda: self._member.client.ready(
                 view.generation, version, stages, num_stages, self._shard, off_log=self._channel.off_log
-            )
-            self._faults.while_others_replay(version)
-            self._await_change(view)
-            self._member.check()
-            latest = self._member.watcher.latest
-            if latest is not None and latest.state == pb.RUNNING and latest.generation == view.generation:
-                break
+            ),
+        )
         self._state.lived = True
         self._state.updates.hold_next = True  # whoever is new here does not know what the others need
         self._rehearsal.arm(at_start=view.state == pb.FORMING)
@@ -388,6 +372,18 @@ class Engine:
         ):
             self._saving.save()  # from before an inexact undo nothing leads here any more
         events.emit("resumed", rank=self._rank, generation=view.generation, version=version)
+
+    def _await_running(self, view: pb.View, say_ready: Callable[[], None]) -> None:
+        """Until all others are ready as well. It is said once for each change of the View, and every `RESAY_S`."""
+        while True:
+            self._member.check()
+            # `view` may be an old one by now: what is awaited is a change of the newest.
+            latest = self._member.watcher.latest or view
+            if latest.state == pb.RUNNING and latest.generation == view.generation:
+                return
+            say_ready()
+            self._faults.while_others_replay(self._state.version)
+            self._member.await_change(latest)
 
     def _step(self, train_step: TrainStep) -> None:
         step = self._state.version
@@ -486,7 +482,7 @@ class Engine:
         while not self._member.noticed:
             if time.monotonic() > deadline:
                 self._fail(error)
-            if suspected_in and time.monotonic() - said > _RESAY_S:
+            if suspected_in and time.monotonic() - said > RESAY_S:
                 self._member.client.suspect(suspected_in, again or words_of(error), again=bool(again))
                 said = time.monotonic()
             time.sleep(_NOTICE_POLL_S)

@@ -21,6 +21,8 @@ from swift.runtime.communicator import Interrupted
 ENV_RUN = "SWIFT_RUN"
 """The launcher that started this process."""
 _MEASURED_EVERY_S = 2.0
+RESAY_S = 0.5
+"""How long a statement to the coordinator stands before it is said again (after a restart it is forgotten)."""
 
 
 class Member:
@@ -177,6 +179,15 @@ class Member:
         if view is not None and view.state == pb.FAILED:
             raise JobFailed(f"job {view.job} failed: {view.reason}")
         raise Interrupted(f"generation {self._noticed} supersedes {self._entered}")
+
+    def await_change(self, view: pb.View) -> None:
+        """Returns when the View has moved on, or when it is time to say again what this rank has said."""
+        try:
+            self.watcher.wait_for(
+                lambda newer: (newer.generation, newer.revision) != (view.generation, view.revision), RESAY_S
+            )
+        except ServiceError:
+            return  # not moved on: the caller looks again
 
     def enter(self, generation: int) -> None:
         """From here on this rank acts on `generation`; a newer one interrupts it again."""

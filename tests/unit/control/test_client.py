@@ -94,6 +94,22 @@ def view(generation: int, revision: int, state: "pb.State.ValueType" = control.R
     return View(job="j", generation=generation, revision=revision, state=state)
 
 
+def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
+    client: CoordinatorClient, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More calls a second than it takes, say: it is asked again. Whoever is not in the job yet soon hears why."""
+    limit = grpc.StatusCode.RESOURCE_EXHAUSTED
+    monkeypatch.setattr("swift.control.client.LIMIT_PAUSE_S", 0.01)
+    monkeypatch.setattr("swift.control.client.LIMIT_PATIENCE_S", 0.05)
+    served.scripted.script = [*[limit] * 20, pb.Ack()]
+    client.ready(3, 7)
+    assert len(served.scripted.requests) == 21
+    client.member = None
+    served.scripted.script = [limit]
+    with pytest.raises(ServiceError, match="RESOURCE_EXHAUSTED: scripted"):
+        client.status()
+
+
 def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) -> None:
     assert client.member is not None
     me: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": client.member.incarnation}

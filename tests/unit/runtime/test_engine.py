@@ -20,6 +20,7 @@ from swift.recovery import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine, own_servers
+from swift.runtime.member import Member
 from swift.runtime.state import TrainerState
 from swift.runtime.updates import Updates
 
@@ -146,3 +147,37 @@ def test_what_no_generation_makes_good_is_still_raised() -> None:
     engine._writer = told  # type: ignore[assignment]
     with pytest.raises(UsageError):
         engine._report(view_of("l0:1"))
+
+
+class Watched:
+    """A watcher: what it shows next comes once somebody waits for a change."""
+
+    def __init__(self, *views: pb.View) -> None:
+        self.latest, *self.coming = views
+
+    def wait_for(self, predicate: Any, timeout_s: float | None) -> pb.View:
+        if not predicate(self.latest):
+            self.latest = self.coming.pop(0)
+        return self.latest
+
+
+def test_ready_is_said_once_for_each_change_though_the_view_that_was_entered_is_old() -> None:
+    """The log may be granted, or another server come, while this rank loads its state: the View has moved on then."""
+    engine = engine_of(Told())
+    entered, granted, running = (
+        pb.View(generation=2, revision=revision, state=state)
+        for revision, state in [(1, pb.FORMING), (2, pb.FORMING), (3, pb.RUNNING)]
+    )
+    member: Any = Member("127.0.0.1:1", "j", 1, "i")
+    member.watcher = Watched(granted, running)
+    engine._member = member
+    engine._faults = SimpleNamespace(while_others_replay=lambda version: None)  # type: ignore[assignment]
+    said: list[int] = []
+
+    def say() -> None:
+        assert len(said) < 10, "it is said again and again"
+        said.append(1)
+
+    engine._await_running(entered, say)
+    member.client.close()
+    assert len(said) == 1
