@@ -1,9 +1,12 @@
 """What the commands have in common that ask a coordinator about a job."""
 
+import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from swift.arguments import Parser
+from swift.control.client import CoordinatorClient
 from swift.errors import SwiftError
 
 PATIENCE_S = 10.0
@@ -12,10 +15,26 @@ PATIENCE_S = 10.0
 
 def parser_of(prog: str, description: str, json_help: str) -> Parser:
     parser = Parser(prog=prog, description=description)
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    known = os.environ.get("SWIFT_COORDINATOR")
+    parser.add_argument(
+        "--coordinator",
+        default=known,
+        required=not known,
+        metavar="HOST:PORT",
+        help="default: $SWIFT_COORDINATOR",
+    )
     parser.add_argument("--job", required=True, metavar="NAME")
     parser.add_argument("--json", action="store_true", help=json_help)
     return parser
+
+
+def client_of(arguments: argparse.Namespace) -> CoordinatorClient:
+    """The line to the coordinator. That it does not answer is said at once, and then tried for `PATIENCE_S`."""
+    return CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S, tell=say)
+
+
+def say(line: str) -> None:
+    print(f"swift: {line}", file=sys.stderr, flush=True)
 
 
 def exit_code_of(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:

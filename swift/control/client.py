@@ -28,7 +28,7 @@ import grpc
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.control.measured import to_message
-from swift.control.watcher import ViewWatcher, outcome
+from swift.control.watcher import AWAY, Line, ViewWatcher, outcome
 from swift.errors import AccessDenied, Fenced, JoinRefused, ServiceError, SwiftError, UsageError
 from swift.recovery import RankMeasured
 from swift.security.channel import open_channel
@@ -60,11 +60,7 @@ CHANNEL_OPTIONS = (
 )
 
 # Cancelled: by `close`, which is looked at then, or by a coordinator that stopped in the middle of the call.
-_RETRIED = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-)
+_RETRIED = (*AWAY, grpc.StatusCode.CANCELLED)
 _TOO_MUCH = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -90,13 +86,23 @@ class CoordinatorClient:
     AccessDenied: it does not take this process's token),
     Fenced (this incarnation no longer holds its rank), UsageError (the call makes no sense: a bug or bad
     input), JoinRefused (`join` only).
+
+    `tell` gets a line for people at once when nobody answers, though it is tried again, and when somebody does.
     """
 
-    def __init__(self, address: str, job: str, *, patience_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        job: str,
+        *,
+        patience_s: float = 60.0,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.address = address
         self.job = job
         self.patience_s = patience_s
         self.member: pb.Member | None = None
+        self._line = Line(address, tell)
         self._channel = open_channel(address, CHANNEL_OPTIONS)
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         self._closed = threading.Event()
@@ -331,7 +337,7 @@ class CoordinatorClient:
 
     def watch(self, *callbacks: Callable[[pb.View], None]) -> ViewWatcher:
         """A running watcher of this job's View. `callbacks` are subscribed before the first View comes."""
-        watcher = ViewWatcher(self._stub, self.address, self.job, *callbacks)
+        watcher = ViewWatcher(self._stub, self._line, self.address, self.job, *callbacks)
         self._watchers.append(watcher)
         return watcher
 
@@ -357,7 +363,9 @@ class CoordinatorClient:
         while True:
             remaining_s, pause_s = deadline - time.monotonic(), RETRY_PAUSE_S
             try:
-                return method(request, timeout=max(0.05, min(ATTEMPT_TIMEOUT_S, remaining_s)))
+                reply = method(request, timeout=max(0.05, min(ATTEMPT_TIMEOUT_S, remaining_s)))
+                self._line.came()
+                return reply
             except grpc.RpcError as error:
                 code, details = outcome(error)
                 # Whoever was let in once had a good token: a newer one may be on its way into the file.
@@ -376,6 +384,8 @@ class CoordinatorClient:
                         f"no answer from the coordinator at {self.address} within {self.patience_s:g} s: "
                         f"{details}"
                     ) from None
+                if code in AWAY and not self._closed.is_set():
+                    self._line.went(details)
             except ValueError:  # grpc's word for a closed channel
                 raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
             if self._closed.wait(pause_s):

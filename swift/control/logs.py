@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swift._pb import coordinator_pb2 as pb
-from swift.control.asking import PATIENCE_S, exit_code_of, parser_of
-from swift.control.client import CoordinatorClient
+from swift.control.asking import client_of, exit_code_of, parser_of
 from swift.errors import UsageError
 from swift.log.address import parse_server
 
@@ -32,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     lost = parse_server(arguments.lost, "--lost")[1] if arguments.lost else ""
     if lost and lost == add:
         raise UsageError(f"--lost and --add both name {lost}")
-    client = CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S)
+    client = client_of(arguments)
     try:
         if lost or add:
             client.change_log_servers(lost, add, host)

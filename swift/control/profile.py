@@ -5,6 +5,7 @@ from itertools import groupby
 from statistics import median
 
 from swift._pb import coordinator_pb2 as pb
+from swift.control.asking import PATIENCE_S, say
 from swift.control.client import CoordinatorClient
 from swift.control.measured import from_message
 from swift.errors import ServiceError, UsageError
@@ -12,14 +13,12 @@ from swift.plan.profile import COPIES_MAX, RATE_MAX, Parallel, Profile
 from swift.plan.running import DEFAULT_MTBF_S, DEFAULT_RATE, Given
 from swift.recovery import RankMeasured
 
-PATIENCE_S = 10.0
-
 
 class MeasuredJob:
     """`swift.plan.running.RunningJob`, by its coordinator."""
 
     def __init__(self, coordinator: str, job: str) -> None:
-        self._client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S)
+        self._client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S, tell=say)
 
     def profile(self, given: Given) -> tuple[Profile, list[str]]:
         return profile_of(self._client.job, self._client.measurements(), given)

@@ -7,8 +7,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from swift._pb import coordinator_pb2 as pb
-from swift.control.asking import PATIENCE_S, exit_code_of, parser_of
-from swift.control.client import CoordinatorClient
+from swift.control.asking import client_of, exit_code_of, parser_of
 from swift.views import inexact_words
 
 DESCRIPTION = """\
@@ -23,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     parser = parser_of("swift-ft status", DESCRIPTION, "print the coordinator's whole answer as JSON")
     arguments = parser.parse_args(argv)
-    client = CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S)
+    client = client_of(arguments)
     try:
         status = client.status()
     finally:

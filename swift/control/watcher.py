@@ -15,10 +15,38 @@ from swift.errors import ServiceError
 RECONNECT_PAUSE_S = 0.05
 
 
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Nobody has answered."""
+
+
 def outcome(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     """Code and words of a failed call. What grpc raises is a Call as well, which its types do not say."""
     call = cast("grpc.Call", error)
     return call.code(), call.details() or ""
+
+
+class Line:
+    """Whether the coordinator answers. Each change is told once, in a line for people. Thread-safe."""
+
+    def __init__(self, address: str, tell: Callable[[str], None]) -> None:
+        self._address = address
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._is_down = False
+
+    def went(self, details: str) -> None:
+        """A call was not answered. `details`: grpc's words, of which the last ones say why."""
+        with self._lock:
+            news, self._is_down = not self._is_down, True
+        if news:
+            why = details.rpartition(": ")[2].strip() or "no reason given"
+            self._tell(f"the coordinator at {self._address} does not answer ({why}): trying again")
+
+    def came(self) -> None:
+        with self._lock:
+            news, self._is_down = self._is_down, False
+        if news:
+            self._tell(f"the coordinator at {self._address} answers again")
 
 
 def newer(view: pb.View, than: pb.View | None) -> bool:
@@ -35,10 +63,16 @@ class ViewWatcher:
     """
 
     def __init__(
-        self, stub: pb_grpc.CoordinatorStub, address: str, job: str, *callbacks: Callable[[pb.View], None]
+        self,
+        stub: pb_grpc.CoordinatorStub,
+        line: Line,
+        address: str,
+        job: str,
+        *callbacks: Callable[[pb.View], None],
     ) -> None:
         self.latest: pb.View | None = None
         self._stub = stub
+        self._line = line
         self._address = address
         self._job = job
         self._callbacks = list(callbacks)
@@ -105,9 +139,13 @@ class ViewWatcher:
                 self._stream.cancel()
             for view in self._stream:
                 self._problem = ""
+                self._line.came()
                 self._take(view)
         except grpc.RpcError as error:
-            self._problem = f"({outcome(error)[1]})"
+            code, details = outcome(error)
+            self._problem = f"({details})"
+            if code in AWAY and not self._closed.is_set():
+                self._line.went(details)
         except ValueError:  # grpc's word for a closed channel
             self._closed.set()
 

@@ -58,7 +58,7 @@ class CoordinatorLink:
         # Imported here, beside the main thread: grpc takes a while.
         from swift.control.client import CoordinatorClient
 
-        with CoordinatorClient(self._address, self._job) as client:
+        with CoordinatorClient(self._address, self._job, tell=self._say) as client:
             client.watch(self._on_view)
             while (call := self._calls.get()) is not None:
                 try:
@@ -67,6 +67,10 @@ class CoordinatorLink:
                     # Of a job that nobody has joined the coordinator knows nothing; that is no news.
                     if self.view is not None and not self._closing:
                         print(f"swift: {error}", file=sys.stderr)
+
+    def _say(self, line: str) -> None:
+        if not self._closing:
+            print(f"swift: {line}", file=sys.stderr, flush=True)
 
     def _on_view(self, view: pb.View) -> None:
         self.view = view

@@ -131,9 +131,14 @@ class Session:
         try:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             coordinator, job = os.environ["SWIFT_COORDINATOR"], os.environ["SWIFT_JOB"]
-            incarnation, checkpoints = os.environ["SWIFT_INCARNATION"], os.environ["SWIFT_CHECKPOINT_DIR"]
+            incarnation = os.environ["SWIFT_INCARNATION"]
         except KeyError as error:
             raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+        checkpoints = os.environ.get("SWIFT_CHECKPOINT_DIR", "")
+        if not checkpoints:
+            raise UsageError(
+                "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
+            )
         check_job(job)  # it becomes a part of a path
         columns = config.replicas * config.shards
         shards = f" of {config.shards} shards" if config.shards > 1 else ""

@@ -1,6 +1,7 @@
 """The client and the watcher, against a scripted server."""
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -190,6 +191,35 @@ def test_a_coordinator_that_comes_back_on_its_port_is_found_at_once(
     answered = time.monotonic()
     back.join()
     assert there[0] < answered < there[1] + 2.0
+
+
+@pytest.mark.parametrize("asks", ["a call", "a watcher"])
+def test_a_coordinator_that_does_not_answer_is_told_at_once_and_once(served: Served, asks: str) -> None:
+    """Long before the patience ends; and that it answers again."""
+    told: list[str] = []
+    news = threading.Event()
+
+    def tell(line: str) -> None:
+        told.append(line)
+        news.set()
+
+    served.stop()
+    served.scripted.show(view(1, 1))
+    with CoordinatorClient(served.address, "j", patience_s=60.0, tell=tell) as client:
+        if asks == "a watcher":
+            watcher = client.watch()
+            waits = threading.Thread(target=watcher.wait_for, args=(lambda view: True, 60.0))
+        else:
+            waits = threading.Thread(target=client.member_exited, args=(2, 77, -9))
+        waits.start()
+        assert news.wait(30.0)
+        served.start()
+        waits.join(30.0)
+        away, again = told
+    assert re.match(
+        rf"the coordinator at {served.address} does not answer \(Connection refused.*trying", away
+    )
+    assert again == f"the coordinator at {served.address} answers again"
 
 
 def test_patience_ends_with_the_address(served: Served) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
-from swift.control import status
+from swift.control import asking, status
 
 
 def said(*, seconds_left: float | None = 3.24, replays: bool = True) -> pb.StatusReply:
@@ -50,7 +50,9 @@ def test_for_programs() -> None:
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(asking, "PATIENCE_S", 1.0)
     assert status.main(["--coordinator", "127.0.0.1:1", "--job", "j"]) == 3
-    assert "127.0.0.1:1" in capsys.readouterr().err
+    at_once, in_the_end = capsys.readouterr().err.splitlines()
+    assert "127.0.0.1:1 does not answer (Connection refused" in at_once
+    assert "no answer from the coordinator at 127.0.0.1:1 within 1 s" in in_the_end
     assert status.main(["--coordinator", "127.0.0.1:1"]) == 2
