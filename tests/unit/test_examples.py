@@ -12,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,28 @@ def test_the_container_copies_what_there_is_and_runs_a_command_that_there_is() -
     assert json.loads(last["ENTRYPOINT"]) == ["/opt/swift/bin/swift-ft"]
     check_flags(json.loads(last["CMD"]))
     assert last["STOPSIGNAL"] == "SIGTERM"
+
+
+def test_the_container_takes_nothing_from_the_network_but_by_its_hash() -> None:
+    """Each pip either asks for hashes or asks nobody, and what the second kind needs is all there by then."""
+    pips = [
+        shlex.split(command.partition(" -m ")[2] if " -m pip" in command else command)
+        for name, rest in instructions()
+        if name == "RUN"
+        for command in rest.split("&&")
+        if re.search(r"\bpip\b", command)
+    ]
+    assert len(pips) >= 2
+    for words in pips:
+        assert ("--require-hashes" in words) != ("--no-index" in words), words
+    fetched, installed = pips
+    assert fetched[fetched.index("-r") + 1] == "requirements.hashed.txt"
+    assert fetched[fetched.index("-d") + 1] == installed[installed.index("--find-links") + 1]
+    hashed = (ROOT / "requirements.hashed.txt").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for requirement in (*project["project"]["dependencies"], *project["build-system"]["requires"]):
+        package = re.split(r"[^\w-]", requirement)[0].replace("-", "[-_]")
+        assert re.search(rf"^{package}==", hashed, re.MULTILINE | re.IGNORECASE), requirement
 
 
 def compose() -> dict[str, Any]:
