@@ -18,6 +18,7 @@ OTHERS = {
     "plan": "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
     "inspect": "show, verify and export what is in the log; drop a job's log",
     "status": "show what a job does now: its state, each rank's version, how long a replay will still take",
+    "jobs": "list a coordinator's jobs: state, version, newest checkpoint of each",
     "logs": "show where a job's log is kept; give a log server up, or name another one",
     "doctor": "check whether this machine is fit, and whether the services answer",
     "bench": "measure one part against the limit of the machine: log, replay, undo, ...; soak the log",
@@ -60,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(importlib.import_module("swift.doctor.command").main(rest))
     if command == "status":
         return int(importlib.import_module("swift.control.status").main(rest))
+    if command == "jobs":
+        return int(importlib.import_module("swift.control.jobs").main(rest))
     if command == "logs":
         return int(importlib.import_module("swift.control.logs").main(rest))
     if command in ("version", "--version"):

@@ -21,7 +21,7 @@ from services.coordinator.row import JobRow, LogServer
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
-from services.coordinator.views import measurements_of, status_of, view_of
+from services.coordinator.views import measurements_of, status_of, summary_of, view_of
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ServiceError, UsageError
@@ -35,6 +35,8 @@ TRIM_ATTEMPTS = 5
 ERRORS_MAX = 10
 """So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
 JOBS_MAX = 1024
+JOBS_SHOWN_MAX = 4096
+"""In one answer, which gRPC's clients take up to 4 MiB of."""
 
 T = TypeVar("T")
 
@@ -189,6 +191,13 @@ class Driver:
         if job is None:
             raise NoSuchJob(name)
         return status_of(job, self._clock())
+
+    def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
+        """Those that the asker may see, as many as an answer takes."""
+        seen = [job for name, job in sorted(self._jobs.items()) if may_see(name)]
+        seen.sort(key=lambda job: job.row.state.is_over)
+        shown = [summary_of(job) for job in seen[:JOBS_SHOWN_MAX]]
+        return pb.JobsReply(jobs=shown, left_out=len(seen) - len(shown))
 
     def measurements(self, name: str) -> pb.MeasurementsReply:
         job = self._jobs.get(name)

@@ -12,6 +12,7 @@ from services.coordinator import messages as m
 from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
 from services.coordinator.logs import check_address
 from services.coordinator.messages import Refusal, Refused
+from services.security.interceptors import visit_of
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.control.measured import from_message
@@ -214,6 +215,9 @@ class Servicer(pb_grpc.CoordinatorServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         return await self._answer(context, request.job, lambda: self._driver.status(request.job))
+
+    async def Jobs(self, request: pb.JobsRequest, context: Context) -> pb.JobsReply:
+        return self._driver.jobs(visit_of().covers)
 
     async def _ack(self, context: Context, job: str, command: m.Command) -> pb.Ack:
         await self._answer(context, job, lambda: self._driver.apply(job, command))

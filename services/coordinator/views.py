@@ -8,6 +8,9 @@ from swift._pb import coordinator_pb2 as pb
 from swift.control.measured import to_message
 from swift.recovery import Plan
 
+SUMMARY_WORDS_MAX = 200
+"""Characters of a reason in a list of jobs."""
+
 
 def view_of(row: JobRow) -> pb.View:
     shows_plan = row.state in (State.RECOVERING, State.RUNNING) and row.plan is not None
@@ -71,6 +74,22 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
         for address, age_s in job.places.ages_s(now).items()
     ]
     return pb.StatusReply(view=view_of(job.row), ranks=ranks, suspicions=suspicions, log_servers=servers)
+
+
+def summary_of(job: Job) -> pb.JobSummary:
+    row = job.row
+    return pb.JobSummary(
+        job=row.job,
+        state=pb.State.Value(row.state),
+        generation=row.generation,
+        world_size=row.world_size,
+        live_ranks=0 if row.state.is_over else len(row.holders),
+        version=max([job.steps.version(rank) for rank in row.holders] + row.checkpoints, default=0),
+        checkpoint=max(row.checkpoints, default=None),
+        inexact_since=row.inexact_since,
+        reason=row.reason[:SUMMARY_WORDS_MAX],
+        waiting_for=waiting_for(row)[:SUMMARY_WORDS_MAX],
+    )
 
 
 def measurements_of(job: Job) -> pb.MeasurementsReply:

@@ -235,7 +235,8 @@ class Visit:
                 grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call"
             ) from None
         job = getattr(request, "job", "")
-        self.check(job, max(getattr(request, "generation", 0), self._now(job)))
+        if hasattr(request, "job"):  # else it is about all that the token may see: see `covers`
+            self.check(job, max(getattr(request, "generation", 0), self._now(job)))
         self._gate.let_in(self._method, job, None if self._gate.is_open else self.grant(), self._peer)
         return request
 
@@ -250,6 +251,10 @@ class Visit:
             raise self._denied(_left_behind(grant.generation_max or 0), grant, job)
         if grant.generation_max is not None:
             self._jobs.add(job)
+
+    def covers(self, job: str) -> bool:
+        """Whether the token is of this job, as it is now."""
+        return self._gate.is_open or self.grant().covers(job, self._now(job))
 
     def still_good(self) -> None:
         """Raises Denied once the token has expired, was revoked, or has been left behind by the job."""

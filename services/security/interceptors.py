@@ -19,7 +19,7 @@ _visit: ContextVar[Visit] = ContextVar("visit")
 
 
 def visit_of() -> Visit:
-    """(in the handler of a stream of requests, before it gives anything) Its visit."""
+    """(in the handler of a stream of requests, before it gives anything, or of asyncio's single call) Its visit."""
     return _visit.get()
 
 
@@ -179,6 +179,7 @@ def _async_unary(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Await
         try:
             visit.enter(context.peer())
             request = visit.parse(data, handler.request_deserializer)
+            _visit.set(visit)
             return await handler.unary_unary(request, context)
         except Denied as denied:
             await _abort(context, denied)

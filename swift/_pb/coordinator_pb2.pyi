@@ -1646,3 +1646,102 @@ class StatusReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class JobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobsRequest: _TypeAlias = JobsRequest  # noqa: Y015
+
+@_typing.final
+class JobSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    LIVE_RANKS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    INEXACT_SINCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    state: Global___State.ValueType
+    generation: _builtins.int
+    world_size: _builtins.int
+    live_ranks: _builtins.int
+    """ranks that a process holds"""
+    version: _builtins.int
+    """of the rank that is furthest"""
+    checkpoint: _builtins.int
+    """the newest complete one"""
+    inexact_since: _builtins.int
+    reason: _builtins.str
+    """the beginning of View.reason"""
+    waiting_for: _builtins.str
+    """... of View.waiting_for"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        state: Global___State.ValueType = ...,
+        generation: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        live_ranks: _builtins.int = ...,
+        version: _builtins.int = ...,
+        checkpoint: _builtins.int | None = ...,
+        inexact_since: _builtins.int | None = ...,
+        reason: _builtins.str = ...,
+        waiting_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "_inexact_since", b"_inexact_since", "checkpoint", b"checkpoint", "inexact_since", b"inexact_since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "_inexact_since", b"_inexact_since", "checkpoint", b"checkpoint", "generation", b"generation", "inexact_since", b"inexact_since", "job", b"job", "live_ranks", b"live_ranks", "reason", b"reason", "state", b"state", "version", b"version", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015
+    _WhichOneofReturnType__inexact_since: _TypeAlias = _typing.Literal["inexact_since"]  # noqa: Y015
+    _WhichOneofArgType__inexact_since: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint) -> _WhichOneofReturnType__checkpoint | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inexact_since) -> _WhichOneofReturnType__inexact_since | None: ...
+
+Global___JobSummary: _TypeAlias = JobSummary  # noqa: Y015
+
+@_typing.final
+class JobsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    left_out: _builtins.int
+    """so many more there are"""
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobSummary]:
+        """those under way first, by name"""
+
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___JobSummary] | None = ...,
+        left_out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "left_out", b"left_out"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobsReply: _TypeAlias = JobsReply  # noqa: Y015

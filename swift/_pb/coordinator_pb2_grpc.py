@@ -124,6 +124,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.StatusRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Jobs = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Jobs',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.JobsRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.JobsReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
@@ -267,6 +272,13 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Jobs(self, request, context):
+        """(anyone) The jobs of this coordinator: those that the caller's token is of; all, without tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -359,6 +371,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.StatusRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.StatusReply.SerializeToString,
+            ),
+            'Jobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.Jobs,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.JobsRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.JobsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -847,6 +864,33 @@ class Coordinator:
             '/swift.coordinator.v1.Coordinator/Status',
             swift_dot___pb_dot_coordinator__pb2.StatusRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Jobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Jobs',
+            swift_dot___pb_dot_coordinator__pb2.JobsRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.JobsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,8 @@ class CoordinatorStub:
     """(anyone) What the ranks have measured."""
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
     """(anyone) The View with what an operator wants to see."""
+    Jobs: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobsRequest, _coordinator_pb2.JobsReply]
+    """(anyone) The jobs of this coordinator: those that the caller's token is of; all, without tokens."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -159,6 +161,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """(anyone) What the ranks have measured."""
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
     """(anyone) The View with what an operator wants to see."""
+    Jobs: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobsRequest, _coordinator_pb2.JobsReply]  # type: ignore[assignment]
+    """(anyone) The jobs of this coordinator: those that the caller's token is of; all, without tokens."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -325,5 +329,13 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]:
         """(anyone) The View with what an operator wants to see."""
+
+    @_abc_1.abstractmethod
+    def Jobs(
+        self,
+        request: _coordinator_pb2.JobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.JobsReply, _abc.Awaitable[_coordinator_pb2.JobsReply]]:
+        """(anyone) The jobs of this coordinator: those that the caller's token is of; all, without tokens."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

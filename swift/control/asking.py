@@ -13,7 +13,7 @@ PATIENCE_S = 10.0
 """Somebody waits for it: a coordinator that is being started again is waited for no longer."""
 
 
-def parser_of(prog: str, description: str, json_help: str) -> Parser:
+def parser_of(prog: str, description: str, json_help: str, *, of_job: bool = True) -> Parser:
     parser = Parser(prog=prog, description=description)
     known = os.environ.get("SWIFT_COORDINATOR")
     parser.add_argument(
@@ -23,7 +23,10 @@ def parser_of(prog: str, description: str, json_help: str) -> Parser:
         metavar="HOST:PORT",
         help="default: $SWIFT_COORDINATOR",
     )
-    parser.add_argument("--job", required=True, metavar="NAME")
+    if of_job:
+        parser.add_argument("--job", required=True, metavar="NAME")
+    else:
+        parser.set_defaults(job="")
     parser.add_argument("--json", action="store_true", help=json_help)
     return parser
 

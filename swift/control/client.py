@@ -335,6 +335,10 @@ class CoordinatorClient:
         """The View, with every rank's lease, version and what is suspected."""
         return self._call(self._stub.Status, pb.StatusRequest(job=self.job))
 
+    def jobs(self) -> pb.JobsReply:
+        """The coordinator's jobs, as far as this process's token is of them. The client's own job is not asked for."""
+        return self._call(self._stub.Jobs, pb.JobsRequest())
+
     def watch(self, *callbacks: Callable[[pb.View], None]) -> ViewWatcher:
         """A running watcher of this job's View. `callbacks` are subscribed before the first View comes."""
         watcher = ViewWatcher(self._stub, self._line, self.address, self.job, *callbacks)

@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
-
-from google.protobuf.json_format import MessageToDict
 
 from swift._pb import coordinator_pb2 as pb
+from swift.control.as_json import as_json
 from swift.control.asking import client_of, exit_code_of, parser_of
 from swift.views import inexact_words
 
@@ -29,11 +27,6 @@ def run(argv: Sequence[str]) -> int:
         client.close()
     print(json.dumps(as_json(status), indent=2) if arguments.json else "\n".join(lines(status)))
     return 0
-
-
-def as_json(status: pb.StatusReply) -> dict[str, Any]:
-    found: dict[str, Any] = MessageToDict(status, preserving_proto_field_name=True)
-    return found
 
 
 def lines(status: pb.StatusReply) -> list[str]:

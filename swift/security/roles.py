@@ -55,5 +55,6 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "ChangeLogServers": frozenset({Role.OPERATOR}),
         COORDINATOR + "Fail": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Status": _SEE,
+        COORDINATOR + "Jobs": _SEE,
     }
 )

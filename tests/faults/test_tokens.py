@@ -66,6 +66,7 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     COORDINATOR + "Differs": lambda job: pb.DiffersRequest(job=job, reason="because"),
     COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
     COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),
+    COORDINATOR + "Jobs": lambda job: pb.JobsRequest(),
 }
 
 
@@ -191,6 +192,8 @@ def test_f41_no_credential_an_expired_one_or_another_jobs(world: World, tmp_path
                 for job in (JOB, "absent", "../up", "")
             }
             assert len(answers) == 1, (method, who, answers)
+            if (method, who) == (COORDINATOR + "Jobs", "another"):
+                code = grpc.StatusCode.OK  # of its own jobs, of which there is none
             assert answers.pop()[0] is code, (method, who)
     after = world.client.status().view
     for view in (before, after):  # the first fence may be answered meanwhile
@@ -212,6 +215,14 @@ def test_f41_every_role_may_call_what_the_document_says_and_nothing_else(world: 
             assert code not in NOT_LET_IN, (method, role, code, words)
         else:
             assert (code, "denied" in words) == (grpc.StatusCode.PERMISSION_DENIED, True), (method, role)
+
+
+def test_f41_a_list_of_jobs_has_those_of_the_token(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job, seen in ((JOB, [JOB]), ("another", []), (EVERY_JOB, [JOB])):
+        token = world.keys.mint([Role.OPERATOR], job)
+        monkeypatch.setenv(ENV_TOKEN_FILE, str(world.keys.file("lists", token)))
+        with CoordinatorClient(world.coordinator, "") as client:
+            assert [one.job for one in client.jobs().jobs] == seen
 
 
 def test_f41_clients_say_it_in_one_line(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +256,9 @@ def test_f41_a_fenced_ranks_token_writes_under_no_newer_generation(world: World)
     assert world.call(COORDINATOR + "Report", report, bound)[0] is grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(world: World) -> None:
+def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is read with, joined with and watched with no more, although these calls name no generation."""
     world.client.ready(1, 0)
     world.client.watch().wait_for(lambda view: view.state == pb.RUNNING, 20)
@@ -266,7 +279,12 @@ def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(world: World
     while world.call(LOG + "Inventory", inventory, bound)[0] is grpc.StatusCode.OK:
         assert time.monotonic() < deadline, "generation 2 was not granted"
         time.sleep(0.02)
+    monkeypatch.setenv(ENV_TOKEN_FILE, str(world.keys.file("bound", bound.removeprefix("Bearer "))))
+    with CoordinatorClient(world.coordinator, "") as client:
+        assert not client.jobs().jobs
     for name, request in whole.items():
+        if name == COORDINATOR + "Jobs":
+            continue
         code, words = world.call(name, request, bound)
         if name == LOG + "Append":
             assert code is grpc.StatusCode.FAILED_PRECONDITION  # generation 1, which it names, is over

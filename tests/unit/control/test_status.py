@@ -6,6 +6,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.control import asking, status
+from swift.control.as_json import as_json
 
 
 def said(*, seconds_left: float | None = 3.24, replays: bool = True) -> pb.StatusReply:
@@ -46,7 +47,21 @@ def test_before_there_is_a_pace_and_without_a_replay() -> None:
 def test_for_programs() -> None:
     shown = json.loads(json.dumps(status.as_json(said())))
     assert shown["view"]["state"] == "RECOVERING"
-    assert shown["ranks"][1]["replay"] == {"version": "7", "target": "15", "seconds_left": 3.24}
+    assert shown["ranks"][1]["replay"] == {"version": 7, "target": 15, "seconds_left": 3.24}
+    assert shown["ranks"][0]["replay"] is None
+    assert shown["ranks"][0]["rank"] == 0, "zero is a value"
+    assert shown["view"]["generation"] == 3
+    assert shown["view"]["inexact_since"] is None
+    assert shown["view"]["members"] == []
+
+
+def test_every_field_of_every_message_is_there() -> None:
+    view = pb.View(groups_from={1: 20, 0: 10}, checkpoints=[5, 10], inexact_since=0)
+    shown = as_json(view)
+    assert set(shown) == {field.name for field in pb.View.DESCRIPTOR.fields}
+    assert shown["groups_from"] == {"0": 10, "1": 20}
+    assert (shown["checkpoints"], shown["inexact_since"], shown["final_version"]) == ([5, 10], 0, None)
+    assert (shown["state"], shown["plan"]) == ("STATE_UNSPECIFIED", None)
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

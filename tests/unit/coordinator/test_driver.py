@@ -458,3 +458,25 @@ async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
     moved = driver_of(logs, store, ("l1", "l7"))
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l1", "l7"]
     moved.stop()
+
+
+@scenario
+async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, store: MemoryStore) -> None:
+    """Those under way first; an answer has a bound, and says what it leaves out."""
+    driver = driver_of(logs, store, servers=())
+    for name in ("b", "a", "c"):
+        driver.join(name, join())
+    driver.apply("a", m.Fail(sender=None, reason="x" * 1000))
+    listed = driver.jobs(lambda name: True)
+    assert [(one.job, one.state) for one in listed.jobs] == [
+        ("b", pb.FORMING),
+        ("c", pb.FORMING),
+        ("a", pb.FAILED),
+    ]
+    assert listed.jobs[2].reason == "x" * 200
+    assert [one.job for one in driver.jobs(lambda name: name == "c").jobs] == ["c"]
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(driver_module, "JOBS_SHOWN_MAX", 2)
+        listed = driver.jobs(lambda name: True)
+    assert ([one.job for one in listed.jobs], listed.left_out) == (["b", "c"], 1)
+    driver.stop()

@@ -1,0 +1,34 @@
+"""A message for programs: numbers are numbers, and every field is there.
+
+protobuf's own JSON leaves out what is zero and writes 64-bit integers as strings.
+"""
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """By field names as in the .proto; enums by name, keys of maps as strings; None: an optional field is not set."""
+    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field(message: Message, field: Any) -> Any:
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    value = getattr(message, field.name)
+    of = field.message_type
+    if of is not None and of.GetOptions().map_entry:
+        to = of.fields_by_name["value"]
+        return {str(key): _value(value[key], to) for key in sorted(value)}
+    if field.is_repeated:
+        return [_value(one, field) for one in value]
+    return _value(value, field)
+
+
+def _value(value: Any, field: Any) -> Any:
+    if field.message_type is not None:
+        return as_json(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value
