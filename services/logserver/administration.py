@@ -84,7 +84,7 @@ class Administration:
                     with self._changed:
                         step = next(procedure)
                         if isinstance(step, Settle):
-                            self._settle(procedure)
+                            self._settle(step.job, procedure)
                 except StopIteration as done:
                     result: T = done.value
                     return result
@@ -150,8 +150,8 @@ class Administration:
             if job.generation:
                 self._save_now(job)
 
-    def _settle(self, procedure: Procedure[T]) -> None:
-        self._committer.settle()
+    def _settle(self, job: str, procedure: Procedure[T]) -> None:
+        self._committer.settle(job)
         if self._state.failed:
             procedure.throw(Refused(Refusal(Reason.CLOSED, self._state.failed)))
 

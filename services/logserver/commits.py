@@ -1,6 +1,7 @@
 """What is on its way to the disk, when a sync is due, and what is acknowledged after it. No I/O, no clock.
 
-::
+Each job has a line of its own, and lines take turns: a commit is of one job. While others write, a turn is short, so
+that nobody waits for as many files as another one likes to write. In a line::
 
     settled <= accepted       frames that left the queue for good, and that ever entered it
     synced  <= settled        how many of these the last sync covers
@@ -12,8 +13,9 @@ Call sequence (`services.logserver.committer` is the shell, and holds the server
     committed(batch, sync, now, unmended)     or gave_up(error, batch, now)
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from services.logserver.failures import JobDamaged, SegmentGone, StorageBusy, StorageError, StorageFull
 from services.logserver.space import Notice
@@ -23,8 +25,20 @@ from services.logserver.streams import Refusal, StreamState, cannot_be_mended
 from swift._pb import log_pb2
 from swift.log.wire import Fsync, Reason
 
-_BATCH_BYTES = 16 << 20
-_BATCH_RECORDS = 1000
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """How much a commit takes at most; of the last record, all."""
+
+    bytes: int
+    records: int
+    streams: int
+    """Each is a file of its own to write and to sync."""
+
+
+ALONE = Turn(bytes=16 << 20, records=1000, streams=1000)
+"""So much that a sync is shared, not so much that it is slow."""
+AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +49,37 @@ class Queued:
     fsync: Fsync
 
 
+@dataclass(slots=True, eq=False)
+class Line:
+    """A job's frames. It is there while something is owed to one of them."""
+
+    queue: deque[Queued] = field(default_factory=deque)
+    accepted: int = 0
+    settled: int = 0
+    synced: int = 0
+    promised: int = 0
+    """Up to here there are some that a sync is promised to, now or soon."""
+    sync_target: int = 0
+    """How many a sync is asked for."""
+
+    @property
+    def over(self) -> bool:
+        return self.settled == self.accepted and self.synced >= self.promised
+
+
+Target = list[tuple[Line, int, int]]
+
+
 class Commits:
     """Frames that the core accepted, on their way to the storage."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._queue: list[Queued] = []
-        self._accepted = 0
+        self._lines: dict[str, Line] = {}
+        """By job; whose turn it is comes first."""
+        self._accepted = 0  # of all jobs together, for `progress`
         self._settled = 0
         self._synced = 0
-        self._promised = 0  # up to here there are some that a sync is promised to, now or soon
-        self._sync_target = 0  # how many a sync is asked for
         self._unsynced_since: float | None = None
         self._unsynced: dict[int, StreamState] = {}
         """Stream tag -> a stream with records that are acknowledged to who wanted no sync, and not synced."""
@@ -53,10 +87,12 @@ class Commits:
         """Stream tag -> who has sent such records again, and wants them synced before it is told of them."""
 
     def put(self, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
-        self._queue.append(Queued(session, stream, write, fsync))
+        line = self._lines.setdefault(stream.job, Line())
+        line.queue.append(Queued(session, stream, write, fsync))
+        line.accepted += 1
         self._accepted += 1
         if fsync is not Fsync.NEVER:
-            self._promised = self._accepted
+            line.promised = line.accepted
 
     def acknowledge_again(self, session: Session, stream: StreamState, fsync: Fsync) -> None:
         """What was sent again is there: to say so may take a sync, as it did not when it came first."""
@@ -65,14 +101,18 @@ class Commits:
             return
         self._awaiting[stream.tag] = session
 
-    def ask_to_settle(self) -> tuple[int, int]:
-        """What `is_settled` is to be asked with: everything accepted so far is durable, or was given up."""
-        self._sync_target = max(self._sync_target, self._promised)
-        return self._accepted, self._sync_target
+    def ask_to_settle(self, job: str | None = None) -> Target:
+        """What `is_settled` is to be asked with: everything accepted so far (of one job, or of all) is durable, or
+        was given up."""
+        lines = self._lines.values() if job is None else [self._lines[job]] if job in self._lines else []
+        for line in lines:
+            line.sync_target = max(line.sync_target, line.promised)
+        return [(line, line.accepted, line.sync_target) for line in lines]
 
-    def is_settled(self, target: tuple[int, int]) -> bool:
-        settled, synced = target
-        return bool(self._state.failed) or (self._settled >= settled and self._synced >= synced)
+    def is_settled(self, target: Target) -> bool:
+        return bool(self._state.failed) or all(
+            line.settled >= settled and line.synced >= synced for line, settled, synced in target
+        )
 
     def progress(self) -> tuple[int, int, int]:
         """Frames accepted so far; those that left the queue; those that a sync covers."""
@@ -80,26 +120,39 @@ class Commits:
 
     @property
     def empty(self) -> bool:
-        return not self._queue
+        return not any(line.queue for line in self._lines.values())
+
+    @property
+    def _sync_is_asked_for(self) -> bool:
+        return any(line.sync_target > line.synced for line in self._lines.values())
 
     @property
     def work_to_do(self) -> bool:
-        return bool(self._queue or self._awaiting) or self._sync_target > self._synced
+        return bool(self._awaiting) or not self.empty or self._sync_is_asked_for
 
     def take(self) -> list[Queued]:
-        """What goes into the next commit: so much that a sync is shared, not so much that it is slow."""
-        size = count = 0
-        for queued in self._queue:
-            if size >= _BATCH_BYTES or count >= _BATCH_RECORDS:
+        """What goes into the next commit: of the job whose turn it is."""
+        job = next((name for name, line in self._lines.items() if line.queue), None)
+        if job is None:
+            return []
+        line = self._lines[job]
+        # By who writes, not by who waits: somebody's record may come while a long turn has just begun.
+        turn = AMONG_OTHERS if len(self._state.writers) > 1 else ALONE
+        batch: list[Queued] = []
+        streams: set[int] = set()
+        size = 0
+        while line.queue and size < turn.bytes and len(batch) < turn.records:
+            queued = line.queue[0]
+            streams.add(queued.stream.tag)
+            if len(streams) > turn.streams:
                 break
+            batch.append(line.queue.popleft())
             size += queued.write.size
-            count += 1
-        batch, self._queue = self._queue[:count], self._queue[count:]
         return batch
 
     def sync_due(self, batch: list[Queued], now: float) -> bool:
         """Whether this commit ends with a sync."""
-        if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_target > self._synced:
+        if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_is_asked_for:
             return True
         if self._awaiting:
             return True
@@ -116,10 +169,13 @@ class Commits:
     ) -> list[Notice]:
         """The storage has it, but for what could not be mended. What is to be told: there is space again, and what
         was mended."""
-        self._settled += len(batch)
+        self._leave(batch)
+        if batch:  # its turn is over: behind whoever has come meanwhile
+            job = batch[0].stream.job
+            self._lines[job] = self._lines.pop(job)
         if sync:
             self._unsynced_since = None
-            self._synced = self._settled
+            self._is_synced()
             self._unsynced.clear()
         elif self._unsynced_since is None and any(queued.fsync is Fsync.INTERVAL for queued in batch):
             self._unsynced_since = now
@@ -129,7 +185,24 @@ class Commits:
         self._acknowledge(batch)
         if sync:
             self._tell_awaiting()
+        self._forget_those_over()
         return [*news, *(self._state.space.disk_took() if batch else [])]
+
+    def _leave(self, batch: Iterable[Queued]) -> None:
+        """These have left their queues for good."""
+        for queued in batch:
+            self._lines[queued.stream.job].settled += 1
+            self._settled += 1
+
+    def _is_synced(self) -> None:
+        """All that has left."""
+        for line in self._lines.values():
+            line.synced = line.settled
+        self._synced = self._settled
+
+    def _forget_those_over(self) -> None:
+        for job in [job for job, line in self._lines.items() if line.over]:
+            del self._lines[job]
 
     def _tell_awaiting(self) -> None:
         awaiting, self._awaiting = self._awaiting, {}
@@ -187,12 +260,15 @@ class Commits:
         if isinstance(error, SegmentGone):
             news.append(self._lost(error))
         state.space.recount(state.core, trimmed=False)
-        self._settled += len(batch) + len(self._queue)
-        self._queue.clear()
+        self._leave(batch)
+        for line in self._lines.values():
+            self._leave(line.queue)
+            line.queue.clear()
         self._awaiting.clear()
         if state.failed:  # no sync is tried any more
             self._unsynced_since = None
-            self._synced = self._settled
+            self._is_synced()
+        self._forget_those_over()
         state.end_sessions(refusal_of(error))
         return news
 

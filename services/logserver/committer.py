@@ -26,9 +26,10 @@ class Committer:
     def start(self) -> None:
         self._thread.start()
 
-    def settle(self) -> None:
-        """(holding ``changed``) Waits until everything accepted so far is durable, or was given up."""
-        target = self.commits.ask_to_settle()
+    def settle(self, job: str | None = None) -> None:
+        """(holding ``changed``) Waits until everything accepted so far, of one job or of all, is durable, or was given
+        up."""
+        target = self.commits.ask_to_settle(job)
         self._changed.notify_all()
         self._changed.wait_for(lambda: self.commits.is_settled(target))
 

@@ -19,7 +19,9 @@ from swift.log.wire import Reason
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Wait until everything accepted so far is durable."""
+    """Wait until everything accepted so far of the job is durable."""
+
+    job: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def fence(
         opened_under = session.oldest[job_name]
         if opened_under < generation:
             session.end(state.core.check_generation(job, opened_under))
-    yield Settle()
+    yield Settle(job_name)
     yield Save(job_name, meta_of(job))
     state.cut_off.pop(job_name, None)
     yield Emit("fence", {"job": job_name, "generation": generation})
@@ -221,7 +223,7 @@ def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]
     before = state.cut_off.get(job.name)
     state.cut_off[job.name] = why
     try:
-        yield Settle()
+        yield Settle(job.name)
     finally:
         if before is None:
             del state.cut_off[job.name]

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 
 from services.logserver import procedures
 from services.logserver.appends import Appends, Quarantined, join
-from services.logserver.commits import Commits, Queued
+from services.logserver.commits import Commits, Queued, Target
 from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.procedures import Clean, Forget, Save, Settle
 from services.logserver.reading import Reading
@@ -157,7 +157,7 @@ class ServerProcess(Process):
         self.on_crash = on_crash
         self._disk = disk
         self._committing = False
-        self._settling: list[tuple[tuple[int, int], Callable[[], None]]] = []
+        self._settling: list[tuple[Target, Callable[[], None]]] = []
         self._procedures: deque[tuple[Callable[[], Procedure], Callable[[Refusal | None, object], None]]] = (
             deque()
         )
@@ -336,7 +336,7 @@ class ServerProcess(Process):
         try:
             step = next(procedure)
             if isinstance(step, Settle):
-                target = self._commits.ask_to_settle()
+                target = self._commits.ask_to_settle(step.job)
                 self._settling.append((target, lambda: self._settled(procedure, answer)))
                 self._wake()
                 self._kick()

@@ -1,0 +1,104 @@
+"""Whose records are written next, while a job has far more of them than another one."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from services.logserver.appends import Appends
+from services.logserver.commits import AMONG_OTHERS, Commits
+from services.logserver.state import EngineConfig, ServerState, Session
+from services.logserver.storage import Write
+from swift._pb import log_pb2
+from swift.log.assembly import Assembler
+from tests.hostile.world import frame
+from tests.sim.server import Unlocked
+from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.test_appends import Nowhere
+
+
+class World:
+    def __init__(self) -> None:
+        self.state = ServerState(MemoryStorage(), EngineConfig(), Unlocked())
+        self.commits = Commits(self.state)
+        self.appends = Appends(self.state, self.commits)
+
+    def writer(self, job: str) -> Session:
+        self.state.core.fence(job, 1)
+        session = Session(Nowhere(), Assembler(2 << 20))
+        self.appends.attach(session)
+        return session
+
+    def put(self, session: Session, job: str, stream: str, sequences: range, body: bytes = b"x") -> None:
+        opened = log_pb2.Open(job=job, stream=stream, generation=1, acked_sequence=0)
+        self.appends.open(session, opened, 0.0)
+        for sequence in sequences:
+            one = frame(job, sequence, sequence, stream=stream, body=body)
+            self.appends.accept(session, self.appends.parse(session, memoryview(one)))
+
+    def commit(self, meanwhile: Callable[[], None] = lambda: None) -> list[Write]:
+        """One turn."""
+        batch = self.commits.take()
+        meanwhile()
+        self.commits.committed(batch, self.commits.sync_due(batch, 0.0), 0.0)
+        return [queued.write for queued in batch]
+
+
+def jobs(writes: list[Write]) -> set[str]:
+    return {write.job for write in writes}
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        pytest.param([(f"s{number}", range(1), b"x") for number in range(300)], id="of streams"),
+        pytest.param([("s0", range(3000), b"x")], id="of records"),
+        pytest.param([("s0", range(40), bytes(1 << 20))], id="of bytes"),
+    ],
+)
+def test_a_flood_is_written_in_short_turns_and_nobody_waits_for_more_than_one(
+    flood: list[tuple[str, range, bytes]],
+) -> None:
+    world = World()
+    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
+    world.put(neighbour, "neighbour", "s0", range(1))
+    world.commit()
+    for stream, sequences, body in flood:
+        world.put(enemy, "enemy", stream, sequences, body)
+    for step in range(1, 5):
+        first = world.commit(partial(world.put, neighbour, "neighbour", "s0", range(step, step + 1)))
+        assert jobs(first) == {"enemy"}
+        assert len(first) <= AMONG_OTHERS.records
+        assert len({write.stream for write in first}) <= AMONG_OTHERS.streams
+        assert sum(write.size for write in first[:-1]) < AMONG_OTHERS.bytes
+        target = world.commits.ask_to_settle("neighbour")
+        assert jobs(world.commit()) == {"neighbour"}
+        assert world.commits.is_settled(target), "what another job has waiting is not waited for"
+    everything = world.commits.ask_to_settle()
+    assert not world.commits.is_settled(everything)
+    while not world.commits.empty:
+        world.commit()
+    assert world.commits.is_settled(everything)
+    accepted, settled, synced = world.commits.progress()
+    assert accepted == settled == synced == 5 + sum(len(sequences) for _, sequences, _ in flood)
+
+
+def test_a_job_alone_shares_its_syncs() -> None:
+    world = World()
+    writer = world.writer("job")
+    for number in range(20):
+        world.put(writer, "job", f"s{number}", range(10))
+    assert len(world.commit()) == 200
+
+
+def test_records_of_a_stream_keep_their_order_over_turns() -> None:
+    world = World()
+    one, other = world.writer("one"), world.writer("other")
+    for begin in range(0, 400, 100):
+        for session, job in ((one, "one"), (other, "other")):
+            world.put(session, job, "s0", range(begin, begin + 100))
+    written: dict[str, list[int]] = {"one": [], "other": []}
+    while not world.commits.empty:
+        for write in world.commit():
+            written[write.job].append(write.sequence)
+    assert written == {"one": list(range(400)), "other": list(range(400))}
