@@ -26,7 +26,14 @@ from swift.errors import ServiceError
 _NEEDED = {
     "torch.distributed.distributed_c10d": (
         _c10d,
-        ("_set_pg_timeout", "_world", "GroupName", "ProcessGroup"),
+        (
+            "_set_pg_timeout",
+            "_world",
+            "GroupName",
+            "ProcessGroup",
+            "_update_default_pg",
+            "_object_to_tensor",
+        ),
     ),
     "torch._C._distributed_c10d": (
         _backends,
@@ -341,11 +348,6 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
-def set_operation_timeout(timeout: timedelta) -> None:
-    """The longest an operation of the default group may take (its construction may have had another bound)."""
-    _c10d._set_pg_timeout(timeout)
-
-
 # --- process groups beside the default one ---
 
 
@@ -360,7 +362,26 @@ def default_group() -> Any:
     return _c10d._get_default_group()
 
 
+def make_default(group: Any) -> None:
+    """`group`, which torch knows, takes the place of the default group. Ending that ends this one as well."""
+    _c10d._update_default_pg(group)
+
+
+def before_pickling(call: Any) -> None:
+    """``call()`` before torch pickles something for a collective of Python objects, from here on."""
+
+    def to_tensor(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return _object_to_tensor(*args, **kwargs)
+
+    _c10d._object_to_tensor = to_tensor
+
+
+_object_to_tensor: Any = _c10d._object_to_tensor
+
+
 def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """The longest an operation of the group may take (its construction may have had another bound)."""
     _c10d._set_pg_timeout(timeout, group)
 
 

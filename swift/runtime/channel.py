@@ -11,7 +11,8 @@ process had not got out. So two ranks that replay at once feed each other throug
 import copy
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -94,9 +95,10 @@ class Channel:
         self._cursors: dict[str, StreamCursor] = {}
         self._share: Share | None = None
         self._replay_from = 0
-        self._collective_source = -1
+        self._collective_sources: Sequence[int] = ()
         self._step = 0
-        self._ordinal = 0
+        self._ordinals: dict[int, int] = {}
+        self._world_size = mesh.world_size
         self._microbatch = 0
         self.off_log = False
         """What this rank has become is not what the log leads to: what it sends is neither compared nor logged, until
@@ -148,7 +150,7 @@ class Channel:
 
     def begin_step(self, step: int) -> None:
         self._step = self.randomness.step = step
-        self._ordinal = 0
+        self._ordinals = {}
         # What replays side by side feeds each other through the log, whatever is wanted of it later.
         self.logged_by = self.logged_groups.at(step, [self.groups] if self.replaying else [])
         self.profile.begin()
@@ -161,14 +163,15 @@ class Channel:
         self,
         reader: LogReader,
         from_step: int,
-        collective_source: int,
+        collective_sources: Sequence[int],
         replayed_too: Mapping[int, int] = {},
     ) -> None:
-        """`replayed_too`: other stages that replay, and from which step on."""
+        """`collective_sources`: ranks whose logs have the results of the collectives that they took part in, the best
+        first. `replayed_too`: other stages that replay, and from which step on."""
         self._reader = reader
         self._replayed_too = replayed_too
         self._replay_from = from_step
-        self._collective_source = collective_source
+        self._collective_sources = collective_sources
         self.records_read = 0
         self.microbatches_replayed = 0
         self.clock = ReplayClock()
@@ -320,23 +323,60 @@ class Channel:
 
     # --- crossing collectives ---
 
-    def collective(self, name: str, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of `run()`, recorded; in a replay the recorded result, and `run` is not called."""
-        key = RecordKey(self._step, 0, self._ordinal)
-        self._ordinal += 1
-        if not self.replaying:
-            self._check()
-            self._check_whole()  # what this rank gives to others is as good as what it keeps
-            result = run()
-        elif self._collective_source < 0:
-            raise ReplayRefused(f"no living rank has the results of collective {name!r} in step {self._step}")
+    def collective(
+        self, name: str, run: Callable[[], torch.Tensor], ranks: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """The result of `run()`, recorded; in a replay the recorded result, and `run` is not called.
+
+        `ranks`: those that take part and get the same; empty: all."""
+        key = self._collective_key(ranks)
+        if self.replaying:
+            result = to_tensor(self._result(name, ranks, key)).to(self._device)
         else:
-            source = streams.collectives(self._collective_source)
-            result = to_tensor(self._read(source, key)).to(self._device)
+            self._check_before_collective()
+            result = run()
         self.profile.settled()
-        self.saw(RESULT, 0, 0, key.slot, result)
-        self._record(streams.collectives(self._rank), key, result, now=True)
+        self._gave(key, result)
         return result
+
+    def collective_into(
+        self, name: str, results: Sequence[torch.Tensor], run: Callable[[], None], ranks: Sequence[int]
+    ) -> None:
+        """As `collective`, of a `run()` that leaves its result in `results`."""
+        keys = [self._collective_key(ranks) for _ in results]
+        if self.replaying:
+            for key, result in zip(keys, results, strict=True):
+                fill(result.detach(), self._result(name, ranks, key), f"collective {name!r}@{self._step}")
+        else:
+            self._check_before_collective()
+            run()
+        self.profile.settled()
+        for key, result in zip(keys, results, strict=True):
+            self._gave(key, result.detach())
+
+    def _collective_key(self, ranks: Sequence[int]) -> RecordKey:
+        """Each group of ranks counts its own: others may have fewer, or more."""
+        number = 0
+        if len(ranks) not in (0, self._world_size):
+            number = 1 + zlib.crc32(",".join(map(str, sorted(ranks))).encode()) % (1 << 31)
+        ordinal = self._ordinals.get(number, 0)
+        self._ordinals[number] = ordinal + 1
+        return RecordKey(self._step, number, ordinal)
+
+    def _check_before_collective(self) -> None:
+        self._check()
+        self._check_whole()  # what this rank gives to others is as good as what it keeps
+
+    def _result(self, name: str, ranks: Sequence[int], key: RecordKey) -> Any:
+        """(replay) As a rank that took part has logged it."""
+        source = next((rank for rank in self._collective_sources if not ranks or rank in ranks), None)
+        if source is None:
+            raise ReplayRefused(f"no living rank has the results of collective {name!r} in step {self._step}")
+        return self._read(streams.collectives(source), key)
+
+    def _gave(self, key: RecordKey, result: torch.Tensor) -> None:
+        self.saw(RESULT, 0, key.microbatch, key.slot, result)
+        self._record(streams.collectives(self._rank), key, result, now=True)
 
     # --- stage metadata ---
 

@@ -45,11 +45,14 @@ class Communicator:
         backend: str = "gloo",
         service_ports: Callable[[], Iterable[int]] = tuple,
         groups: Sequence[LastingGroup] = (),
+        default: LastingGroup | None = None,
         build_timeout_s: float = 30.0,
         operation_timeout_s: float = 1800.0,
     ):
+        """`default`: one of `groups` that takes the default group's place for the trainer and for torch."""
         self._rank = rank
         self._world_size = world_size
+        self._default = default
         self._backend = backend
         self._service_ports = service_ports
         self._groups = groups
@@ -98,11 +101,10 @@ class Communicator:
                 world_size=self._world_size,
                 timeout=self._build_timeout,
             )
+            whole = _torch.default_group()
             for group in self._groups:
                 group.attach(
-                    _torch.default_group()
-                    if len(group.ranks) == self._world_size
-                    else self._build_inner(group, store)
+                    whole if len(group.ranks) == self._world_size else self._build_inner(group, store)
                 )
             # Nobody begins before all are connected: who dies in what comes next would leave those who are not waiting
             # in gloo for its connection, where no notice reaches them.
@@ -111,7 +113,9 @@ class Communicator:
         except (RuntimeError, ValueError):
             self._check()
             raise
-        _torch.set_operation_timeout(self._operation_timeout)
+        _torch.set_group_timeout(whole, self._operation_timeout)
+        if self._default is not None:
+            _torch.make_default(self._default)
         with self._lock:
             self._inside = frozenset(_socket_inodes().values()) - self._outside
         self._check()

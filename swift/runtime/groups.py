@@ -14,7 +14,7 @@ anything that came out of the collective is used: the step is dropped. FSDP2 doe
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,24 @@ from swift.runtime import _torch
 from swift.runtime.transport import MESSAGE_TIMEOUT, Alone, Messages, Op, Runner, Task, operation
 
 _RUNNER_END_S = 0.02  # an idle runner ends in microseconds; a lost one is not waited for
+
+
+class Gate(Protocol):
+    """Decides on what a trainer communicates over a group (`swift.runtime.gate`)."""
+
+    def collective(
+        self,
+        group: "LastingGroup",
+        name: str,
+        results: list[torch.Tensor],
+        run: Callable[[Messages], None],
+        *,
+        alike: bool,
+    ) -> bool: ...
+
+    def message(self, name: str) -> None: ...
+
+    def new_group(self) -> None: ...
 
 
 class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
@@ -39,6 +57,9 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self.broken: Exception | None = None
         self.reducing: Callable[[], None] = lambda: None  # called when a reduction of torch's is under way
         self.used: Callable[[], None] = lambda: None  # called when torch, or a trainer, communicates over it
+        self.gate: Gate | None = (
+            None  # only of a group over which trainers communicate, and torch beside them
+        )
         self._swallow = swallow
         self._quiet = False
         self._own = rank
@@ -107,16 +128,24 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         return self._message("recv", tensors, source, tag)
 
     def _message(self, kind: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if self.gate is not None:
+            self.gate.message(kind)
         if self._inner is None or self._runner is None:
             raise RuntimeError(f"process group {self.label}: connection of an ended generation")
         self.used()
         return _MessageWork(self._runner, getattr(self._inner, kind)(tensors, peer, tag), self._breaker())
 
-    def _collective(self, result: list[torch.Tensor], run: Callable[[Messages], None]) -> Any:
+    def _collective(
+        self, name: str, result: list[torch.Tensor], run: Callable[[Messages], None], *, alike: bool = True
+    ) -> Any:
+        """`name`: of torch's function. `alike`: all ranks get the same result."""
         if self._quiet:
             run(Alone(self._own, len(self.ranks)))
             return _CollectiveWork(None, result)
         self.used()
+        gate = self.gate if len(self.ranks) > 1 else None
+        if gate is not None and gate.collective(self, name, result, run, alike=alike):
+            return _CollectiveWork(None, result)
         broke = self._breaker()
         if self.broken is not None and self._swallow:
             return _CollectiveWork(None, result)
@@ -139,8 +168,10 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
 
         return broke
 
-    def _reduction(self, result: list[torch.Tensor], run: Callable[[Messages], None]) -> Any:
-        work = self._collective(result, run)
+    def _reduction(
+        self, name: str, result: list[torch.Tensor], run: Callable[[Messages], None], *, alike: bool = True
+    ) -> Any:
+        work = self._collective(name, result, run, alike=alike)
         if not self._quiet:
             self.reducing()
         return work
@@ -152,48 +183,65 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
             return operation(op), lambda total: total
         return operation(None), lambda total: total.div_(len(self.ranks))
 
+    # Memory is handed on without autograd's view of it: a result is no computation (as in torch's own groups).
+
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         op, finish = self._operation(options)
 
         def run(messages: Messages) -> None:
             for tensor in tensors:
-                messages.all_reduce(tensor, op)
-                finish(tensor)
+                messages.all_reduce(tensor.data, op)
+                finish(tensor.data)
 
-        return self._reduction(tensors, run)
+        return self._reduction("all_reduce", tensors, run)
 
     allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        op, finish = self._operation(options)
+
+        def run(messages: Messages) -> None:
+            for tensor in tensors:
+                whole = tensor.data.clone()
+                messages.all_reduce(whole, op)
+                if self._own == options.rootRank:
+                    tensor.data.copy_(finish(whole))
+
+        return self._reduction("reduce", tensors, run, alike=False)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         root = options.rootRank if options is not None else 0
 
         def run(messages: Messages) -> None:
             for tensor in tensors:
-                messages.broadcast(tensor, root)
+                messages.broadcast(tensor.data, root)
 
-        return self._collective(tensors, run)
+        return self._collective("broadcast", tensors, run)
 
-    def barrier(self, options: Any = None) -> Any:
-        return self._collective([], lambda messages: messages.barrier())
+    def barrier(self, opts: Any = None) -> Any:
+        return self._collective("barrier", [], lambda messages: messages.barrier())
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.barrier().wait()
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
     ) -> Any:
         def run(messages: Messages) -> None:
             for parts, own in zip(outputs, inputs, strict=True):
-                messages.all_gather(parts, own.contiguous())
+                _gather(messages, parts, own)
 
-        return self._collective([part for parts in outputs for part in parts], run)
+        return self._collective("all_gather", [part for parts in outputs for part in parts], run)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
     ) -> Any:
         def run(messages: Messages) -> None:
             for output, own in zip(outputs, inputs, strict=True):
-                messages.all_gather(self._parts(output), own.contiguous())
+                messages.all_gather(self._parts(output.data), own.data.contiguous())
 
-        return self._collective(outputs, run)
+        return self._collective("all_gather_into_tensor", outputs, run)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -202,6 +250,29 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
 
     all_gather_single = _allgather_base
 
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
+        """`outputs` is empty but on the root."""
+
+        def run(messages: Messages) -> None:
+            for index, own in enumerate(inputs):
+                parts = outputs[index] if outputs else [torch.empty_like(own) for _ in self.ranks]
+                _gather(messages, parts, own)
+
+        return self._collective("gather", [part for parts in outputs for part in parts], run, alike=False)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
+        """`inputs` is empty but on the root."""
+
+        def run(messages: Messages) -> None:
+            for index, output in enumerate(outputs):
+                for rank in range(len(self.ranks)):
+                    part = (inputs[index][rank] if inputs else torch.empty_like(output)).data.contiguous()
+                    messages.broadcast(part, options.rootRank)
+                    if rank == self._own:
+                        output.data.copy_(part)
+
+        return self._collective("scatter", outputs, run, alike=False)
+
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
     ) -> Any:
@@ -209,10 +280,10 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
 
         def run(messages: Messages) -> None:
             for output, whole in zip(outputs, inputs, strict=True):
-                messages.reduce_scatter(output, self._parts(whole.contiguous()), op)
-                finish(output)
+                messages.reduce_scatter(output.data, self._parts(whole.data.contiguous()), op)
+                finish(output.data)
 
-        return self._reduction(outputs, run)
+        return self._reduction("reduce_scatter_tensor", outputs, run, alike=False)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -228,10 +299,19 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
 
         def run(messages: Messages) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                messages.reduce_scatter(output, [part.contiguous() for part in parts], op)
-                finish(output)
+                messages.reduce_scatter(output.data, [part.data.contiguous() for part in parts], op)
+                finish(output.data)
 
-        return self._reduction(outputs, run)
+        return self._reduction("reduce_scatter", outputs, run, alike=False)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None) -> Any:
+        def run(messages: Messages) -> None:
+            incoming = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+            messages.all_to_all(incoming, [each.data.contiguous() for each in inputs])
+            for output, room in zip(outputs, incoming, strict=True):
+                output.data.copy_(room)
+
+        return self._collective("all_to_all", outputs, run, alike=False)
 
     def alltoall_base(
         self,
@@ -241,18 +321,34 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         input_sizes: list[int],
         options: Any = None,
     ) -> Any:
+        into, out_of = output.data, whole.data
+
         def run(messages: Messages) -> None:
-            incoming = list(torch.split(output, output_sizes)) if output_sizes else self._parts(output)
-            outgoing = list(torch.split(whole, input_sizes)) if input_sizes else self._parts(whole)
+            incoming = list(torch.split(into, output_sizes)) if output_sizes else self._parts(into)
+            outgoing = list(torch.split(out_of, input_sizes)) if input_sizes else self._parts(out_of)
             messages.all_to_all(incoming, outgoing)
 
-        return self._collective([output], run)
+        return self._collective("all_to_all_single", [output], run, alike=False)
 
     all_to_all_single = alltoall_base
+
+    def new_group(self, *_: Any, **__: Any) -> Any:
+        """torch asks the default group for a new one."""
+        if self.gate is not None:
+            self.gate.new_group()
+        raise RuntimeError(f"process group {self.label} makes no others")
 
     def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """One piece for every rank; a contiguous tensor is not copied."""
         return list(whole.view(len(self.ranks), -1).unbind())
+
+
+def _gather(messages: Messages, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+    rooms = [part.data.contiguous() for part in parts]
+    messages.all_gather(rooms, own.data.contiguous())
+    for part, room in zip(parts, rooms, strict=True):
+        if not part.is_contiguous():
+            part.data.copy_(room)
 
 
 class _MessageWork(_torch.Work):

@@ -67,6 +67,20 @@ def load_checkpoint(state: TrainerState, store: CheckpointStore, version: int) -
     return saved
 
 
+def collective_sources(plan: pb.Plan) -> list[int]:
+    """Ranks that have done all steps below the target themselves, the plan's choice first: a collective of some ranks
+    is in the logs of those alone."""
+    if plan.collective_source < 0:
+        return []
+    own_state = (pb.KEEP, pb.ROLL_FORWARD, pb.UNDO)
+    others = [
+        entry.rank
+        for entry in plan.ranks
+        if entry.strategy in own_state and entry.from_version == plan.target_version
+    ]
+    return [plan.collective_source, *others]
+
+
 def log_totals(writer: Writer) -> dict[str, int]:
     stats = writer.stats
     return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
@@ -329,7 +343,7 @@ class Restorer:
         reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, self._member.client.job)
         try:
             too = self._replayed_too(plan)
-            self._channel.begin_replay(reader, from_version, plan.collective_source, too)
+            self._channel.begin_replay(reader, from_version, collective_sources(plan), too)
             if sharing is not None:
                 sharing.gather(from_version, plan.generation)
             self._channel.read_ahead(self._streams_read(plan))

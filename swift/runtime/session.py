@@ -30,6 +30,7 @@ from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine, TrainStep
 from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
+from swift.runtime.gate import Gate
 from swift.runtime.groups import LastingGroup, Mesh
 from swift.runtime.member import Member
 from swift.runtime.reducer import Reducer, is_ordered
@@ -56,6 +57,8 @@ class Session:
         self.world_size = world_size
         self._mesh = Mesh(rank, world_size, config.replicas, config.shards)
         self.groups = self._lasting_groups()
+        everyone = self.groups["world"].ranks
+        self._all = LastingGroup("all", everyone, rank)  # the session's own: votes, copies, helpers
         self._config = config
         self._member = member
         self._faults = FaultInjector(rank)
@@ -74,7 +77,11 @@ class Session:
             if not member.replaces_another():  # who does can go on without writing
                 raise
         self._communicator = Communicator(
-            rank, world_size, service_ports=self._service_ports, groups=tuple(self.groups.values())
+            rank,
+            world_size,
+            service_ports=self._service_ports,
+            groups=(*self.groups.values(), self._all),
+            default=self.groups["world"],
         )
         self._channel = Channel(
             self._mesh,
@@ -97,7 +104,7 @@ class Session:
             self._state,
             store,
             self._faults,
-            self.groups["world"],
+            self._all,
             self._make_audit(),
             self._mesh.shard,
             (self._mesh.pipeline_rank, self._mesh.pipeline_ranks),
@@ -106,6 +113,10 @@ class Session:
         for group in self.groups.values():
             group.reducing = self._updates.reducing
             group.used = self._updates.communicates
+        self._gate = self.groups["world"].gate = self.groups["pipeline"].gate = Gate(
+            self._channel, self._updates
+        )
+        _torch.before_pickling(self._gate.pickles)
         self._updates.settle = self._channel.settle
         self._updates.groups_whole = self._communicator.check_whole
         self._updates.replaying = lambda: self._channel.replaying
@@ -229,9 +240,14 @@ class Session:
         mine = {self.rank: sorted({each.stage_index for each in self._state.stages})}
         if problem := self._channel.groups.problem(stage.num_stages, mine):
             raise UsageError(problem)
-        stage.columns = [group for name, group in self.groups.items() if name not in ("world", "pipeline")]
+        stage.groups = list(self.groups.values())
         self._updates.reduced_elsewhere(sharded.sharded_parameters(stage.submod, self.groups))
         if isinstance(stage.submod, DistributedDataParallel):
+            if stage.submod.process_group is not self.groups["data"]:
+                raise UsageError(
+                    "DistributedDataParallel over a group that is not made again after a failure; use "
+                    "session.ddp(module) in its place"
+                )
             self._updates.reduced_elsewhere(stage.submod.parameters())
         elif self._updates.wait_free:
             self._updates.ready_in_backward(stage)
@@ -373,7 +389,13 @@ class Session:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")
         self._state.check_complete()
         self._state.remember()
-        self._engine.run(train_step, num_steps)
+
+        def step(number: int) -> object:
+            with self._gate.step():
+                return train_step(number)
+
+        self._engine.run(step, num_steps)
+        self._gate.over = True
 
     # --- inside a step ---
 
@@ -391,13 +413,16 @@ class Session:
     def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The sum of `tensor` over the ranks of this rank's pipeline, as a new tensor; its result is logged.
 
-        Every collective whose result a step depends on must go through the session, because a replay has
-        nobody to communicate with (tied embeddings: the sum of their gradients). Summed in rank order, so the
-        bits do not depend on the algorithm of a backend. `name` is for messages.
+        A replay has nobody to communicate with, and reads it from the log (tied embeddings: the sum of their
+        gradients). So it does with torch's own functions that give all ranks the same, `dist.all_reduce` and the like;
+        others are refused. Summed in rank order, so the bits do not depend on the algorithm of a backend. `name` is for
+        messages.
         """
         self._updates.communicates()
         with self._updates.spoiling():
-            return laid_like(self._channel.collective(name, lambda: self._sum_in_rank_order(tensor)), tensor)
+            ranks = self.groups["pipeline"].ranks
+            total = self._channel.collective(name, lambda: self._sum_in_rank_order(tensor), ranks)
+            return laid_like(total, tensor)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Averages the gradients of this optimizer over the replicas now, if that has not been done since it stepped.
@@ -479,13 +504,14 @@ class Session:
     def _around_call(self) -> Iterator[None]:
         """Of the schedule."""
         self._updates.communicates()
-        with self._updates.spoiling():
+        with self._updates.spoiling(), self._gate.passing():
             yield
         self._channel.randomness.outside()
 
     def _gather(self, tensor: torch.Tensor, group: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in self.groups[group].ranks]
-        dist.all_gather(parts, tensor.contiguous(), group=self.groups[group])
+        with self._gate.passing():
+            dist.all_gather(parts, tensor.contiguous(), group=self.groups[group])
         return parts
 
     def _sum_in_rank_order(self, tensor: torch.Tensor, group: str = "pipeline") -> torch.Tensor:

@@ -92,8 +92,8 @@ class _Logged(_Base):
     _updates: Updates
     last_backward: bool
     grad_scale: int
-    columns: Sequence[LastingGroup] = ()
-    """The groups over which DDP or FSDP may communicate in a forward or backward."""
+    groups: Sequence[LastingGroup] = ()
+    """Over which a module, DDP or FSDP may communicate in a forward or backward."""
     share: Share | None = None
     """While others help with a replay."""
     changes_buffers = False
@@ -353,22 +353,22 @@ class _Logged(_Base):
 
     # Inference runs the module on arbitrary bits, so what it did to it (running statistics, attributes, an encoder that
     # follows another one) is taken back, and what it drew.
-    # The other columns do not take part in it, so the weights that FSDP gathers are arbitrary as well.
+    # Other ranks do not take part in it, so the weights that FSDP gathers are arbitrary as well.
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self._inferring = True
         self._before_inference = Inference(self.submod)
-        with self._without_columns():
+        with self._alone():
             return super()._forward_metadata_inference(*args, **kwargs)
 
     def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_columns():
+        with self._alone():
             return super()._backward_metadata_inference(*args, **kwargs)
 
     @contextmanager
-    def _without_columns(self) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for group in self.columns:
+            for group in self.groups:
                 stack.enter_context(group.quiet())
             yield
 

@@ -300,4 +300,5 @@ _OPERATIONS: dict[str, Op] = {
     "MAX": lambda a, b: torch.maximum(a, b, out=a),
     "BAND": lambda a, b: a.bitwise_and_(b),
     "BOR": lambda a, b: a.bitwise_or_(b),
+    "BXOR": lambda a, b: a.bitwise_xor_(b),
 }

@@ -1,8 +1,6 @@
 """DistributedDataParallel by the author himself."""
 
 # verdict: refused
-# misses: 2
-# because: it is not refused, and stands still after a kill
 # worlds: 2
 # says: session.ddp
 

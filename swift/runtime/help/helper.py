@@ -177,7 +177,7 @@ class _Work:
             self._logged[stream] = {}
             with suppress(RecordMissing):  # the owner had logged nothing yet
                 self._logged[stream] = reader.digests(stream, self._from)
-        self._channel.begin_replay(reader, self._from, -1)
+        self._channel.begin_replay(reader, self._from, ())
         self._channel.want(self._share, self._from)
         self._channel.read_ahead(stream for stage in self._stages for stream in stage.streams_read())
         while (note := self._next(owner)) is not None:

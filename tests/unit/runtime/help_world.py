@@ -223,7 +223,7 @@ def alone(
     **options: Any,
 ) -> Rank:
     found = Rank(rank, store, makes, schedule, microbatches)
-    found.channel.begin_replay(log, STEPS.start, -1)  # type: ignore[arg-type]
+    found.channel.begin_replay(log, STEPS.start, ())  # type: ignore[arg-type]
     for step in STEPS:
         found.step(step, batch(step, microbatches), **options)
     return found
@@ -271,7 +271,7 @@ def shared(
             )
             helper.run(rank, pb.Plan(generation=2), "job")
             return
-        owner.channel.begin_replay(log, STEPS.start, -1)  # type: ignore[arg-type]
+        owner.channel.begin_replay(log, STEPS.start, ())  # type: ignore[arg-type]
         sharing.ask()
         sharing.gather(STEPS.start, 2)
         for step in STEPS:

@@ -147,7 +147,7 @@ class Copy:
     def _schedule(self, rank: Rank, network: Network) -> Any:
         rank.channel.groups = groups = RecoveryGroups.parse("0-1,2")
         rank.channel.logged_groups = LoggedGroups(rank.rank, groups)
-        rank.channel.begin_replay(self.log, STEP, -1)  # type: ignore[arg-type]
+        rank.channel.begin_replay(self.log, STEP, ())  # type: ignore[arg-type]
         rank.channel.begin_step(STEP)
         return InCopy(rank.stages, MICROBATCHES, loss_fn, Inner(Gloo(network, rank.rank), rank.rank, (0, 1)))
 

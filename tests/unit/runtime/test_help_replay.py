@@ -176,7 +176,7 @@ class TestNobodyHelps:
 
         log = log_for(1, 4)
         single = Rank(1, store, make, ScheduleGPipe, 4)
-        single.channel.begin_replay(log, STEPS.start, -1)  # type: ignore[arg-type]
+        single.channel.begin_replay(log, STEPS.start, ())  # type: ignore[arg-type]
         for step in STEPS:
             single.step(step, batch(step, 4))
         for (stream, key), tensor in single.captured.sent.items():

@@ -1,6 +1,5 @@
 """Which tensors the channel lends to the ring, which it has copied at once, and what it does about changes in place."""
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from swift.errors import UsageError
 from swift.log.record import RecordKey
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
+from swift.runtime.groups import Mesh
 
 
 class Ring:
@@ -51,9 +51,9 @@ def ring() -> Ring:
 
 @pytest.fixture
 def channel(ring: Ring) -> Channel:
-    mesh = SimpleNamespace(rank=1, column=0, columns=1)
+    mesh = Mesh(1, 4)
     channel = Channel(
-        cast(Any, mesh), 0, torch.device("cpu"), cast(Any, None), cast(Any, None), lambda: None, lambda: None
+        mesh, 0, torch.device("cpu"), cast(Any, None), cast(Any, None), lambda: None, lambda: None
     )
     channel.open(cast(Any, ring))
     channel.begin_step(7)

@@ -61,7 +61,7 @@ def replaying(reader: LogReader) -> Channel:
     found = Channel(
         Mesh(2, 4), 3, torch.device("cpu"), FaultInjector(2), HashStore(), lambda: None, lambda: None
     )
-    found.begin_replay(reader, 0, -1)
+    found.begin_replay(reader, 0, ())
     return found
 
 
@@ -120,7 +120,7 @@ def test_a_stream_that_no_server_has_is_not_missed_before_it_is_wanted(servers: 
 def test_a_wait_for_a_stage_that_replays_too_is_not_the_logs(servers: dict[str, InProcess]) -> None:
     reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
     channel = replaying(reader)
-    channel.begin_replay(reader, 0, -1, {1: 2})
+    channel.begin_replay(reader, 0, (), {1: 2})
     try:
         channel.read_ahead([LEFT, RIGHT])
         room = torch.empty(SIZE, dtype=torch.uint8)

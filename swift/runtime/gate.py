@@ -1,0 +1,111 @@
+"""What a trainer communicates by itself, over the default group and over those of the session.
+
+    outside of train_step    refused: a process that replaces a lost rank comes there alone
+    in train_step            one result for all ranks: recorded, and answered from the log in a replay, as the session's
+                             own collectives are; anything else (point-to-point, scatter, objects): refused
+    behind session.run       let through
+
+A replay has nobody to communicate with. What is neither answered nor refused would wait for ever.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from swift.errors import UsageError
+from swift.runtime.channel import Channel
+from swift.runtime.groups import LastingGroup
+from swift.runtime.transport import Messages
+from swift.runtime.updates import Updates
+
+_INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gather"
+
+
+class Gate:
+    """In front of the groups that a trainer may use.
+
+    (session) ``step`` around the trainer's function, ``passing`` around what torch or the session communicates in it
+    (groups) ``collective``, ``message``; (torch, before it pickles) ``pickles``; (default group) ``new_group``
+    """
+
+    def __init__(self, channel: Channel, updates: Updates):
+        self._channel = channel
+        self._updates = updates
+        self._in_step = False
+        self._passing = False
+        self.over = False
+        """`session.run` has returned."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        before, self._passing = self._passing, True
+        try:
+            yield
+        finally:
+            self._passing = before
+
+    def collective(
+        self,
+        group: LastingGroup,
+        name: str,
+        results: list[torch.Tensor],
+        run: Callable[[Messages], None],
+        *,
+        alike: bool,
+    ) -> bool:
+        """True: `results` hold what `run` gives. False: it is to be carried out as ever. Raises UsageError.
+
+        `alike`: all ranks of the group get the same.
+        """
+        if self._passing or self.over:
+            return False
+        self._check_place(name)
+        if not alike:
+            raise UsageError(
+                f"dist.{name} in train_step: every rank gets something else from it, so a replay cannot take it from "
+                f"a survivor; use {_INSTEAD}"
+            )
+
+        with self._updates.spoiling():
+            self._channel.collective_into(name, results, lambda: group.run(run), group.ranks)
+        return True
+
+    def message(self, name: str) -> None:
+        """Raises UsageError for one of the trainer's own."""
+        if self._passing or self.over:
+            return
+        self._check_place(name)
+        raise UsageError(
+            f"dist.{name} in train_step: what two ranks send each other by hand is not logged, and a replay would wait "
+            f"for it for ever; use {_INSTEAD} (messages of a schedule pass if it is registered: session.register)"
+        )
+
+    def pickles(self) -> None:
+        """An object collective begins."""
+        if self._in_step:
+            raise UsageError(
+                "a collective of Python objects in train_step: a replay would unpickle what it reads from the log, "
+                f"which is never done; put it into a tensor and use {_INSTEAD}"
+            )
+
+    def new_group(self) -> None:
+        raise UsageError(
+            "dist.new_group: a group of the trainer's own is not made again after a failure; use session.groups, or "
+            "session.all_reduce"
+        )
+
+    def _check_place(self, name: str) -> None:
+        if not self._in_step:
+            raise UsageError(
+                f"dist.{name} outside of train_step: a process that replaces a lost rank comes there alone, and would "
+                "wait for ever; do it in train_step, or leave it out (DistributedDataParallel: use session.ddp)"
+            )

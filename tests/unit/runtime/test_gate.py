@@ -1,0 +1,229 @@
+"""What a trainer communicates by itself: recorded and answered, or refused in one line; never waited for."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from swift.errors import Divergence, ReplayRefused, UsageError
+from swift.log.record import Record, RecordKey, digest_of
+from swift.runtime import _torch
+from swift.runtime.channel import Channel
+from swift.runtime.config import SessionConfig
+from swift.runtime.faults import FaultInjector
+from swift.runtime.gate import Gate
+from swift.runtime.groups import LastingGroup, Mesh
+from swift.runtime.tensors import byte_view, dtype_name
+from swift.runtime.transport import Alone, Messages
+from swift.runtime.updates import Updates
+
+RANKS = (0, 1, 2, 3)
+
+
+class Log:
+    """What ranks have logged: a channel's capture, and its reader."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, dict[RecordKey, torch.Tensor]] = {}
+
+    def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, **_: object) -> None:
+        self.streams.setdefault(stream, {})[key] = tensor.clone()
+
+    def follow(self, stream: str, _from_step: int, _share: object) -> Any:
+        records = self.streams.get(stream, {})
+
+        class Cursor:
+            def get(self, key: RecordKey, _timeout_s: float, _cancelled: Callable[[], bool]) -> Record:
+                tensor = records[key]
+                body = byte_view(tensor).data
+                shape = tuple(tensor.shape)
+                return Record(
+                    key, dtype_name(tensor), shape, body, digest_of(dtype_name(tensor), shape, body), 1, 0
+                )
+
+            def drop_below(self, _step: int) -> None: ...
+
+            def close(self) -> None: ...
+
+        return Cursor()
+
+
+class Group(LastingGroup):
+    """Every other rank says what this one says. Without a connection nobody says anything."""
+
+    connected = True
+
+    def run(self, run: Callable[[Messages], None]) -> None:
+        if not self.connected:
+            raise AssertionError("a replay has nobody to communicate with")
+        run(Alone(self.ranks.index(self._own), len(self.ranks)))
+
+
+class Rank:
+    """One of four, with a group of all and one of two."""
+
+    def __init__(self, log: Log, rank: int = 0, sources: tuple[int, ...] | None = None) -> None:
+        """`sources`: it replays."""
+        self.channel = Channel(
+            Mesh(rank, 4),
+            3,
+            torch.device("cpu"),
+            FaultInjector(rank),
+            HashStore(),
+            lambda: None,
+            lambda: None,
+        )
+        self.channel._capture = log  # type: ignore[assignment]
+        updates = Updates(SessionConfig(), None, FaultInjector(rank), lambda: None)
+        self.gate = Gate(self.channel, updates)
+        self.all = Group("default", RANKS, rank)
+        self.some = Group("pipeline", (0, 2), RANKS[:3:2].index(rank))
+        self.some._own = rank
+        for group in (self.all, self.some):
+            group.gate = self.gate
+            group.connected = sources is None
+        if sources is not None:
+            self.channel.begin_replay(log, 0, sources)  # type: ignore[arg-type]
+        self.channel.begin_step(0)
+
+
+def all_of_them(rank: Rank) -> list[torch.Tensor]:
+    """Every collective that gives all ranks the same."""
+    own = torch.arange(4.0) if not rank.channel.replaying else torch.zeros(4)
+    total, told, whole = own.clone(), own.clone(), torch.zeros(16)
+    parts = [torch.zeros(4) for _ in RANKS]
+    some = own.clone()
+    with rank.gate.step():
+        rank.all.allreduce([total], dist.AllreduceOptions()).wait()
+        rank.some.allreduce([some], dist.AllreduceOptions()).wait()
+        rank.all.broadcast([told]).wait()
+        rank.all.barrier(opts=None).wait()
+        rank.all.allgather([parts], [own]).wait()
+        rank.all._allgather_base(whole, own).wait()
+        strided = torch.zeros(4, 2)[:, 0]
+        strided.copy_(own)
+        rank.all.allreduce([strided], dist.AllreduceOptions()).wait()
+    return [total, told, *parts, whole, some, strided]
+
+
+def test_a_replay_gets_what_the_first_time_gave_and_asks_nobody() -> None:
+    log = Log()
+    first = all_of_them(Rank(log))
+    assert torch.equal(first[0], 4 * torch.arange(4.0))
+    again = all_of_them(Rank(log, sources=(0,)))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def test_a_result_is_taken_from_a_rank_that_took_part() -> None:
+    """Results of a part of the ranks are in the logs of those alone, under numbers of their own."""
+    log = Log()
+    members, others = Rank(log, 2), Rank(log, 0)
+    with members.gate.step(), others.gate.step():
+        for rank, value in ((others, 1.0), (members, 2.0)):
+            rank.all.allreduce([torch.full((2,), value)], dist.AllreduceOptions())
+    both = torch.full((2,), 5.0)
+    with members.gate.step():
+        members.some.allreduce([both], dist.AllreduceOptions())
+    lost = Rank(log, 0, sources=(1, 2))  # rank 1 was in neither
+    log.streams["r1.C"] = {}
+    room = torch.zeros(2)
+    with lost.gate.step():
+        lost.some.allreduce([room], dist.AllreduceOptions())
+    assert torch.equal(room, both)
+    nobody = Rank(log, 0, sources=(1,))
+    with (
+        nobody.gate.step(),
+        pytest.raises(ReplayRefused, match="no living rank has the results of collective"),
+    ):
+        nobody.some.allreduce([room], dist.AllreduceOptions())
+
+
+def test_another_shape_than_the_first_time_is_refused() -> None:
+    log = Log()
+    all_of_them(Rank(log))
+    lost = Rank(log, sources=(0,))
+    with lost.gate.step(), pytest.raises(Divergence, match="collective 'all_reduce'@0"):
+        lost.all.allreduce([torch.zeros(7)], dist.AllreduceOptions())
+
+
+def calls(rank: Rank) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What gives every rank something else."""
+    own, whole, scattered = torch.zeros(2), torch.zeros(8), [torch.zeros(2) for _ in RANKS]
+    reduce, gather, scatter = dist.ReduceOptions(), dist.GatherOptions(), dist.ScatterOptions()
+    yield "reduce", lambda: rank.all.reduce([own], reduce)
+    yield "gather", lambda: rank.all.gather([scattered], [own], gather)
+    yield "scatter", lambda: rank.all.scatter([own], [scattered], scatter)
+    yield "reduce_scatter", lambda: rank.all.reduce_scatter([own], [scattered])
+    yield "reduce_scatter_tensor", lambda: rank.all._reduce_scatter_base(own, whole)
+    yield "all_to_all", lambda: rank.all.alltoall(scattered, scattered)
+    yield "all_to_all_single", lambda: rank.all.alltoall_base(whole, whole, [], [])
+    yield "send", lambda: rank.all.send([own], 1)
+    yield "recv", lambda: rank.some.recv([own], 1)
+
+
+def test_what_every_rank_gets_another_result_of_is_refused_in_a_step() -> None:
+    rank = Rank(Log())
+    for name, call in calls(rank):
+        with (
+            rank.gate.step(),
+            pytest.raises(UsageError, match=rf"^dist\.{name} in train_step: .* use session"),
+        ):
+            call()
+    # What torch or the session does in it passes.
+    with rank.gate.step(), rank.gate.passing(), pytest.raises(RuntimeError, match="ended generation"):
+        rank.all.send([torch.zeros(2)], 1)
+
+
+def test_outside_of_a_step_a_replacement_would_be_alone() -> None:
+    rank = Rank(Log())
+    with pytest.raises(UsageError, match=r"dist\.barrier outside of train_step: .* comes there alone"):
+        rank.all.barrier()
+    with pytest.raises(UsageError, match=r"dist\.send outside of train_step"):
+        rank.all.send([torch.zeros(1)], 1)
+    rank.gate.over = True
+    for call in (lambda: rank.all.barrier().wait(), lambda: rank.all.send([torch.zeros(1)], 1)):
+        with pytest.raises(RuntimeError, match="ended generation"):  # it tries
+            call()
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    group = LastingGroup("default", (0,), 0)
+    group.gate = Rank(Log()).gate
+    with pytest.raises(RuntimeError, match="ended generation"):
+        group.barrier()
+
+
+def test_objects_and_new_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(Log())
+    monkeypatch.setattr(_torch._c10d, "_object_to_tensor", _torch._object_to_tensor)
+    _torch.before_pickling(rank.gate.pickles)
+    monkeypatch.setattr(_torch._c10d._world, "default_pg", None)
+    _torch.register_group(rank.all, "default", RANKS)
+    _torch.make_default(rank.all)
+    try:
+        with (
+            rank.gate.step(),
+            pytest.raises(UsageError, match="a collective of Python objects in train_step"),
+        ):
+            dist.all_gather_object([None] * 4, {"accuracy": 0.5})
+        with pytest.raises(UsageError, match=r"dist\.new_group: .* use session.groups"):
+            dist.new_group([0, 1])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_result_is_no_computation_for_autograd() -> None:
+    """As in torch's own groups: a loss that was averaged in place can still be derived."""
+    rank = Rank(Log())
+    weight = torch.nn.Parameter(torch.ones(3))
+    loss = (weight * 2).exp().sum()
+    before = loss.grad_fn
+    with rank.gate.step():
+        rank.all.allreduce([loss], dist.AllreduceOptions())
+        rank.all.broadcast([weight])
+    assert loss.grad_fn is before
+    loss.backward()
+    assert weight.grad is not None
