@@ -48,8 +48,9 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
 from swift.runtime.member import RESAY_S, Member, own_servers
+from swift.runtime.plans import own_plan
 from swift.runtime.rehearsal import Rehearsal
-from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer, own_plan
+from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer
 from swift.runtime.retries import Retries
 from swift.runtime.saving import Saving
 from swift.runtime.state import TrainerState

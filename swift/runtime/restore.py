@@ -41,16 +41,13 @@ from swift.runtime.help.owner import Helped, Owner, send_away, why_alone, why_no
 from swift.runtime.help.waits import bottleneck, split
 from swift.runtime.member import Member
 from swift.runtime.pace import Pace
+from swift.runtime.plans import collective_sources, gives_up_log, own_plan
 from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
 from swift.runtime.state import TrainerState
 
 FLUSH_TIMEOUT_S = 60.0
 
 Writer = LogWriter | SidecarWriter
-
-
-def own_plan(plan: pb.Plan, rank: int) -> pb.RankPlan:
-    return next(entry for entry in plan.ranks if entry.rank == rank)
 
 
 def load_checkpoint(state: TrainerState, store: CheckpointStore, version: int) -> dict[str, Any]:
@@ -67,31 +64,9 @@ def load_checkpoint(state: TrainerState, store: CheckpointStore, version: int) -
     return saved
 
 
-def collective_sources(plan: pb.Plan) -> list[int]:
-    """Ranks that have done all steps below the target themselves, the plan's choice first: a collective of some ranks
-    is in the logs of those alone."""
-    if plan.collective_source < 0:
-        return []
-    own_state = (pb.KEEP, pb.ROLL_FORWARD, pb.UNDO)
-    others = [
-        entry.rank
-        for entry in plan.ranks
-        if entry.strategy in own_state and entry.from_version == plan.target_version
-    ]
-    return [plan.collective_source, *others]
-
-
 def log_totals(writer: Writer) -> dict[str, int]:
     stats = writer.stats
     return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
-
-
-def _gives_up_log(plan: pb.Plan) -> bool:
-    """As the coordinator's planner decides (`swift.recovery.types.Plan.gives_up_log`)."""
-    if all(entry.strategy == pb.CHECKPOINT for entry in plan.ranks):
-        return True
-    replays = any(entry.from_version < plan.target_version for entry in plan.ranks)
-    return not (plan.exact or plan.saves or replays)
 
 
 def _spanned(several: Collection[Steps]) -> Steps:
@@ -193,7 +168,7 @@ class Restorer:
             events.emit("restore_end", rank=self._rank, generation=plan.generation, version=mine.from_version)
         # Of older steps nothing comes again, and they may be trimmed: a sidecar's successor shall not ask for them.
         writer.forget_below(mine.from_version)
-        if _gives_up_log(plan):
+        if gives_up_log(plan):
             # The coordinator has emptied the job's streams; what comes now is logged anew.
             writer.restart(plan.generation)
             self._channel.off_log = False

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +26,7 @@ from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator
 from swift.runtime.config import SessionConfig
+from swift.runtime.crossing import Crossing
 from swift.runtime.engine import Engine, TrainStep
 from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
@@ -36,7 +36,6 @@ from swift.runtime.member import Member
 from swift.runtime.reducer import Reducer, is_ordered
 from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, logged_loss
 from swift.runtime.state import TrainerState
-from swift.runtime.tensors import laid_like
 from swift.runtime.updates import Updates
 from swift.runtime.witness import watch_forwards
 
@@ -117,6 +116,7 @@ class Session:
             self._channel, self._updates
         )
         _torch.before_pickling(self._gate.pickles)
+        self._crossing = Crossing(self._channel, self._updates, self.groups)
         self._updates.settle = self._channel.settle
         self._updates.groups_whole = self._communicator.check_whole
         self._updates.replaying = lambda: self._channel.replaying
@@ -418,11 +418,7 @@ class Session:
         others are refused. Summed in rank order, so the bits do not depend on the algorithm of a backend. `name` is for
         messages.
         """
-        self._updates.communicates()
-        with self._updates.spoiling():
-            ranks = self.groups["pipeline"].ranks
-            total = self._channel.collective(name, lambda: self._sum_in_rank_order(tensor), ranks)
-            return laid_like(total, tensor)
+        return self._crossing.all_reduce(tensor, name)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Averages the gradients of this optimizer over the replicas now, if that has not been done since it stepped.
@@ -447,38 +443,7 @@ class Session:
         Each rank gives its own parameters. With replicas, gradients are averaged over them first. The global norm
         is a crossing collective: its result is logged.
         """
-        self._updates.check_whole()
-        self._updates.communicates()
-        if self._updates.wait_free:
-            raise UsageError(
-                "clip_grad_norm_ with updates='wait_free': gradients are applied before their norm is known; "
-                "use updates='after_backward'"
-            )
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._updates.reduce_of(given)
-        own = [sharded.stand_in(parameter) for parameter in given]
-        shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
-        infinite = norm_type == float("inf")
-
-        def combined(part: torch.Tensor, group: str) -> torch.Tensor:
-            if infinite:
-                return torch.stack(self._gather(part, group)).max()
-            return self._sum_in_rank_order(part, group)
-
-        def total() -> torch.Tensor:
-            grads = [p.grad for p in own if p.grad is not None and id(p) not in shards]
-            part = sharded.part_of_norm(grads, norm_type)
-            if "shard" in self.groups:
-                grads = [p.grad for p in own if p.grad is not None and id(p) in shards]
-                of_shards = combined(sharded.part_of_norm(grads, norm_type), "shard")
-                part = torch.maximum(part, of_shards) if infinite else part + of_shards
-            whole = combined(part, "pipeline")
-            return whole if infinite else whole ** (1.0 / norm_type)
-
-        with self._updates.spoiling():
-            norm = self._channel.collective("clip_grad_norm_", total)
-        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
-        return norm
+        return self._crossing.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # --- inside ---
 
@@ -507,19 +472,6 @@ class Session:
         with self._updates.spoiling(), self._gate.passing():
             yield
         self._channel.randomness.outside()
-
-    def _gather(self, tensor: torch.Tensor, group: str) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in self.groups[group].ranks]
-        with self._gate.passing():
-            dist.all_gather(parts, tensor.contiguous(), group=self.groups[group])
-        return parts
-
-    def _sum_in_rank_order(self, tensor: torch.Tensor, group: str = "pipeline") -> torch.Tensor:
-        parts = self._gather(tensor.detach(), group)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total
 
     def _make_audit(self) -> Audit | None:
         if self.replicas == 1 or self._config.strategy not in ("auto", "replica"):

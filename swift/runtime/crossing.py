@@ -1,0 +1,86 @@
+"""What the session computes over several ranks in a step: sums and the norm of gradients. Each result is logged.
+
+Legend: a *crossing* collective goes over the boundaries of stages, so that a replay has nobody to carry it out with.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from swift.errors import UsageError
+from swift.runtime import sharded
+from swift.runtime.channel import Channel
+from swift.runtime.groups import LastingGroup
+from swift.runtime.tensors import laid_like
+from swift.runtime.updates import Updates
+
+
+class Crossing:
+    """Carried out in a step by the ranks of the session's groups; answered from the log in a replay."""
+
+    def __init__(self, channel: Channel, updates: Updates, groups: Mapping[str, LastingGroup]):
+        self._channel = channel
+        self._updates = updates
+        self._groups = groups
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """As `Session.all_reduce`."""
+        group = self._groups["pipeline"]
+        self._updates.communicates()
+        with self._updates.spoiling():
+            total = self._channel.collective(name, lambda: _sum(tensor, group), group.ranks)
+            return laid_like(total, tensor)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """As `Session.clip_grad_norm_`."""
+        self._updates.check_whole()
+        self._updates.communicates()
+        if self._updates.wait_free:
+            raise UsageError(
+                "clip_grad_norm_ with updates='wait_free': gradients are applied before their norm is known; "
+                "use updates='after_backward'"
+            )
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._updates.reduce_of(given)
+        own = [sharded.stand_in(parameter) for parameter in given]
+        shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
+        infinite = norm_type == float("inf")
+
+        def combined(part: torch.Tensor, group: str) -> torch.Tensor:
+            if infinite:
+                return torch.stack(_gather(part, self._groups[group])).max()
+            return _sum(part, self._groups[group])
+
+        def total() -> torch.Tensor:
+            grads = [p.grad for p in own if p.grad is not None and id(p) not in shards]
+            part = sharded.part_of_norm(grads, norm_type)
+            if "shard" in self._groups:
+                grads = [p.grad for p in own if p.grad is not None and id(p) in shards]
+                of_shards = combined(sharded.part_of_norm(grads, norm_type), "shard")
+                part = torch.maximum(part, of_shards) if infinite else part + of_shards
+            whole = combined(part, "pipeline")
+            return whole if infinite else whole ** (1.0 / norm_type)
+
+        with self._updates.spoiling():
+            norm = self._channel.collective("clip_grad_norm_", total)
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+        return norm
+
+
+def _gather(tensor: torch.Tensor, group: LastingGroup) -> list[torch.Tensor]:
+    """Of all its ranks, in their order."""
+    own = tensor.detach().contiguous()
+    parts = [torch.empty_like(own) for _ in group.ranks]
+    group.run(lambda messages: messages.all_gather(parts, own))
+    return parts
+
+
+def _sum(tensor: torch.Tensor, group: LastingGroup) -> torch.Tensor:
+    """In rank order."""
+    parts = _gather(tensor, group)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
