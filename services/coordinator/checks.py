@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from services.coordinator import messages as m
-from services.coordinator.lives import comes_back
+from services.coordinator.lives import comes_back, ended_words
 from services.coordinator.messages import Refusal, Refused
 from services.coordinator.planning import config_of
 from services.coordinator.row import JobRow, State
@@ -30,7 +30,7 @@ def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
 
 def check_join(row: JobRow, join: m.Join) -> None:
     if row.state.is_over and not (comes_back(row, join) or _has_joined(row, join)):
-        ended = "has finished" if row.state is State.FINISHED else f"has failed ({row.reason})"
+        ended = ended_words(row).replace("had ", "has ", 1)
         raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it again with swift-ft run")
     if join.world_size != row.world_size:
         raise Refusal(

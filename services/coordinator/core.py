@@ -8,6 +8,7 @@
                          ^  logs fenced  all reported  │
                          └─ death, refusal, a broken ──┘   (from all four: generation + 1)
                             connection of the living
+    (no rank is left) ──all launchers told to stop──> STOPPED ──started again──> FENCING
     (any) ──no plan, no progress, an error──> FAILED ──started again──> FENCING (FORMING: no checkpoint is complete)
 
 Each `become_x` makes one transition: it changes the row, and its effects begin with Persist. `step` makes at
@@ -31,7 +32,7 @@ from services.coordinator.checks import (
     check_ready,
     is_stale,
 )
-from services.coordinator.lives import begin_again, check_start, note_run, starts_again
+from services.coordinator.lives import begin_again, check_start, note_run, note_stop, starts_again
 from services.coordinator.log_end import ends_next, is_ready
 from services.coordinator.messages import Effect, Refusal, Refused
 from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
@@ -87,6 +88,8 @@ class Job(Transitions):
                 return self._finish(command)
             case m.Fail():
                 return self._fail(command)
+            case m.Stop():
+                return self._stop(command)
             case m.LogsFenced():
                 return self._logs_fenced(command, now)
             case m.LogsBlocked():
@@ -142,7 +145,7 @@ class Job(Transitions):
         if join.rank in row.holders:
             return []
         first = row.revision == 0
-        note_run(row, join.run)
+        note_run(row, join.run, join.rank)
         row.holders[join.rank] = Holder(
             rank=join.rank,
             incarnation=join.incarnation,
@@ -162,7 +165,7 @@ class Job(Transitions):
         if self._log_servers:
             self.places.forget_all()
         reason = begin_again(row, join, self._log_servers)
-        note_run(row, join.run)
+        note_run(row, join.run, join.rank)
         self.places.start_afresh(now)
         self.measured.clear()
         self.suspicions.clear()
@@ -303,13 +306,24 @@ class Job(Transitions):
         who = "" if fail.sender is None else f"rank {fail.sender.rank}: "
         return self.become_failed(who + fail.reason)
 
+    def _stop(self, stop: m.Stop) -> list[Effect]:
+        """Late or unknown: nothing. A rank of theirs that nobody has told of is found dead as any other."""
+        row = self.row
+        if row.state.is_over or stop.run not in row.run_of.values():
+            return []
+        event = self._event("launcher_stopped", run=stop.run, reason=stop.reason)
+        all_are = note_stop(row, stop.run)
+        running = row.state in (State.RUNNING, State.RECOVERING)
+        effects = [self._persist()] if running or not all_are else self.become_stopped(stop.reason)
+        return [*effects, event]
+
     # --- deaths ---
 
     def _exited(self, exited: m.MemberExited) -> list[Effect]:
         row, rank = self.row, exited.rank
         holder = row.holders.get(rank)
         event = self._event("member_exited", rank=rank, member_pid=exited.pid, exit_code=exited.exit_code)
-        if row.state is State.FAILED:
+        if row.state in (State.FAILED, State.STOPPED):
             return [event]
         if holder is None or not holder.is_process(exited.incarnation, exited.pid) or holder.gone:
             return [event]

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from services.coordinator.row import JobRow, State
 from services.coordinator.timing import Timing
@@ -59,6 +60,15 @@ class StepClock:
         ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspicion:
+    rank: int
+    reason: str
+    age_s: float
+    told: bool
+    """By the rank, of what it met: that says nothing against the rank itself."""
+
+
 class Suspicions:
     """What fences nobody: what ranks said, and steps that run too long."""
 
@@ -86,14 +96,21 @@ class Suspicions:
                 return f"rank {rank} has lost a connection, and nobody has died: {reason}"
         return ""
 
-    def all(self, row: JobRow, now: float) -> list[tuple[int, str, float]]:
-        """(rank, why, since how many seconds)."""
-        said = [(rank, reason, now - at) for rank, (reason, at, _) in sorted(self._said.items())]
+    def all(self, row: JobRow, now: float) -> list[Suspicion]:
+        said = [
+            Suspicion(rank=rank, reason=reason, age_s=now - at, told=True)
+            for rank, (reason, at, _) in sorted(self._said.items())
+        ]
         if row.state is not State.RUNNING:
             return said
         bound_s = self._steps.bound_s
         hung = [
-            (rank, f"its step has run for {age_s:.1f} s, past the bound of {bound_s:.1f} s", age_s - bound_s)
+            Suspicion(
+                rank=rank,
+                reason=f"its step has run for {age_s:.1f} s, past the bound of {bound_s:.1f} s",
+                age_s=age_s - bound_s,
+                told=False,
+            )
             for rank, age_s in self._steps.overdue(now)
             if rank in row.holders
         ]

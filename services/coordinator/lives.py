@@ -49,9 +49,19 @@ def check_start(row: JobRow, join: m.Join) -> None:
         raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
 
 
-def note_run(row: JobRow, run: str) -> None:
-    if run and run not in row.runs:
+def note_run(row: JobRow, run: str, rank: int) -> None:
+    """A rank has joined that this launcher has started."""
+    if not run:
+        return
+    row.run_of[rank] = run
+    if run not in row.runs:
         row.runs = [*row.runs, run][-RUNS_KEPT:]
+
+
+def note_stop(row: JobRow, run: str) -> bool:
+    """That launcher was told to stop. True: so were all that had one of the last ranks, and none is left."""
+    row.run_of = {rank: other for rank, other in row.run_of.items() if other != run}
+    return not row.run_of and all(holder.gone for holder in row.holders.values())
 
 
 def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> str:
@@ -62,14 +72,14 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
     ]
-    ended = f"had failed ({row.reason})" if row.state is State.FAILED else "had finished"
+    ended = ended_words(row)
     at = f"at version {max(row.checkpoints)}" if row.checkpoints else "from its beginning"
     if not row.checkpoints:
         row.inexact_since, row.inexact_reason = None, ""
     elif changed and row.inexact_since is None:
         row.inexact_since, row.inexact_reason = max(row.checkpoints), f"started again: {'; '.join(changed)}"
     row.config, row.fingerprint = dict(join.config), dict(join.fingerprint)
-    row.runs, row.exit_code, row.final = [], 0, None
+    row.runs, row.run_of, row.exit_code, row.final = [], {}, 0, None
     row.refused, row.distrusted, row.unloadable, row.differed = Refusals(), [], [], ""
     row.refusals, row.setbacks, row.exits = 0, 0, {}
     row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""
@@ -79,6 +89,16 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
         row.log_servers = [replace(server, fresh=True) for server in log_servers]
         row.placement = {}
     return "; ".join([f"started again {at}: it {ended}", *changed])
+
+
+def ended_words(row: JobRow) -> str:
+    """Of a job that is over: it ..."""
+    match row.state:
+        case State.FINISHED:
+            return "had finished"
+        case State.STOPPED:
+            return "was stopped"
+    return f"had failed ({row.reason})"
 
 
 def _value(values: Mapping[str, str], key: str) -> str:

@@ -157,6 +157,14 @@ class Finish:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """A launcher was told to stop, and its ranks have ended."""
+
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fail:
     sender: Sender | None
     """None: a launcher or an operator."""
@@ -258,6 +266,7 @@ Command = (
     | Differs
     | Finish
     | Fail
+    | Stop
     | Tick
     | LogsFenced
     | LogsBlocked

@@ -145,7 +145,7 @@ class CoordinatorMetrics:
                 if lost_at is not None:  # else this process began in the middle of it
                     times = self._recovery_s.setdefault(row.job, Distribution(DURATION_S))
                     times.observe(self._clock() - lost_at)
-            elif persist.entered is State.FAILED:
+            elif persist.entered in (State.FAILED, State.STOPPED):
                 self._lost_at.pop(row.job, None)
 
     def refused(self, reason: str) -> None:

@@ -25,20 +25,22 @@ class State(enum.StrEnum):
     RECOVERING = "RECOVERING"
     FINISHED = "FINISHED"
     FAILED = "FAILED"
+    STOPPED = "STOPPED"
 
     @property
     def is_over(self) -> bool:
-        return self in (State.FINISHED, State.FAILED)
+        return self in (State.FINISHED, State.FAILED, State.STOPPED)
 
 
 LEGAL: Mapping[State, frozenset[State]] = {
-    State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED}),
+    State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED, State.STOPPED}),
     State.RUNNING: frozenset({State.FENCING, State.FINISHED, State.FAILED}),
-    State.FENCING: frozenset({State.FENCING, State.PLANNING, State.FAILED}),
-    State.PLANNING: frozenset({State.FENCING, State.RECOVERING, State.FAILED}),
+    State.FENCING: frozenset({State.FENCING, State.PLANNING, State.FAILED, State.STOPPED}),
+    State.PLANNING: frozenset({State.FENCING, State.RECOVERING, State.FAILED, State.STOPPED}),
     State.RECOVERING: frozenset({State.FENCING, State.RUNNING, State.FAILED}),
     State.FINISHED: frozenset({State.FENCING, State.FORMING}),
     State.FAILED: frozenset({State.FENCING, State.FORMING}),
+    State.STOPPED: frozenset({State.FENCING, State.FORMING}),
 }
 
 
@@ -160,6 +162,8 @@ class JobRow:
     """Complete checkpoints that some rank could not load in this recovery."""
     runs: list[str] = field(default_factory=list)
     """The launchers whose ranks have joined since the job began, or was started again."""
+    run_of: dict[int, str] = field(default_factory=dict)
+    """rank -> the launcher of its last process; without those of launchers that were told to stop."""
     exit_code: int = 0
     """Of a job that has failed: what its launchers end with, if it is not 1."""
     final: int | None = None
@@ -242,7 +246,17 @@ class JobRow:
             for rank, logs in values["placement"].items()
         }
         values.setdefault("groups", values["config"].get("groups", ""))
-        by_rank = ("stages", "stage_shards", "reports", "ready", "finished", "shards", "groups_from", "exits")
+        by_rank = (
+            "stages",
+            "stage_shards",
+            "reports",
+            "ready",
+            "finished",
+            "shards",
+            "groups_from",
+            "exits",
+            "run_of",
+        )
         for name in by_rank:
             values[name] = {int(key): value for key, value in values.get(name, {}).items()}
         values["reports"] = {rank: Report(**report) for rank, report in values["reports"].items()}

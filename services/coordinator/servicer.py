@@ -213,6 +213,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
         command = m.Fail(sender=sender, reason=request.reason[:LONGEST_REASON] or "no reason given")
         return await self._ack(context, request.job, command)
 
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
+        command = m.Stop(
+            run=request.run[:LONGEST_ID], reason=request.reason[:LONGEST_REASON] or "no reason given"
+        )
+        return await self._ack(context, request.job, command)
+
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         return await self._answer(context, request.job, lambda: self._driver.status(request.job))
 

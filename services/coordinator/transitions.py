@@ -143,6 +143,14 @@ class Transitions:
         self.row.blocked = {}
         return self._transition()
 
+    def become_stopped(self, reason: str) -> list[Effect]:
+        """Nobody is left, on purpose."""
+        self._enter(State.STOPPED)
+        self.row.reason = f"its launcher was told to stop: {reason}"
+        self.row.blocked = {}
+        self.suspicions.clear()
+        return self._transition()
+
     def _enter(self, state: State) -> None:
         if state not in LEGAL[self.row.state]:
             raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")

@@ -66,8 +66,8 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
         for rank in sorted(job.row.holders)
     ]
     suspicions = [
-        pb.Suspicion(rank=rank, reason=reason, age_s=age_s)
-        for rank, reason, age_s in job.suspicions.all(job.row, now)
+        pb.Suspicion(rank=one.rank, reason=one.reason, age_s=one.age_s, told=one.told)
+        for one in job.suspicions.all(job.row, now)
     ]
     servers = [
         pb.LogServerStatus(address=address, silent_s=age_s)

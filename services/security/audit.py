@@ -24,7 +24,7 @@ from swift.log.regular import open_regular
 AUDITED = frozenset(
     {
         *("Fence", "Trim", "Reset", "Drop"),
-        *("Fail", "MemberExited", "ChangeLogServers", "ChangeGroups"),
+        *("Fail", "Stop", "MemberExited", "ChangeLogServers", "ChangeGroups"),
     }
 )
 """Calls that change or end what others have. Denials of every call are audited as well."""

@@ -43,6 +43,8 @@ class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_State.ValueType
     RECOVERING: _State.ValueType  # 5
     FINISHED: _State.ValueType  # 6
     FAILED: _State.ValueType  # 7
+    STOPPED: _State.ValueType  # 8
+    """no rank is left, and all their launchers were told to stop"""
 
 class State(_State, metaclass=_StateEnumTypeWrapper): ...
 
@@ -54,6 +56,8 @@ PLANNING: State.ValueType  # 4
 RECOVERING: State.ValueType  # 5
 FINISHED: State.ValueType  # 6
 FAILED: State.ValueType  # 7
+STOPPED: State.ValueType  # 8
+"""no rank is left, and all their launchers were told to stop"""
 Global___State: _TypeAlias = State  # noqa: Y015
 
 class _Strategy:
@@ -1224,6 +1228,33 @@ class FailRequest(_message.Message):
 Global___FailRequest: _TypeAlias = FailRequest  # noqa: Y015
 
 @_typing.final
+class StopRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    run: _builtins.str
+    """as in Join"""
+    reason: _builtins.str
+    """"SIGTERM on a01" """
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        run: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "reason", b"reason", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopRequest: _TypeAlias = StopRequest  # noqa: Y015
+
+@_typing.final
 class Sent(_message.Message):
     """What a stage gives to another one in a step, logged or not."""
 
@@ -1533,19 +1564,23 @@ class Suspicion(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     reason: _builtins.str
     age_s: _builtins.float
+    told: _builtins.bool
+    """by the rank, of what it met: that says nothing against the rank itself"""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         reason: _builtins.str = ...,
         age_s: _builtins.float = ...,
+        told: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "rank", b"rank", "reason", b"reason", "told", b"told"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Stop',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.StopRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
         self.Measurements = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Measurements',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.MeasurementsRequest.SerializeToString,
@@ -258,6 +263,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stop(self, request, context):
+        """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
+        of the last ones have said so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Measurements(self, request, context):
         """(anyone) What the ranks have measured.
         """
@@ -360,6 +373,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'Fail': grpc.unary_unary_rpc_method_handler(
                     servicer.Fail,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.StopRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
             ),
             'Measurements': grpc.unary_unary_rpc_method_handler(
@@ -809,6 +827,33 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/Fail',
             swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Stop',
+            swift_dot___pb_dot_coordinator__pb2.StopRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
             options,
             channel_credentials,

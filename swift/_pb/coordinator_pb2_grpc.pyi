@@ -94,6 +94,10 @@ class CoordinatorStub:
     """
     Fail: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+    Stop: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRequest, _coordinator_pb2.Ack]
+    """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
+    of the last ones have said so.
+    """
     Measurements: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeasurementsRequest, _coordinator_pb2.MeasurementsReply]
     """(anyone) What the ranks have measured."""
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
@@ -157,6 +161,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     Fail: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+    Stop: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
+    of the last ones have said so.
+    """
     Measurements: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MeasurementsRequest, _coordinator_pb2.MeasurementsReply]  # type: ignore[assignment]
     """(anyone) What the ranks have measured."""
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
@@ -313,6 +321,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+
+    @_abc_1.abstractmethod
+    def Stop(
+        self,
+        request: _coordinator_pb2.StopRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
+        of the last ones have said so.
+        """
 
     @_abc_1.abstractmethod
     def Measurements(

@@ -327,6 +327,10 @@ class CoordinatorClient:
         me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")
         self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason))
 
+    def stop(self, run: str, reason: str) -> None:
+        """(launcher `run`) Told to stop, and its ranks have ended."""
+        self._call(self._stub.Stop, pb.StopRequest(job=self.job, run=run, reason=reason))
+
     def measurements(self) -> pb.MeasurementsReply:
         """What the ranks have measured."""
         return self._call(self._stub.Measurements, pb.MeasurementsRequest(job=self.job))

@@ -41,15 +41,45 @@ def lines(status: pb.StatusReply) -> list[str]:
         out.append(f"plan: {view.plan.reason}")
     if inexact := inexact_words(view):
         out.append(inexact)
+    if goes_on := goes_on_words(view):
+        out.append(goes_on)
+    members = {member.rank: member for member in view.members}
     for rank in status.ranks:
-        said = f"rank {rank.rank}: version {rank.version}, heard {rank.lease_age_s:.1f} s ago"
+        who = members.get(rank.rank, pb.Member())
+        said = f"rank {rank.rank}: process {who.pid} on {who.host}, version {rank.version}"
+        said += f", heard {rank.lease_age_s:.1f} s ago"
         if rank.HasField("replay"):
             said += f"; {replay_words(rank.replay)}"
         if rank.HasField("unsaved"):
             said += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
         out.append(said)
-    out += [f"rank {one.rank} is suspected: {one.reason}" for one in status.suspicions]
-    return out
+    out += [
+        f"rank {one.rank} said {one.age_s:.0f} s ago: {one.reason}" for one in status.suspicions if one.told
+    ]
+    return out + _late_words([one for one in status.suspicions if not one.told])
+
+
+def goes_on_words(view: pb.View) -> str:
+    """The newest checkpoint, and the step with which training goes on, where that is known."""
+    newest = max(view.checkpoints, default=None)
+    if view.state == pb.RECOVERING:
+        step = f"goes on at step {view.plan.target_version}"
+        return step if newest is None else f"newest checkpoint: version {newest}; {step}"
+    if newest is None:
+        over = view.state in (pb.FAILED, pb.STOPPED)
+        return "no checkpoint is complete" + (": started again it begins at step 0" if over else "")
+    again = {
+        pb.FAILED: f"; started again it goes on at step {newest}",
+        pb.STOPPED: f"; started again it goes on at step {newest}",
+        pb.FINISHED: f"; started again with more steps it goes on at step {newest}",
+    }
+    return f"newest checkpoint: version {newest}{again.get(view.state, '')}"
+
+
+def _late_words(late: Sequence[pb.Suspicion]) -> list[str]:
+    """Who waits for a rank that hangs is as late as that rank: so nobody is accused where several are late."""
+    words = [f"rank {one.rank}: {one.reason}" for one in late]
+    return words if len(late) < 2 else [*words, "one of these hangs, or something that they all wait for"]
 
 
 def unsaved_words(unsaved: pb.UnsavedCheckpoint, newest: int) -> str:

@@ -42,7 +42,7 @@ def say(line: str) -> None:
 
 def _has_run(view: pb.View | None) -> bool:
     """The job has left FORMING, as far as this View shows it."""
-    return view is not None and view.state not in (pb.FORMING, pb.FAILED)
+    return view is not None and view.state not in (pb.FORMING, pb.FAILED, pb.STOPPED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,7 +368,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if view is None:
             return None
         if self._before is None:
-            over = view.state in (pb.FINISHED, pb.FAILED) and self._job.run not in view.runs
+            over = view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED) and self._job.run not in view.runs
             self._before = view.generation if over else 0
         return None if view.generation == self._before else view
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -318,6 +319,7 @@ def run(plan: LaunchPlan) -> Outcome:
         spec.rdzv_handler.shutdown()
     except SignalException as error:
         # The rendezvous stays open: another launcher may take this one's place.
+        link.stop(plan.job.run, f"{error.sigval.name} on {socket.gethostname()}")
         return Outcome(exit_code=128 + error.sigval, line=f"swift: stopped by {error.sigval.name}")
     except (RendezvousError, DistError) as error:
         raise ServiceError(f"run: rendezvous: {' '.join(str(error).split())}") from error

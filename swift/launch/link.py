@@ -47,6 +47,11 @@ class CoordinatorLink:
         self._must_drain = True
         self._calls.put(lambda client: client.fail(reason))
 
+    def stop(self, run: str, reason: str) -> None:
+        """This launcher was told to stop, and its ranks have ended. `close` waits for this and what was told before."""
+        self._must_drain = self._must_drain or self.view is not None
+        self._calls.put(lambda client: client.stop(run, reason))
+
     def close(self) -> None:
         """Ends the link; a failure that was told is delivered first, as far as that works within the time."""
         self._calls.put(None)

@@ -54,6 +54,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "ChangeGroups": frozenset({Role.OPERATOR}),
         COORDINATOR + "ChangeLogServers": frozenset({Role.OPERATOR}),
         COORDINATOR + "Fail": _MEMBER_OR_OPERATOR,
+        COORDINATOR + "Stop": _MEMBER,
         COORDINATOR + "Status": _SEE,
         COORDINATOR + "Jobs": _SEE,
     }

@@ -66,6 +66,7 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     COORDINATOR + "Differs": lambda job: pb.DiffersRequest(job=job, reason="because"),
     COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
     COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),
+    COORDINATOR + "Stop": lambda job: pb.StopRequest(job=job, run="r", reason="because"),
     COORDINATOR + "Jobs": lambda job: pb.JobsRequest(),
 }
 

@@ -53,6 +53,8 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
     def __init__(self) -> None:
         self.exits: list[pb.ExitRequest] = []
         self.failures: list[str] = []
+        self.stops: list[tuple[str, str, int]] = []
+        """(launcher, why, how many exits it had told before)."""
         self._view: pb.View | None = None
         self._readers: list[queue.SimpleQueue[pb.View]] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
@@ -86,6 +88,10 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
 
     def Fail(self, request: pb.FailRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
         self.failures.append(request.reason)
+        return pb.Ack()
+
+    def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
+        self.stops.append((request.run, request.reason, len(self.exits)))
         return pb.Ack()
 
 

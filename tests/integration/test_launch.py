@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,7 +105,13 @@ def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing_running(start: Start, signum: signal.Signals) -> None:
+def test_a_signal_leaves_nothing_running(
+    start: Start, coordinator: ScriptedCoordinator, signum: signal.Signals
+) -> None:
+    """A coordinator that knows the job is told that it was stopped, after what became of its ranks."""
+    known = signum == signal.SIGTERM
+    if known:
+        coordinator.publish(state=pb.RUNNING, generation=1)
     # Ranks with a child of their own, and deaf to polite requests.
     script = """
 import os, signal, subprocess, time
@@ -123,6 +130,8 @@ time.sleep(60)
     code, stderr = launch.wait()
     assert code == 128 + signum
     assert stderr == f"swift: stopped by {signum.name}\n"
+    told = [(why, exits) for _, why, exits in coordinator.stops]
+    assert told == ([(f"SIGTERM on {socket.gethostname()}", 2)] if known else [])
     assert not [process for process in own if process.is_running()], "it waits for its own"
     assert_all_gone(below)
 

@@ -201,7 +201,7 @@ class Trainer(Process):
         elif view.state == pb.RUNNING and self.version is not None:
             self._open_log()
             self._train(self.version)
-        elif view.state in (pb.FINISHED, pb.FAILED):
+        elif view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED):
             self.alive = False
 
     def _refuse(self, why: str) -> None:

@@ -51,10 +51,8 @@ class Scripted:
             yield from fresh
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
-    Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = (
-        Jobs
-    ) = _next
-    Differs = _next
+    Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = _next
+    Differs = Jobs = Stop = _next
 
 
 class Served:

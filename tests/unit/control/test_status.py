@@ -16,14 +16,16 @@ def said(*, seconds_left: float | None = 3.24, replays: bool = True) -> pb.Statu
         generation=3,
         reason="rank 1 was killed by signal 9",
         waiting_for="ranks 0, 1 to be ready",
-        plan=pb.Plan(reason="target version 15: KEEP on rank 0; REPLAY on rank 1"),
+        members=[pb.Member(rank=0, pid=70, host="a01"), pb.Member(rank=1, pid=81, host="a02")],
+        checkpoints=[0, 5],
+        plan=pb.Plan(reason="target version 15: KEEP on rank 0; REPLAY on rank 1", target_version=15),
     )
     replay = pb.ReplayProgress(version=7, target=15, seconds_left=seconds_left) if replays else None
     ranks = [
         pb.RankStatus(rank=0, version=15, lease_age_s=0.25),
         pb.RankStatus(rank=1, version=7, lease_age_s=0.1, replay=replay),
     ]
-    suspicion = pb.Suspicion(rank=0, reason="its neighbour is gone", age_s=2.0)
+    suspicion = pb.Suspicion(rank=0, reason="its neighbour is gone", age_s=2.0, told=True)
     return pb.StatusReply(view=view, ranks=ranks, suspicions=[suspicion])
 
 
@@ -33,15 +35,49 @@ def test_for_people() -> None:
         "because rank 1 was killed by signal 9",
         "waits for ranks 0, 1 to be ready",
         "plan: target version 15: KEEP on rank 0; REPLAY on rank 1",
-        "rank 0: version 15, heard 0.2 s ago",
-        "rank 1: version 7, heard 0.1 s ago; replays: version 7 of 15, about 3.2 s left",
-        "rank 0 is suspected: its neighbour is gone",
+        "newest checkpoint: version 5; goes on at step 15",
+        "rank 0: process 70 on a01, version 15, heard 0.2 s ago",
+        "rank 1: process 81 on a02, version 7, heard 0.1 s ago; replays: version 7 of 15, about 3.2 s left",
+        "rank 0 said 2 s ago: its neighbour is gone",
     ]
 
 
+@pytest.mark.parametrize(
+    ("state", "checkpoints", "words"),
+    [
+        (pb.RUNNING, [5, 10], "newest checkpoint: version 10"),
+        (pb.FORMING, [], "no checkpoint is complete"),
+        (pb.STOPPED, [], "no checkpoint is complete: started again it begins at step 0"),
+        (pb.STOPPED, [5, 10], "newest checkpoint: version 10; started again it goes on at step 10"),
+        (pb.FAILED, [0], "newest checkpoint: version 0; started again it goes on at step 0"),
+        (
+            pb.FINISHED,
+            [20],
+            "newest checkpoint: version 20; started again with more steps it goes on at step 20",
+        ),
+    ],
+)
+def test_from_which_step_a_job_goes_on(
+    state: "pb.State.ValueType", checkpoints: list[int], words: str
+) -> None:
+    assert status.goes_on_words(pb.View(state=state, checkpoints=checkpoints)) == words
+
+
+def test_who_waits_for_a_rank_that_hangs_is_not_accused() -> None:
+    """All ranks of a pipeline are as late as the one that hangs."""
+    late = [pb.Suspicion(rank=rank, reason="its step has run for 41.0 s", age_s=11.0) for rank in (0, 1)]
+    shown = status.lines(pb.StatusReply(view=pb.View(job="j", state=pb.RUNNING), suspicions=late))
+    assert shown[-3:] == [
+        "rank 0: its step has run for 41.0 s",
+        "rank 1: its step has run for 41.0 s",
+        "one of these hangs, or something that they all wait for",
+    ]
+    assert "suspect" not in "".join(shown)
+
+
 def test_before_there_is_a_pace_and_without_a_replay() -> None:
-    assert status.lines(said(seconds_left=None))[5].endswith("; replays: version 7 of 15, no pace yet")
-    assert status.lines(said(replays=False))[5] == "rank 1: version 7, heard 0.1 s ago"
+    assert status.lines(said(seconds_left=None))[6].endswith("; replays: version 7 of 15, no pace yet")
+    assert status.lines(said(replays=False))[6] == "rank 1: process 81 on a02, version 7, heard 0.1 s ago"
 
 
 def test_for_programs() -> None:
@@ -52,7 +88,8 @@ def test_for_programs() -> None:
     assert shown["ranks"][0]["rank"] == 0, "zero is a value"
     assert shown["view"]["generation"] == 3
     assert shown["view"]["inexact_since"] is None
-    assert shown["view"]["members"] == []
+    assert shown["view"]["log_servers"] == []
+    assert shown["view"]["members"][1] == {"rank": 1, "incarnation": "", "pid": 81, "host": "a02"}
 
 
 def test_every_field_of_every_message_is_there() -> None:

@@ -10,7 +10,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
     ask rank= generation= after= reason=                 pressed server= trimmed= reason=
-    exited rank= code= [inc=] [pid=]                     fail [rank=] reason=
+    exited rank= code= [inc=] [pid=]                     fail [rank=] reason=     stop run= [reason=]
     beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
     fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
          [server=]
@@ -193,6 +193,9 @@ class World:
     def do_fail(self, reason: str, rank: str = "", inc: str = "") -> list[str]:
         return self.step(m.Fail(sender=self.sender(rank, inc) if rank else None, reason=reason))
 
+    def do_stop(self, run: str, reason: str = "SIGTERM on h") -> list[str]:
+        return self.step(m.Stop(run=run, reason=reason))
+
     def do_suspect(self, rank: str, reason: str, generation: str = "0", again: str = "") -> list[str]:
         suspect = m.Suspect(
             sender=self.sender(rank), reason=reason, generation=int(generation), again=again == "yes"
@@ -313,8 +316,8 @@ class World:
         out = [f"heard: {', '.join(ages)}"]
         for rank, unsaved in self.job.checkpoints.unsaved.items():
             out.append(f"rank {rank} cannot write version {unsaved.version}: {unsaved.reason}")
-        for rank, reason, age_s in self.job.suspicions.all(self.job.row, self.now):
-            out.append(f"suspicion of rank {rank}, {age_s:.1f} s: {reason}")
+        for one in self.job.suspicions.all(self.job.row, self.now):
+            out.append(f"suspicion of rank {one.rank}, {one.age_s:.1f} s: {one.reason}")
         return out
 
     # --- ---
