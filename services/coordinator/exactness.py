@@ -19,9 +19,9 @@ def differs(row: JobRow, rank: int, reason: str) -> None:
 
 
 def differed(row: JobRow, said: m.Differs) -> bool:
-    """A step done again came out different, without a refusal. Whether that is news."""
+    """A step done again came out different, without a refusal. Whether that is news. The earliest such step counts."""
     check_holder(row, said.sender)
-    if row.inexact_since is not None:
+    if row.inexact_since is not None and row.inexact_since <= said.version:
         return False
     row.inexact_since, row.inexact_reason = said.version, f"rank {said.sender.rank}: {said.reason}"
     return True

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _backends
+from torch._C import _functorch
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
@@ -193,6 +194,17 @@ def wrap_loss(schedule: Any, wrapper: Any) -> None:
     """Puts ``wrapper(loss_fn)`` in the place of the schedule's loss function, if it has one."""
     if schedule._loss_fn is not None:
         schedule._loss_fn = wrapper(schedule._loss_fn)
+
+
+def loss_functions(schedules: list[Any]) -> list[Any]:
+    return [schedule._loss_fn for schedule in schedules if schedule._loss_fn is not None]
+
+
+def is_transformed(tensor: torch.Tensor | None = None) -> bool:
+    """`torch.func.grad`, `vmap` or the like is at work, or has made this tensor: a placeholder, without bits."""
+    if tensor is not None:
+        return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def clear_schedule(schedule: Any) -> None:

@@ -17,7 +17,7 @@ from swift import events
 from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers, UsageError
 from swift.runtime.groups import LastingGroup
-from swift.runtime.state import TrainerState
+from swift.runtime.state import HYPERPARAMETERS, TrainerState
 from swift.runtime.tensors import byte_view
 from swift.runtime.transport import Messages
 
@@ -85,6 +85,11 @@ class Audit:
         if name in ("parameters", "optimizer"):
             raise ReplicaDiffers(
                 f"{name} at version {self._state.version} differ from those of rank {ranks}, a replica"
+            )
+        if name == HYPERPARAMETERS:
+            raise UsageError(
+                f"{name} of this rank (its learning rate, say) are not the same as on rank {ranks}, a replica: is what "
+                "sets them registered (session.register(scheduler=...))?"
             )
         raise UsageError(
             f"{name} of this rank is not the same as on rank {ranks}, so these ranks are no replicas: keep it the "

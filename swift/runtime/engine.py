@@ -10,14 +10,11 @@
 What a member says in a state it says again until the View moves on: the coordinator may have been restarted.
 """
 
-import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -44,6 +41,7 @@ from swift.runtime.config import SessionConfig
 from swift.runtime.early import EarlyCheckpoint, UnloggedSteps
 from swift.runtime.ending import Ending
 from swift.runtime.errors import is_communication, let_go, words_of
+from swift.runtime.evidence import every_version, write_digests
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
@@ -53,6 +51,7 @@ from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer
 from swift.runtime.retries import Retries
 from swift.runtime.saving import Saving
+from swift.runtime.script import Script
 from swift.runtime.state import TrainerState
 from swift.runtime.updates import Standing
 from swift.runtime.witness import Witness
@@ -63,9 +62,6 @@ TrainStep = Callable[[int], object]
 class StepDropped(Exception):
     """The plan drops the step that waited in the vote. The new generation's groups are built already."""
 
-
-ENV_DIGESTS = "SWIFT_DIGESTS"
-ENV_DIGESTS_EVERY = "SWIFT_DIGESTS_EVERY"
 
 _NOTICE_POLL_S = 0.005
 
@@ -116,6 +112,7 @@ class Engine:
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
         self._witness = channel.witness = Witness(self._differs, lambda: communicator.broken is not None)
         self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
+        self._script = Script(state.told, state.beside.transient, self._differs, warns=rank == 0)
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
         self._ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._retries = Retries(rank)
@@ -280,8 +277,9 @@ class Engine:
                     self._step(train_step)
                     if self._rolled_forward:
                         self._rejoin(train_step)
+                self._script.look()
                 assert self._writer is not None
-                self._write_digests(f"rank{self._rank}-v{self._state.version}.json")
+                write_digests(self._state, f"rank{self._rank}-v{self._state.version}.json")
                 self._ending.finish(self._writer, self._member.await_change, self.vote_seconds)
                 return
             except (JobFailed, Fenced):
@@ -343,8 +341,8 @@ class Engine:
         if view.state == pb.FORMING:
             self._state.align()
             self._state.present = True
-            if os.environ.get(ENV_DIGESTS_EVERY):
-                self._write_digests(f"rank{self._rank}-v0.json")
+            if every_version():
+                write_digests(self._state, f"rank{self._rank}-v0.json")
             self._saving.save_first()
             if isinstance(self._writer, SidecarWriter):
                 self._writer.await_sidecar()  # so that the first steps do not only lie in its ring
@@ -358,7 +356,7 @@ class Engine:
         num_stages = self._state.stages[0].num_stages
         events.emit("ready", rank=self._rank, generation=view.generation, version=version)
         if view.state == pb.RECOVERING:
-            self._write_digests(f"rank{self._rank}-v{version}-g{view.generation}.json")
+            write_digests(self._state, f"rank{self._rank}-v{version}-g{view.generation}.json")
         self._await_running(
             view,
             lambda: self._member.client.ready(
@@ -395,6 +393,7 @@ class Engine:
         self._channel.begin_step(step)
         self._witness.begin(step)
         self._state.begin_step()
+        self._script.begin(step, train_step, self._state.code())
         with self._retries.step(step):
             train_step(step)
         self._channel.settle()
@@ -403,9 +402,10 @@ class Engine:
         version = self._member.version = self._state.version
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
         self._channel.profile.end(step, replay=replaying, logged_by=self._channel.logged_by)
-        if os.environ.get(ENV_DIGESTS_EVERY):
-            self._write_digests(f"rank{self._rank}-v{version}.json")
+        if every_version():
+            write_digests(self._state, f"rank{self._rank}-v{version}.json")
         due = version % self._config.checkpoint_every == 0
+        self._script.end(step, checkpoint=due)
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
             self._audit.compare()
@@ -449,6 +449,7 @@ class Engine:
             # The optimizer has begun: the parameters are of no version, so this rank restores.
             self._state.present = False
         self._state.drop_step()
+        self._script.drop(self._state.version)
 
     def _handle(self, error: Exception) -> None:
         """Returns if the error is a failure's consequence (a newer generation is there); else raises it."""
@@ -497,15 +498,6 @@ class Engine:
         if not isinstance(error, UsageError):
             self._member.client.fail(f"{type(error).__name__}: {error}"[:500])
         raise error
-
-    # --- evidence ---
-
-    def _write_digests(self, name: str) -> None:
-        directory = os.environ.get(ENV_DIGESTS)
-        if directory:
-            temporary = (path := Path(directory) / name).with_suffix(".tmp")
-            temporary.write_text(json.dumps({**self._state.digests(), "values": self._state.values()}))
-            os.replace(temporary, path)
 
     def close(self) -> None:
         if self._writer is not None:

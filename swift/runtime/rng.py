@@ -9,6 +9,7 @@ schedule: so the ranks of one pipeline draw the same there, as ranks with one `t
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -145,7 +146,8 @@ class Registered:
 
 
 def as_registered(value: Any) -> Any:
-    """`value` itself, unless it is a generator of torch, `random` or numpy."""
+    """`value` itself, unless it is a generator of torch, `random` or numpy, or a plain container, which gets its
+    items back."""
     if isinstance(value, torch.Generator):
         return Registered(value.get_state, value.set_state)
     if isinstance(value, random.Random):
@@ -155,4 +157,14 @@ def as_registered(value: Any) -> Any:
     if isinstance(value, np.random.Generator):
         bits: Any = value.bit_generator
         return Registered(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if type(value) in (list, dict, deque):
+        return Registered(value.copy, lambda items: _fill(value, items))
     return value
+
+
+def _fill(container: Any, items: Any) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(items)
+    else:
+        container.extend(items)

@@ -344,7 +344,8 @@ class Session:
         that a step changes (LR scheduler, data loader, gradient scaler), under any name.
 
         The objects' state_dict is copied at every step, so keep it small. `loader` counts as data position.
-        Raises UsageError for an object without state_dict and load_state_dict.
+        Generators (of torch, `random`, numpy), lists, dicts and deques may be given as they are.
+        Raises UsageError for another object without state_dict and load_state_dict.
         """
         if schedule is not None:
             if not isinstance(schedule, _torch.Schedule):
@@ -372,9 +373,11 @@ class Session:
             self._state.add_object(name, value)
 
     def transient(self, *names: str) -> None:
-        """Attributes of modules that need not outlive a failure, by the names that they have in any module.
+        """Attributes of modules, and variables of the script, that need not outlive a failure, by their names.
 
-        What a step changes there (the last loss, a map of attention) is otherwise a part of the rank's state.
+        What a step changes in a module (the last loss, a map of attention) is otherwise a part of the rank's state.
+        For a variable of the script that a step changes (``count``, or ``trainer.count``), and that is not registered,
+        the job is otherwise called inexact after a failure.
         """
         self._state.beside.transient.update(names)
 
@@ -384,6 +387,8 @@ class Session:
         `train_step` does one whole optimizer step. When a rank is lost it is cut short by an exception of
         torch's, and called again with the step where the job goes on; a replacement calls it for the steps
         that it replays as well (`replaying` is True then). Returns when all ranks have done all steps.
+
+        Variables of the script that `train_step` changes, and that are not registered, are said on standard error.
         """
         if num_steps < 0:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")

@@ -29,6 +29,7 @@ from swift.runtime.updates import Updates
 
 # What default generators are seeded with while an object loads its state.
 _LOADING = 0x5EED_10AD
+HYPERPARAMETERS = "hyperparameters of an optimizer"
 # Of a process, in which every bit of frozen parameters is compared; later what tells cheaply.
 _STEPS_LOOKED_AT = 3
 
@@ -56,6 +57,8 @@ class TrainerState:
         self.stages: list[Any] = []
         self.schedules: list[Any] = []
         self.objects: dict[str, Any] = {}
+        self._given: list[Any] = []
+        """What the trainer has registered, itself."""
         self.version = 0  # optimizer steps done = the next step to run
         self.present = False  # until the first version is ours, by birth or by restore
         self.lived = False  # until this process has run with the others, and logged what it sent
@@ -110,7 +113,7 @@ class TrainerState:
     def add_object(self, name: str, value: Any) -> None:
         if name in self.objects:
             raise UsageError(f"register({name}=...) was called twice; use another name")
-        value = as_registered(value)
+        given, value = value, as_registered(value)
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
                 raise UsageError(
@@ -118,6 +121,7 @@ class TrainerState:
                     "a recovery must be able to take it back, so give it state_dict and load_state_dict"
                 )
         self.objects[name] = value
+        self._given.append(given)
 
     def check_complete(self) -> None:
         """Raises UsageError, in one line, for a trainer that forgot something a recovery needs."""
@@ -153,6 +157,15 @@ class TrainerState:
         """(all is registered, and nothing is loaded yet) What a new process begins with."""
         modules = {key: stage.submod for key, stage in self.keyed().items()}
         self.beside.remember(modules, self.optimizers, self.objects.values())
+
+    def told(self) -> list[Any]:
+        """What the session was told of: all of it is captured."""
+        return [*(stage.submod for stage in self.stages), *self.optimizers, *self.schedules, *self._given]
+
+    def code(self) -> list[Any]:
+        """The trainer's code that a step runs besides its own function: forwards and loss functions."""
+        modules = [part for stage in self.stages for part in stage.submod.modules()]
+        return [*modules, *_torch.loss_functions(self.schedules)]
 
     # --- one step ---
 
@@ -314,7 +327,10 @@ class TrainerState:
             for name, _ in stage.submod.named_parameters()
         }
         tensors = {f"{i}.{n}": t for i, stage in state["stages"].items() for n, t in stage.items()}
+        groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
         return {
+            # First: where these differ, all else differs for it.
+            HYPERPARAMETERS: [{k: v for k, v in group.items() if k != "params"} for group in groups],
             "parameters": {name: tensor for name, tensor in tensors.items() if name in names},
             "optimizer": state["optimizers"],
             "iterators of data loaders": state["iterators"],

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch.utils._pytree import tree_leaves
 
+from swift.runtime import _torch
 from swift.runtime.tensors import byte_view, plain
 
 INPUT, TARGET, RESULT, LOSS, OUTPUT = "input", "target", "result", "loss", "output"
@@ -87,7 +88,7 @@ class Witness:
         self._steps.clear()
 
     def saw(self, kind: str, stage: int, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        if self.quiet or self._broken():
+        if self.quiet or self._broken() or _torch.is_transformed():
             return
         seen, digest = Seen(kind, stage, microbatch, slot), digest_of(tensor)
         if self._seen.setdefault(seen, digest) != digest:

@@ -1,8 +1,6 @@
 """A shuffling DataLoader without a generator, a new iterator each epoch inside train_step."""
 
 # verdict: named inexact
-# misses: 1
-# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import probe

@@ -1,8 +1,6 @@
 """An exponential moving average of the weights that nobody told the session of."""
 
 # verdict: named inexact
-# misses: 1, 2
-# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import copy

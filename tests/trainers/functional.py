@@ -1,8 +1,6 @@
 """torch.func: gradients by functional_call and grad, put into .grad by hand."""
 
 # verdict: same bits
-# misses: 1, 2
-# because: comparing a module's outputs fails on the tensors of torch.func
 # worlds: 1, 2
 
 import probe

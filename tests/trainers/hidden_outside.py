@@ -1,8 +1,6 @@
 """An RNN whose hidden state is a variable of the script, unregistered."""
 
 # verdict: named inexact
-# misses: 1
-# because: the state is a variable of the script, of which nobody knows
 # worlds: 1
 
 import probe

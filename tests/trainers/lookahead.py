@@ -1,8 +1,6 @@
 """A Lookahead wrapper around an optimizer: the session is told of the inner one."""
 
 # verdict: named inexact
-# misses: 1, 2
-# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import probe

@@ -1,8 +1,6 @@
 """A learning-rate finder: the rate grows by hand each step, weights are reset at the end."""
 
 # verdict: named inexact
-# misses: 1, 2
-# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import copy

@@ -1,8 +1,6 @@
 """Augmentation by a numpy Generator of the author's own, not registered."""
 
 # verdict: named inexact
-# misses: 1
-# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import numpy as np

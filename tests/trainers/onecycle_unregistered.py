@@ -1,9 +1,7 @@
 """A OneCycleLR scheduler that was not registered."""
 
 # verdict: named inexact
-# misses: 1, 2
-# because: the state is a variable of the script, of which nobody knows
-# worlds: 1, 2
+# worlds: 1
 
 import probe
 import torch

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -30,8 +31,9 @@ _CALM_S = 0.04
 before the next kill, and every replacement begins at step 0, with whatever its script makes there."""
 
 _kills = json.loads(os.environ.get(ENV_KILLS) or "[]")
-_noted = time.monotonic()
-_step_s = 0.01
+# The harness's own, not a variable of the trainer's: nothing in a step depends on it.
+_clock = threading.local()
+_clock.noted, _clock.step_s = time.monotonic(), 0.01
 
 
 def steps() -> int:
@@ -46,12 +48,11 @@ def replicas() -> int:
 
 def note(step: int, *values: Any) -> None:
     """One line, by the bits of every value: a step that is done again must say the same."""
-    global _noted, _step_s
     rank = os.environ["RANK"]
     if os.environ.get(ENV_SLOW):
         time.sleep(_CALM_S)
     now = time.monotonic()
-    _step_s, _noted = now - _noted, now
+    _clock.step_s, _clock.noted = now - _clock.noted, now
     _perhaps_die(int(rank), step)
     text = " ".join(digest(value)[:16] for value in values)
     with (Path(os.environ[ENV_DIRECTORY]) / f"rank{rank}.losses").open("a") as file:
@@ -73,7 +74,7 @@ def _perhaps_die(rank: int, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         # No thread that waits for the interpreter: the kernel ends the process wherever it is by then.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, max(1e-5, kill["after"] * _step_s))
+        signal.setitimer(signal.ITIMER_REAL, max(1e-5, kill["after"] * _clock.step_s))
 
 
 def _noted_before(rank: int, step: int) -> bool:

@@ -1,8 +1,6 @@
 """A replay buffer in a Python list of the script, unregistered, sampled by random."""
 
 # verdict: named inexact
-# misses: 1, 2
-# because: the state is a variable of the script, of which nobody knows
 # worlds: 1, 2
 
 import random

@@ -1,6 +1,6 @@
 """A GradScaler that was not registered, and overflows twice."""
 
-# verdict: same bits
+# verdict: named inexact
 # worlds: 1
 
 import probe

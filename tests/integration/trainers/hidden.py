@@ -67,7 +67,8 @@ def main() -> None:
         else:
             schedule.step()
         optimizer.step()
-        hidden.ema = 0.9 * hidden.ema + 0.1 * module.weight.detach().mean(0)
+        if WHAT == "ema":
+            hidden.ema = 0.9 * hidden.ema + 0.1 * module.weight.detach().mean(0)
 
     session.run(train_step, num_steps=STEPS)
     session.close()

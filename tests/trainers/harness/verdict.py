@@ -8,6 +8,9 @@ from tests.trainers.harness.run import Outcome
 SAME, REFUSED, NAMED, MISS = "same bits", "refused", "named inexact", "miss"
 _NAMED = re.compile(r"not exact|inexact", re.IGNORECASE)
 _OURS = re.compile(r"^swift: ?(.*)$", re.MULTILINE)
+_ADVICE = "train_step changes "
+_OF_FAILURES = re.compile(r"rank \d+: killed|not exact")
+"""What a run says of its failures before it is refused for what they brought to light."""
 USAGE = 2
 
 
@@ -22,8 +25,8 @@ class Verdict:
 
 
 def said(outcome: Outcome) -> list[str]:
-    """The lines of ours on standard error."""
-    return _OURS.findall(outcome.stderr)
+    """The lines of ours on standard error, without what is said to the author of a run in which nothing is wrong."""
+    return [line for line in _OURS.findall(outcome.stderr) if not line.startswith(_ADVICE)]
 
 
 def of_undisturbed(run: Outcome) -> Verdict:
@@ -85,7 +88,7 @@ def _is_named(run: Outcome) -> bool:
 
 
 def _refusal(run: Outcome) -> Verdict:
-    lines = said(run)
+    lines = [line for line in said(run) if not _OF_FAILURES.match(line)]
     if len(lines) != 1:
         return Verdict(word=MISS, why=f"refused in {len(lines)} lines: {_end(run)}")
     if "Traceback" in run.stderr:

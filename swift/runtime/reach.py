@@ -1,0 +1,200 @@
+"""Which variables a function reaches by name: those of its script, of its closures, of objects that it uses.
+
+Code of the trainer's own is read (its bytecode: which names it loads), and what it calls by name is followed. Installed
+packages are not read. A variable that is only ever assigned is not found: nothing in a step depends on it.
+"""
+
+import dis
+import functools
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import swift
+from swift.runtime.signs import parts_of
+
+_LIBRARIES = tuple(str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("purelib", "platlib"))
+_NOT_READ = (
+    *(str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("stdlib", "platstdlib")),
+    *(str(Path(package.__file__).parent) for package in (torch, swift) if package.__file__),
+)
+_LOADS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
+_LOADS_CELL = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+_LOADS_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+_ALL_ATTRIBUTES = {"getattr", "vars", "__dict__", "asdict", "replace", "deepcopy", "copy"}
+"""Whoever uses these may look at any attribute."""
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, np.generic)
+_VISITED_MAX = 50_000
+
+Get = Callable[[], Any]
+_MISSING = object()
+
+
+class Reach:
+    """``variables``: by name, how to get the value that they have now. ``reads``: of an object's attributes."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        roots = list(roots)
+        self.variables: dict[str, Get] = {}
+        self._attributes: set[str] = set()
+        self._classes: set[type] = set()
+        self._packages = tuple(filter(None, map(_package_of, roots)))
+        self._modules: dict[str, types.ModuleType] = {}
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []  # so that no id is used twice
+        for root in roots:
+            self._follow(root, getattr(root, "__name__", type(root).__name__))
+        for name, module in self._modules.items():
+            self._module(name, module)
+
+    def reads(self, kind: type, attribute: str) -> bool:
+        """Code that is read looks at the attribute, or code that is not may do so."""
+        if kind not in self._classes or not _ALL_ATTRIBUTES.isdisjoint(self._attributes):
+            return True
+        return attribute in self._attributes
+
+    def _own(self, path: str | None) -> bool:
+        """Code in that file is the trainer's: it is no installed package's, or the script is of the same package."""
+        if not path or path.startswith("<frozen"):
+            return False
+        return not path.startswith((*_LIBRARIES, *_NOT_READ)) or path.startswith(self._packages)
+
+    def _follow(self, value: Any, name: str) -> None:
+        """Reads the code that `value` is, or that its class is."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)
+        if isinstance(value, types.FunctionType):
+            self._function(value, name)
+        elif isinstance(value, types.MethodType):
+            self._variable("self" if name == value.__name__ else name.partition(".")[0], value.__self__)
+            self._follow(value.__func__, name)
+        elif isinstance(value, functools.partial):
+            self._follow(value.func, name)
+            for argument, part in (*zip(_arguments(value.func), value.args), *value.keywords.items()):
+                self._variable(argument, part)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, types.ModuleType):
+            if self._own(getattr(value, "__file__", None)):
+                self._modules[name] = value
+        elif (inner := _wrapped(value)) is not None:
+            self._follow(inner, name)
+        else:
+            self._class(type(value))
+
+    def _variable(self, name: str, value: Any, get: Get | None = None) -> None:
+        if not isinstance(value, types.FunctionType | types.ModuleType | types.BuiltinFunctionType | type):
+            self.variables.setdefault(name, get or (lambda: value))
+        self._follow(value, name)
+        self._objects_in(value, name)
+
+    def _objects_in(self, value: Any, name: str) -> None:
+        """The classes of objects that hang below it: a step may call their methods."""
+        left = [value]
+        while left and len(self._kept) < _VISITED_MAX:
+            for _, part in parts_of(left.pop()):
+                if id(part) not in self._seen and not isinstance(part, _LEAVES):
+                    self._follow(part, name)
+                    left.append(part)
+
+    def _function(self, function: types.FunctionType, name: str) -> None:
+        if (inner := _wrapped(function)) is not None:
+            self._follow(inner, name)
+        if not self._own(function.__code__.co_filename):
+            return
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self._code(function.__code__, cells, function.__globals__)
+        defaults = function.__defaults__ or ()
+        last = _arguments(function)[: function.__code__.co_argcount][-len(defaults) :]
+        for argument, value in (*zip(last, defaults), *(function.__kwdefaults__ or {}).items()):
+            self._variable(argument, value)
+        for key in [key for key in vars(function) if key != "__wrapped__"]:
+            self._variable(f"{name}.{key}", vars(function)[key], functools.partial(vars(function).get, key))
+
+    def _code(self, code: types.CodeType, cells: dict[str, types.CellType], names: dict[str, Any]) -> None:
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname in _LOADS_ATTRIBUTE:
+                self._attributes.add(name)
+            elif instruction.opname in _LOADS_CELL and name in cells:
+                value = _content(cells[name])
+                if value is not _MISSING:
+                    self._variable(name, value, functools.partial(_content, cells[name]))
+            elif instruction.opname in _LOADS_GLOBAL:
+                self._attributes.add(name)  # of a module of the trainer's own, or `getattr`
+                if name in names:
+                    self._variable(name, names[name], functools.partial(names.get, name))
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                self._code(inner, cells, names)
+
+    def _class(self, kind: type) -> None:
+        """All of its methods: which one a step calls is not asked."""
+        for each in kind.__mro__:
+            module = sys.modules.get(each.__module__)
+            if id(each) in self._seen and each is not kind:
+                continue
+            self._seen.add(id(each))
+            if module is None or not self._own(getattr(module, "__file__", None)):
+                continue
+            self._classes.add(each)
+            for name, value in list(vars(each).items()):
+                for function in _functions_of(value):
+                    self._follow(function, name)
+                if not name.startswith("__") and not _functions_of(value) and not hasattr(value, "__get__"):
+                    self._variable(f"{each.__name__}.{name}", value, functools.partial(vars(each).get, name))
+
+    def _module(self, name: str, module: types.ModuleType) -> None:
+        for attribute in list(vars(module)):
+            if attribute in self._attributes and not attribute.startswith("__"):
+                get = functools.partial(vars(module).get, attribute)
+                self._variable(f"{name}.{attribute}", get(), get)
+
+
+def _functions_of(value: Any) -> list[types.FunctionType]:
+    if isinstance(value, property):
+        parts: Iterable[Any] = (value.fget, value.fset)
+    elif isinstance(value, staticmethod | classmethod):
+        parts = (value.__func__,)
+    elif isinstance(value, functools.cached_property):
+        parts = (value.func,)
+    else:
+        parts = (value,)
+    return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+def _wrapped(value: Any) -> Any:
+    """What a decorator has wrapped."""
+    return getattr(value, "__dict__", {}).get("__wrapped__")
+
+
+def _arguments(function: Any) -> tuple[str, ...]:
+    """The names of a function's arguments."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code.co_varnames[isinstance(function, types.MethodType) :] if code is not None else ()
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _MISSING
+
+
+def _package_of(root: Any) -> str:
+    """The directory of the installed package that a function is of; "": of none."""
+    root = getattr(root, "__func__", root)
+    path = getattr(getattr(root, "__code__", None), "co_filename", "")
+    for library in _LIBRARIES:
+        if path.startswith(library) and not path.startswith(_NOT_READ):
+            return str(Path(library, Path(path).relative_to(library).parts[0]))
+    return ""

@@ -1,0 +1,35 @@
+"""A OneCycleLR scheduler that was not registered, on replicas: a replacement's rates are another step's."""
+
+# verdict: refused
+# says: is what
+# worlds: 2
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=40)
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, session.column)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer, scheduler=scheduler)

@@ -1,0 +1,427 @@
+"""Variables of a script that a step changes and nobody was told of: found, said once, and named after a failure."""
+
+import contextlib
+import functools
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from swift.runtime.reach import Reach
+from swift.runtime.script import Script
+
+Step = Callable[[int], object]
+
+
+class Job:
+    """One process's."""
+
+    def __init__(self, *told: Any, transient: tuple[str, ...] = ()) -> None:
+        self.said: list[tuple[int, str]] = []
+        self.script = Script(
+            lambda: told, set(transient), lambda step, words: self.said.append((step, words)), warns=True
+        )
+
+    def run(self, step: Step, first: int, last: int, checkpoint_every: int = 5) -> None:
+        for number in range(first, last):
+            self.script.begin(number, step)
+            step(number)
+            self.script.end(number, checkpoint=(number + 1) % checkpoint_every == 0)
+        self.script.look()
+
+    def cut_short(self, step: Step, number: int) -> None:
+        self.script.begin(number, step)
+        step(number)
+        self.script.drop(number)
+
+
+def changes(
+    step: Step, *told: Any, capsys: pytest.CaptureFixture[str], transient: tuple[str, ...] = ()
+) -> str:
+    """What is said of the step in an undisturbed run."""
+    Job(*told, transient=transient).run(step, 0, 4)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 1
+    return lines[0].partition("changes ")[2].partition(", of which")[0] if lines else ""
+
+
+# --- as people write them ---
+
+counter = 0
+history: list[int] = []
+
+
+def counts(step: int) -> None:
+    global counter
+    counter += 1
+
+
+def appends(step: int) -> None:
+    history.append(step)
+
+
+def closure_number() -> Step:
+    count = 0
+
+    def train_step(step: int) -> None:
+        nonlocal count
+        count += 1
+
+    return train_step
+
+
+def closure_tensor() -> Step:
+    hidden = torch.zeros(4)
+
+    def train_step(step: int) -> None:
+        hidden.add_(1)
+
+    return train_step
+
+
+def closure_large_tensor() -> Step:
+    hidden = torch.zeros(1 << 20)
+
+    def train_step(step: int) -> None:
+        hidden[:8] += 1
+
+    return train_step
+
+
+def closure_array() -> Step:
+    table = np.zeros((300, 300))
+
+    def train_step(step: int) -> None:
+        table.__iadd__(1)
+
+    return train_step
+
+
+def closure_generator() -> Step:
+    rng = torch.Generator()
+
+    def train_step(step: int) -> None:
+        torch.rand(1, generator=rng)
+
+    return train_step
+
+
+def closure_numpy_generator() -> Step:
+    rng = np.random.default_rng(0)
+
+    def train_step(step: int) -> None:
+        rng.random()
+
+    return train_step
+
+
+def closure_python_generator() -> Step:
+    rng = random.Random(0)
+
+    def train_step(step: int) -> None:
+        rng.random()
+
+    return train_step
+
+
+def list_iterator() -> Step:
+    batches = iter([1, 2, 3, 4, 5])
+
+    def train_step(step: int) -> None:
+        next(batches)
+
+    return train_step
+
+
+def zipped() -> Step:
+    batches = enumerate(zip(itertools.count(), itertools.cycle([1, 2]), strict=False))
+
+    def train_step(step: int) -> None:
+        next(batches)
+
+    return train_step
+
+
+def generator_function() -> Step:
+    def batches() -> Any:
+        position = 0
+        while True:
+            yield position
+            position += 1
+
+    source = batches()
+
+    def train_step(step: int) -> None:
+        next(source)
+
+    return train_step
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.memory: deque[int] = deque(maxlen=3)
+        self.noted = 0.0
+
+    def remember(self, step: int) -> None:
+        self.memory.append(step)
+        self.noted = time.monotonic()  # nobody looks at it
+
+
+class Trainer:
+    """Most scripts that are longer than a page."""
+
+    def __init__(self) -> None:
+        self.agents = [Agent(), Agent()]
+        self.best = float("inf")
+
+    def train_step(self, step: int) -> None:
+        self.agents[1].remember(step)
+        self.best = min(self.best, -step)
+
+
+@dataclass(slots=True)
+class Slots:
+    position: int = 0
+
+    def next(self) -> int:
+        self.position += 1
+        return self.position
+
+
+def with_slots() -> Step:
+    loader = Slots()
+
+    def train_step(step: int) -> None:
+        loader.next()
+
+    return train_step
+
+
+class Total:
+    value = 0
+
+    @classmethod
+    def add(cls) -> None:
+        cls.value += 1
+
+
+def class_attribute(step: int) -> None:
+    Total.add()
+
+
+def default_argument(step: int, cache: dict[int, int] = {}) -> None:  # noqa: B006
+    cache[step] = step
+
+
+def function_attribute(step: int) -> None:
+    function_attribute.calls = getattr(function_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+function_attribute.calls = 0  # type: ignore[attr-defined]
+
+
+def behind_a_partial() -> Step:
+    state = {"calls": 0}
+
+    def inner(state: dict[str, int], step: int) -> None:
+        state["calls"] += 1
+
+    return functools.partial(inner, state)
+
+
+def behind_a_decorator() -> Step:
+    count = 0
+
+    @torch.no_grad()
+    def inner() -> None:
+        nonlocal count
+        count += 1
+
+    def train_step(step: int) -> None:
+        inner()
+
+    return train_step
+
+
+def average_of_weights() -> Step:
+    average = nn.Linear(2, 2)
+
+    def train_step(step: int) -> None:
+        with torch.no_grad():
+            average.weight.add_(1)
+
+    return train_step
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (counts, "counter"),
+        (appends, "history"),
+        (closure_number(), "count"),
+        (closure_tensor(), "hidden"),
+        (closure_large_tensor(), "hidden"),
+        (closure_array(), "table"),
+        (closure_generator(), "rng"),
+        (closure_numpy_generator(), "rng"),
+        (closure_python_generator(), "rng"),
+        (list_iterator(), "batches"),
+        (zipped(), "batches"),
+        (generator_function(), "source"),
+        (Trainer().train_step, "self.agents, self.best"),
+        (with_slots(), "loader.position"),
+        (class_attribute, "Total.value"),
+        (default_argument, "cache"),
+        (function_attribute, "function_attribute.calls"),
+        (behind_a_partial(), "state"),
+        (behind_a_decorator(), "count"),
+        (average_of_weights(), "average.weight"),
+    ],
+)
+def test_what_a_step_changes_is_said_by_its_name(
+    step: Step, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = changes(step, capsys=capsys)
+    assert name in said
+
+
+def test_what_torch_keeps_for_a_trainer_is_seen_too(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=40)
+
+    def train_step(step: int) -> None:
+        optimizer.step()
+        scheduler.step()
+
+    assert changes(train_step, optimizer, capsys=capsys).startswith(
+        "scheduler._last_lr, scheduler._step_count"
+    )
+
+
+def test_what_no_step_depends_on_is_not_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = 0
+    config = {"lr": 0.1, "nan": float("nan")}
+    data = torch.arange(10.0)
+    vocabulary = {str(i): i for i in range(1000)}
+    criterion = nn.MSELoss()
+    paths = tmp_path / "log"
+    with (tmp_path / "file").open("w") as file, contextlib.ExitStack():
+
+        def train_step(step: int) -> None:
+            nonlocal last
+            last = step  # assigned, and never read
+            criterion(data, data * config["lr"] + len(vocabulary))
+            file.write(str(paths))
+            hash(paths)
+
+        assert changes(train_step, capsys=capsys) == ""
+    assert last == 3
+
+
+def test_what_the_session_was_told_of_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    module, items = nn.Linear(2, 2), [1]
+    module.count = 0
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    def train_step(step: int) -> None:
+        module.count += 1
+        module(torch.ones(2)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        items.append(step)
+
+    assert changes(train_step, module, optimizer, items, capsys=capsys) == ""
+
+
+def test_what_need_not_last_is_named_by_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert changes(closure_number(), capsys=capsys, transient=("count",)) == ""
+    assert changes(Trainer().train_step, capsys=capsys, transient=("self.best", "memory")) == ""
+
+
+def test_a_change_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Job().run(closure_number(), 0, 20)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# --- failures ---
+
+
+def test_nothing_is_inexact_without_a_failure() -> None:
+    job = Job()
+    job.run(closure_number(), 0, 12)
+    assert job.said == []
+
+
+def test_a_new_process_begins_anew() -> None:
+    job = Job()
+    job.run(closure_number(), 5, 8)
+    assert [step for step, _ in job.said] == [5]
+    assert job.said[0][1].startswith("count of the script began anew with the process: ")
+
+
+def test_a_new_process_whose_script_changes_nothing_is_exact() -> None:
+    job = Job()
+    job.run(lambda step: None, 5, 8)
+    assert job.said == []
+
+
+def test_a_change_long_after_the_failure_is_found_at_the_next_checkpoint() -> None:
+    epoch = 0
+
+    def train_step(step: int) -> None:
+        nonlocal epoch
+        if step == 17:
+            epoch += 1
+
+    job = Job()
+    job.run(train_step, 5, 20)
+    assert [step for step, _ in job.said] == [5]
+
+
+def test_a_step_that_is_cut_short_leaves_its_traces() -> None:
+    job, step = Job(), closure_number()
+    job.run(step, 0, 8)
+    job.cut_short(step, 8)
+    assert job.said == []  # not while the failure is handled
+    job.run(step, 8, 9)
+    assert [step for step, _ in job.said] == [8]
+    assert "was changed by a step that was cut short" in job.said[0][1]
+
+
+def test_a_step_that_is_cut_short_before_it_changes_anything_leaves_none() -> None:
+    count = 0
+
+    def train_step(step: int) -> None:
+        nonlocal count
+        count += step != 8
+
+    job = Job()
+    job.run(train_step, 0, 8)
+    job.cut_short(train_step, 8)
+    job.run(train_step, 8, 10)
+    assert job.said == []
+
+
+def test_they_do_not_go_back_with_a_checkpoint() -> None:
+    job, step = Job(), closure_number()
+    job.run(step, 0, 8)
+    job.run(step, 5, 8)
+    assert [step for step, _ in job.said] == [5]
+    assert "count of the script is of step 8" in job.said[0][1]
+
+
+def test_a_name_that_is_only_assigned_is_no_variable_of_the_step() -> None:
+    def train_step(step: int) -> None:
+        global counter
+        counter = step
+
+    assert Reach([train_step]).variables == {}
