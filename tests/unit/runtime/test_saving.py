@@ -194,7 +194,8 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         logged_by=(),
         logged_groups=LoggedGroups(2, RecoveryGroups()),
     )
-    state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict)
+    state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict, told=list, code=list)
+    state.beside = SimpleNamespace(transient=set())
     state.updates = SimpleNamespace(end_step=ignored)
 
     def end_step() -> None:
