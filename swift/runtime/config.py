@@ -73,6 +73,10 @@ class SessionConfig:
     suspicion_timeout_s: float = 30.0
     """After a communication error without a notice from the coordinator, the error is the trainer's own."""
 
+    replay_stall_s: float = 180.0
+    """A replay in which nothing moves for so long (the trainer waits for something that is not the session's) is given
+    up, and a checkpoint restored."""
+
     def __post_init__(self) -> None:
         if self.checkpoint_every < 1:
             raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
@@ -117,6 +121,8 @@ class SessionConfig:
         metrics_address(self.metrics_listen, insecure=False, flag="metrics_listen")
         if self.suspicion_timeout_s <= 0:
             raise UsageError(f"suspicion_timeout_s={self.suspicion_timeout_s}; give more than 0")
+        if self.replay_stall_s <= 0:
+            raise UsageError(f"replay_stall_s={self.replay_stall_s}; give more than 0")
 
     def agreed(self) -> dict[str, str]:
         return {

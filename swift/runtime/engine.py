@@ -93,7 +93,7 @@ class Engine:
         self._state = state
         self._store = store
         self._faults = faults
-        self._restorer = Restorer(rank, member, channel, state, store, faults, world)
+        self._restorer = Restorer(rank, member, channel, state, store, faults, world, config.replay_stall_s)
         self._writer: Writer | None = None
         self.log_servers: list[str] = []
         self._own_servers: dict[str, int] = {}  # those that keep what this rank writes, and their numbers

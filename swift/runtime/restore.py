@@ -43,6 +43,7 @@ from swift.runtime.member import Member
 from swift.runtime.pace import Pace
 from swift.runtime.plans import collective_sources, gives_up_log, own_plan
 from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
+from swift.runtime.standstill import Standstill
 from swift.runtime.state import TrainerState
 
 FLUSH_TIMEOUT_S = 60.0
@@ -119,8 +120,11 @@ class Restorer:
         store: CheckpointStore,
         faults: FaultInjector,
         world: LastingGroup,
+        stall_s: float,
     ):
+        """`stall_s`: a replay that stands still for so long is refused."""
         self._world = world
+        self._stall_s = stall_s
         self._rank = rank
         self._member = member
         self._channel = channel
@@ -326,7 +330,7 @@ class Restorer:
             predicted = next((one.seconds for one in plan.predictions if one.rank == self._rank), None)
             pace = Pace(self._rank, from_version, target, predicted)
             self._member.replay = pace.progress
-            with freed_memory_kept():
+            with freed_memory_kept(), self._bounded(plan.generation):
                 while self._state.version < target:
                     self._member.check()
                     if sharing is not None:
@@ -358,6 +362,14 @@ class Restorer:
             shared_steps=helped.steps,
             filled=after["records"] - before["records"],
             **self._where_time_went(seconds, helped),
+        )
+
+    def _bounded(self, generation: int) -> Standstill:
+        return Standstill(
+            self._stall_s,
+            lambda: (self._state.version, self._channel.records_read, self._channel.microbatches_replayed),
+            lambda why: self._member.client.refuse(generation, f"rank {self._rank}: {why}"),
+            lambda: self._member.noticed,
         )
 
     def _where_time_went(self, seconds: float, helped: Helped) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
 
     updates.undo = fails  # type: ignore[method-assign]
     nothing: Any = None
-    restorer = Restorer(0, nothing, nothing, state, nothing, FaultInjector(0), nothing)
+    restorer = Restorer(0, nothing, nothing, state, nothing, FaultInjector(0), nothing, 60.0)
     plan = pb.Plan(
         target_version=0, exact=True, ranks=[pb.RankPlan(rank=0, strategy=pb.UNDO, from_version=0)]
     )
@@ -350,7 +350,7 @@ def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], che
         check=lambda: None,
     )
     nothing: Any = None
-    return Restorer(0, member, log, state, store, FaultInjector(0), nothing)
+    return Restorer(0, member, log, state, store, FaultInjector(0), nothing, 60.0)
 
 
 @pytest.mark.parametrize("setting", ["wait", ""])
