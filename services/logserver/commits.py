@@ -38,7 +38,7 @@ class Turn:
 
 ALONE = Turn(bytes=16 << 20, records=1000, streams=1000)
 """So much that a sync is shared, not so much that it is slow."""
-AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4)
+AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from swift.log.segment import (
     padding,
 )
 
+_RESERVE_LEAST = 64 << 10
 _RESERVE_STEP = 32 << 20
 
 
@@ -109,7 +110,8 @@ class Segment:
 
     def _reserve(self, size: int) -> None:
         assert self.file is not None
-        ample = max(size, self.reserved + _RESERVE_STEP)
+        # As much again as it has: a file is extended a few times, and one that stays small takes little.
+        ample = size + min(max(size, _RESERVE_LEAST), _RESERVE_STEP)
         try:
             self.file.reserve(ample)
             self.reserved = ample

@@ -6,8 +6,8 @@ successor is made; a new file's directory entry is synced before the first recor
 manifest says what is dropped before files are unlinked; a manifest is written aside, synced, renamed, and its
 directory synced.
 
-A segment takes its space when it is made, and more in steps of 32 MiB, so that appends change no metadata
-and a full disk is found before anything is written.
+A segment takes its space when it is made, and as much again as it holds whenever that is used up (32 MiB at most), so
+that few appends change metadata and a full disk is found before anything is written.
 """
 
 import os
@@ -226,7 +226,7 @@ class DirectoryStorage:
                 raise StorageFailed(self._failed)
             try:
                 unmended = [write for write in writes if write.mends and not self._mend(write)]
-                placed = self._write(groups)
+                placed = self._write(groups, sync)
                 if sync:
                     self._sync()
             except (StorageFull, StorageBusy, JobDamaged, SegmentGone):
@@ -259,8 +259,10 @@ class DirectoryStorage:
             raise as_storage_error(error) from None
         return done
 
-    def _write(self, groups: Mapping[tuple[str, str], list[Write]]) -> list[tuple[Segment, list[int]]]:
-        """Where the frames are now."""
+    def _write(
+        self, groups: Mapping[tuple[str, str], list[Write]], sync: bool
+    ) -> list[tuple[Segment, list[int]]]:
+        """Where the frames are now. ``sync``: one follows."""
         before: list[tuple[Segment, int, bytes]] = []
         placed = []
         job = ""
@@ -268,7 +270,7 @@ class DirectoryStorage:
             self._seal_idle(groups.keys())
             for stream, group in groups.items():
                 job = stream[0]
-                segment = self._segment_for(stream, group[0].sequence)
+                segment = self._segment_for(stream, group[0].sequence, sync)
                 before.append((segment, segment.size, segment.tail))
                 placed.append((segment, segment.offsets_of(write.size for write in group)))
                 segment.write([part for write in group for part in write.frame])
@@ -326,7 +328,7 @@ class DirectoryStorage:
             self._failed = f"a sync failed: {error.strerror}; replace the disk, then start again"
             raise StorageFailed(self._failed) from None
 
-    def _segment_for(self, stream: tuple[str, str], sequence: int) -> Segment:
+    def _segment_for(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
         segments = self._streams.get(stream, [])
         if segments and segments[-1].file is not None:
             last = segments[-1]
@@ -339,7 +341,7 @@ class DirectoryStorage:
                 self._close(last)
                 with self._maps:
                     segments.pop()
-        return self._new_segment(stream, sequence)
+        return self._new_segment(stream, sequence, sync)
 
     def _seal_idle(self, wanted: Set[tuple[str, str]]) -> None:
         """Before these streams are written: a job that is over, or waits, keeps no descriptors that others need."""
@@ -370,7 +372,8 @@ class DirectoryStorage:
         segment.size = size
         self._close(segment)
 
-    def _new_segment(self, stream: tuple[str, str], sequence: int) -> Segment:
+    def _new_segment(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
+        """``sync``: one of all that is written follows, before anything in it is acknowledged."""
         job, name = stream
         line = self._book.lines.get(job)
         assert line is not None, "a generation is durable before anything is written under it"
@@ -383,7 +386,8 @@ class DirectoryStorage:
         assert segment.file is not None
         try:
             segment.write([encode_segment_header(segment.header)])
-            self._sync_file(segment.file)
+            if not sync:
+                self._sync_file(segment.file)
             self._disk.sync_names(folder)
         except (OSError, StorageFailed) as error:
             segment.file.close()

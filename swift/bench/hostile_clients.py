@@ -186,6 +186,12 @@ def many_small_records(enemy: Enemy) -> None:
     enemy.log("Append", opening("many", at), records("many", at, 2000))
 
 
+def streams_without_end(enemy: Enemy) -> None:
+    """New ones, of one record each: each is a file, and a line of the job's manifest."""
+    names = [f"new{enemy.draw.randrange(1 << 40)}" for _ in range(20)]
+    enemy.log("Append", *(opening(name) for name in names), *(records(name, 0, 1) for name in names))
+
+
 def big_questions(enemy: Enemy) -> None:
     for _ in range(5):
         enemy.log("Inventory", log_pb2.InventoryRequest(job=JOB))
@@ -226,6 +232,7 @@ ATTACKS: tuple[Callable[[Enemy], None], ...] = (
     acknowledgements_unread,
     records_unread,
     many_small_records,
+    streams_without_end,
     big_questions,
     trims_and_resets,
     writers_that_say_nothing,

@@ -17,7 +17,7 @@ from swift.bench.http2 import Connection
 from swift.log import admin
 from swift.log.record import RecordKey
 from swift.log.rpc import code_of, reason_of
-from swift.log.wire import SERVICE
+from swift.log.wire import SERVICE, Fsync
 from swift.security.health import check
 from swift.security.roles import LOG
 from tests.hostile.world import BOUND_S, Neighbour, Server, frame, message, opening
@@ -190,3 +190,15 @@ def appends(server: Server, count: int) -> list[float]:
         server.put([opening("other"), message(frame("other", sequence, sequence))], sequence + 1)
         took.append(time.monotonic() - began)
     return took
+
+
+def test_streams_of_one_record_take_little_of_the_disk(tmp_path: Path) -> None:
+    """Space is taken ahead: by what a file has, not by what it may come to have."""
+    with Server(tmp_path / "log", EngineConfig(fsync=Fsync.NEVER)) as server:
+        admin.fence(server.address, "job", 1, BOUND_S)
+        names = [f"s{number}" for number in range(40)]
+        for name in names:
+            server.put([opening("job", stream=name), message(frame("job", 0, 0, stream=name))], 1)
+        blocks = [path.stat().st_blocks for path in (tmp_path / "log" / "job").rglob("*") if path.is_file()]
+    assert len(blocks) > len(names)
+    assert sum(blocks) * 512 < len(names) * 256 << 10
