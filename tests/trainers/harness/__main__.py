@@ -25,6 +25,8 @@ def judge(
     found = verdict.of_undisturbed(calm)
     if found.word != verdict.SAME:
         return found, calm.directory
+    if trainer.verdict == verdict.SAME and (line := verdict.advised(calm)):
+        return verdict.Verdict(word=verdict.MISS, why=f"advised without need: {line}"), calm.directory
     kills = run.three_kills(trainer, world)
     killed = run.run(services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed")
     found = verdict.of_killed(calm, killed, len(kills))

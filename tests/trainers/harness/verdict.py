@@ -29,6 +29,11 @@ def said(outcome: Outcome) -> list[str]:
     return [line for line in _OURS.findall(outcome.stderr) if not line.startswith(_ADVICE)]
 
 
+def advised(run: Outcome) -> str:
+    """What was said to the author of a run in which nothing is wrong."""
+    return next((line for line in _OURS.findall(run.stderr) if line.startswith(_ADVICE)), "")
+
+
 def of_undisturbed(run: Outcome) -> Verdict:
     """A run without kills, whose replicas must hold the same."""
     if run.code == USAGE:
