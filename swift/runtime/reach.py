@@ -110,6 +110,9 @@ class Reach:
         if (inner := _wrapped(function)) is not None:
             self._follow(inner, name)
         if not self._own(function.__code__.co_filename):
+            for cell in function.__closure__ or ():  # a package's decorator that does not say what it wraps
+                if isinstance(inner := _content(cell), types.FunctionType | types.MethodType):
+                    self._follow(inner, name)
             return
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self._code(function.__code__, cells, function.__globals__)

@@ -120,8 +120,12 @@ def test_a_helper_dies_before_it_has_the_stage(twin: Run, tmp_path: Path) -> Non
     assert once(run, 3) == [4, 5, 6]
     first, last = said(run, "plan")
     assert 1 in next(help["helpers"] for help in first["help"] if help["owner"] == 3)
-    begun = [event for event in said(run, "help_begin") if event["rank"] == 3]
-    assert [event["generation"] for event in begun] == [last["generation"]]  # the first line was never made
+    # The first line was never made. In the second plan two stages are lost: whichever of them has taken longer in what
+    # was measured is helped first, and that may be the helper's own.
+    owners = [help["owner"] for help in last["help"]]
+    assert owners
+    begun = {(event["rank"], event["generation"]) for event in said(run, "help_begin")}
+    assert begun == {(owner, last["generation"]) for owner in owners}
     same(run, twin)
 
 

@@ -252,6 +252,16 @@ def behind_a_decorator() -> Step:
     return train_step
 
 
+def behind_a_package() -> Step:
+    """Whose wrapper does not say what it wraps: the session's own, say."""
+    step = closure_number()
+    namespace: dict[str, Any] = {}
+    code = "def wrap(step):\n    def wrapped(number):\n        step(number)\n    return wrapped\n"
+    exec(compile(code, torch.__file__, "exec"), namespace)
+    found: Step = namespace["wrap"](step)
+    return found
+
+
 def average_of_weights() -> Step:
     average = nn.Linear(2, 2)
 
@@ -284,6 +294,7 @@ def average_of_weights() -> Step:
         (function_attribute, "function_attribute.calls"),
         (behind_a_partial(), "state"),
         (behind_a_decorator(), "count"),
+        (behind_a_package(), "count"),
         (average_of_weights(), "average.weight"),
     ],
 )
