@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -45,6 +46,8 @@ DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replac
 START_METHODS = ("fork", "spawn")
 REPLACEMENTS_DEFAULT = 100
 GRACE_S_DEFAULT = 5.0
+_TYPED = "abcdefghjkmnpqrstuvwxyz23456789"
+"""What nobody takes for something else."""
 # Some of these are imported only at first use, which would fall into a recovery.
 PRELOAD_DEFAULT = (
     "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
@@ -78,6 +81,8 @@ class LaunchPlan:
     """Everything that the flags say, checked."""
 
     config: LaunchConfig
+    made_up: bool
+    """The job's name was not given in so many letters."""
     loopback: bool
     """One machine and no rendezvous named: the store listens on loopback only."""
     job: Job
@@ -98,7 +103,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="The job's coordinator (required; default: $SWIFT_COORDINATOR).",
     )
-    ours.add_argument("--job", help="The job's name (default: made from the rendezvous id).")
+    ours.add_argument(
+        "--job",
+        metavar="NAME",
+        help="The job's name (default: made from the rendezvous id; on one machine without one, of the script's name "
+        "and six letters). A name that was made up is printed.",
+    )
     ours.add_argument(
         "--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1)."
     )
@@ -149,6 +159,12 @@ def job_name(run_id: str) -> str:
     return re.sub(r"[^a-z0-9._-]", "-", run_id.lower()).lstrip("._-")[:64] or "job"
 
 
+def made_up_name(script: str) -> str:
+    """Another one each time, and short enough to be typed: train-k7f3ab."""
+    stem = job_name(os.path.basename(script).removesuffix(".py").rpartition(".")[2])
+    return f"{stem[:40]}-{''.join(secrets.choice(_TYPED) for _ in range(6))}"
+
+
 def make_plan(argv: Sequence[str]) -> LaunchPlan:
     """Parses and checks. UsageError says what is wrong."""
     args = make_parser().parse_args(argv)
@@ -176,6 +192,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     run_dir = make_run_dir(log_dir, config.run_id) if log_dir or any(redirects.values()) else None
     return LaunchPlan(
         config=config,
+        made_up=args.job is None,
         loopback=loopback,
         job=Job(
             script=args.training_script,
@@ -235,7 +252,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> bool:
     unnamed = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     loopback: bool = args.standalone or (unnamed and max_nodes == 1)
     if loopback:
-        args.rdzv_id = args.job or str(uuid.uuid4())
+        args.rdzv_id = args.job or made_up_name(args.training_script)
     elif args.rdzv_id == "none" and args.job is None:
         raise UsageError("run: name the job, the same on all machines: --job NAME or --rdzv-id ID")
     if args.master_port is None:
@@ -332,7 +349,10 @@ def run(plan: LaunchPlan) -> Outcome:
 def main(argv: Sequence[str]) -> int:
     events.configure("launcher")
     try:
-        outcome = run(make_plan(argv))
+        plan = make_plan(argv)
+        if plan.made_up:
+            say(f"this is job {plan.job.name} (--job gives it another name)")
+        outcome = run(plan)
     except SwiftError as error:
         print(f"swift: {error}", file=sys.stderr)
         return error.exit_code

@@ -121,6 +121,8 @@ class Launch:
             f"WANTED = {WANTED}\n" + script if script is RANK_SCRIPT else script
         )
         command = [sys.executable, "-m", "swift.launch", "--coordinator", coordinator, "--preload", "json"]
+        if not any(flag.startswith(("--job", "--rdzv-id")) for flag in flags):
+            command.append("--job=test")
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
             [*command, *flags, "script.py", "--flag", "value"],

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from swift.errors import UsageError
 from swift.launch import command, torch_names
+from swift.launch.agent import Outcome
 from swift.launch.command import job_name, make_plan
 from swift.launch.torch_names import Std
 from swift.names import JOB_PATTERN
@@ -156,6 +158,27 @@ def test_bad_flags_get_one_line(flags: list[str], words: str, capsys: pytest.Cap
 def test_job_names_follow_the_grammar(run_id: str, name: str) -> None:
     assert job_name(run_id) == name
     assert JOB_PATTERN.fullmatch(name)
+
+
+def test_a_job_without_a_name_gets_one_that_is_printed_and_can_be_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(plan: command.LaunchPlan) -> Outcome:
+        ran.append(plan.job.name)
+        return Outcome(exit_code=0)
+
+    monkeypatch.setattr(command, "run", run)
+    for _ in range(2):
+        command.main([COORDINATOR, "train.py"])
+        assert re.fullmatch("train-[a-z2-9]{6}", ran[-1])
+        assert capsys.readouterr().err == f"swift: this is job {ran[-1]} (--job gives it another name)\n"
+    assert len(set(ran)) == 2
+    command.main([COORDINATOR, "--rdzv-id=Big Run", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1", "train.py"])
+    assert "this is job big-run " in capsys.readouterr().err
+    command.main([COORDINATOR, "--job=mine", "train.py"])
+    assert capsys.readouterr().err == ""
 
 
 def test_spares_can_import_what_they_are_told_to() -> None:
