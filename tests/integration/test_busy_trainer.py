@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swift.drill.cluster import COORDINATOR, Cluster
+from swift.log.sidecar_client import ENV_OFF
 from tests.integration.trainer_world import run_trainer
 
 LEASE_S, BUSY_S = 2, 6
@@ -16,6 +18,13 @@ class ShortLeases(Cluster):
         if name == COORDINATOR:
             arguments = [*arguments, "--heartbeat-s", "0.2", "--lease-s", str(LEASE_S)]
         super()._spawn(name, arguments)
+
+
+class WithoutSidecars(ShortLeases):
+    """(A cluster gives its ranks no variable of that kind that it was not told to.)"""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, settings={ENV_OFF: "1"}, **kwargs)
 
 
 @pytest.mark.timeout(120)
@@ -29,7 +38,10 @@ def test_who_holds_the_gil_past_its_lease_is_not_fenced(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.matrix
-def test_without_a_sidecar_nobody_keeps_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFT_NO_SIDECAR", "1")
-    run = run_trainer(tmp_path, "busy.py", 8, 4, BUSY_S, ranks=2, faults=[], spares=3, make=ShortLeases)
-    assert "lease_expired" in [event["event"] for event in run["events"]]
+def test_without_a_sidecar_nobody_keeps_its_lease(tmp_path: Path) -> None:
+    """So it is the sidecar that does so above."""
+    arguments = (8, 4, BUSY_S, tmp_path / "slept")
+    run = run_trainer(tmp_path, "busy.py", *arguments, ranks=2, faults=[], spares=1, make=WithoutSidecars)
+    expired = [event["rank"] for event in run["events"] if event["event"] == "lease_expired"]
+    assert expired == [1]
+    assert "sidecar_started" not in [event["event"] for event in run["events"]]

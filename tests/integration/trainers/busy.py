@@ -1,7 +1,11 @@
-"""Two ranks, of which the second holds the GIL for a while in the middle of a step: `busy.py STEPS AT SECONDS`."""
+"""Two ranks, of which the second holds the GIL for a while in the middle of a step: `busy.py STEPS AT SECONDS [ONCE]`.
+
+ONCE: a file that whoever does so makes first; who finds it there does not.
+"""
 
 import ctypes
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +14,17 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 import swift
 
 STEPS, AT, SECONDS = (int(argument) for argument in sys.argv[1:4])
+ONCE = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+
+
+def may_hold() -> bool:
+    try:
+        if ONCE is not None:
+            ONCE.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
 
 if __name__ == "__main__":
     session = swift.Session.from_env(seed=5, checkpoint_every=5)
@@ -22,7 +37,7 @@ if __name__ == "__main__":
 
     def train_step(step: int) -> None:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        if step == AT and session.rank == 1:
+        if step == AT and session.rank == 1 and may_hold():
             ctypes.PyDLL(None).sleep(SECONDS)  # as a C extension that does not give it up
         optimizer.zero_grad()
         if session.rank == 0:
