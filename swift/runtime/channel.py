@@ -9,7 +9,6 @@ process had not got out. So two ranks that replay at once feed each other throug
 """
 
 import copy
-import json
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from swift.errors import RecordMissing, ReplayRefused, ServiceError
+from swift.errors import RecordMissing, ReplayRefused
 from swift.log import streams
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
@@ -35,6 +34,7 @@ from swift.runtime.groups import Mesh
 from swift.runtime.help.waits import ReplayClock
 from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import Randomness
+from swift.runtime.shapes import Shapes
 from swift.runtime.tensors import fill, to_tensor
 from swift.runtime.witness import INPUT, LOSS, RESULT, SENT, TARGET, Witness
 
@@ -44,8 +44,6 @@ _PHASES = {FORWARD: "forward", BACKWARD: "backward"}
 
 # A record that nobody has written for this long will not come: its writer would have been declared dead.
 RECORD_TIMEOUT_S = 120.0
-_META_TIMEOUT_S = 600.0
-_META_POLL_S = 0.005
 
 
 class Channel:
@@ -87,7 +85,7 @@ class Channel:
         self.randomness = Randomness(seed, mesh.column, device)
         self._device = device
         self._faults = faults
-        self._store = store
+        self.shapes = Shapes(store, mesh.column, check)
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
         self._capture: Capture | None = None
@@ -202,6 +200,7 @@ class Channel:
         other.witness = None  # of this rank's own stages
         other._cursors = {}
         other.clock = ReplayClock()
+        other.shapes = self.shapes.for_helper()
         other.randomness = copy.copy(self.randomness)
         other.off_log = False  # whatever this rank's own state is
         other.profile = StepProfile(self._rank)
@@ -377,18 +376,3 @@ class Channel:
     def _gave(self, key: RecordKey, result: torch.Tensor) -> None:
         self.saw(RESULT, 0, key.microbatch, key.slot, result)
         self._record(streams.collectives(self._rank), key, result, now=True)
-
-    # --- stage metadata ---
-
-    def put_meta(self, key: str, value: Any) -> None:
-        self._store.set(f"meta/{key}", json.dumps(value))
-
-    def get_meta(self, key: str) -> Any:
-        """Waits until the neighbour has put it; polls so that a notice can end the wait."""
-        deadline = time.monotonic() + _META_TIMEOUT_S
-        while not self._store.check([f"meta/{key}"]):
-            self._check()
-            if time.monotonic() > deadline:
-                raise ServiceError(f"no neighbour has published the shapes of {key} in {_META_TIMEOUT_S:g} s")
-            time.sleep(_META_POLL_S)
-        return json.loads(self._store.get(f"meta/{key}"))

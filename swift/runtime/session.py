@@ -367,7 +367,8 @@ class Session:
                         "does not see them; give the stage a plain module, the session averages its gradients"
                     )
             _torch.wrap_loss(schedule, logged_loss(stages, self._channel))
-            _torch.around_calls(schedule, self._around_call)
+            number = len(self._state.schedules)
+            _torch.around_calls(schedule, lambda: self._around_call(number))
             self._state.schedules.append(schedule)
         for name, value in objects.items():
             self._state.add_object(name, value)
@@ -471,8 +472,9 @@ class Session:
         }
 
     @contextmanager
-    def _around_call(self) -> Iterator[None]:
-        """Of the schedule."""
+    def _around_call(self, schedule: int) -> Iterator[None]:
+        """Of the schedule with this number."""
+        self._channel.shapes.schedule = schedule
         self._updates.communicates()
         with self._updates.spoiling(), self._gate.passing():
             yield

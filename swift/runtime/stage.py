@@ -190,12 +190,15 @@ class _Logged(_Base):
         if self._skips(fwd_chunk_id):
             return []
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        destinations = [
-            stage
+        sent = [
+            (stage, output)
             for output in range(len(self.act_send_info))
             for stage in self.act_send_info[output]
             if stage is not None
         ]
+        destinations = [stage for stage, _ in sent]
+        for op, (_, output) in zip(ops, sent, strict=True):
+            self._check_shape(op.tensor, output)
         return self._sent(FORWARD, fwd_chunk_id, destinations, ops)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -208,6 +211,17 @@ class _Logged(_Base):
             if stage is not None and self._get_grad_send_meta(index) is not None
         ]
         return self._sent(BACKWARD, bwd_chunk_id, destinations if ops else [], ops)
+
+    def _check_shape(self, tensor: torch.Tensor, output: int) -> None:
+        """gloo ends the process of a neighbour whose buffer is too small."""
+        metas = self._stage_meta.outputs
+        if metas is None or metas[output] is None or metas[output].shape == tensor.shape:
+            return
+        raise UsageError(
+            f"stage {self.stage_index} sends {list(tensor.shape)} in step {self._channel.step}, and its neighbour "
+            f"expects {list(metas[output].shape)}: torch's schedules learn shapes where they turn from training to "
+            "evaluation or back, so batches are of one size; pad the odd one, or split it over several calls"
+        )
 
     def streams_read(self) -> list[str]:
         """(replay) What it receives out of the log."""
@@ -341,15 +355,13 @@ class _Logged(_Base):
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         metas = meta.forward_metas if isinstance(meta, _torch.ForwardMeta) else meta.backward_metas
-        kind = "forward" if isinstance(meta, _torch.ForwardMeta) else "backward"
-        key = f"{kind}/{self.stage_index}-{dst_stage}/{int(self.has_backward)}"
-        self._channel.put_meta(key, _torch.meta_to_json(metas))
+        kind = FORWARD if isinstance(meta, _torch.ForwardMeta) else BACKWARD
+        self._channel.shapes.put(kind, self.stage_index, dst_stage, _torch.meta_to_json(metas))
 
     def _recv_meta(self, src_stage: int) -> Any:
-        kind = "forward" if src_stage < self.stage_index else "backward"
-        key = f"{kind}/{src_stage}-{self.stage_index}/{int(self.has_backward)}"
-        metas = _torch.meta_from_json(self._channel.get_meta(key))
-        return _torch.ForwardMeta(metas) if kind == "forward" else _torch.BackwardMeta(metas)
+        kind = FORWARD if src_stage < self.stage_index else BACKWARD
+        metas = _torch.meta_from_json(self._channel.shapes.get(kind, src_stage, self.stage_index))
+        return _torch.ForwardMeta(metas) if kind == FORWARD else _torch.BackwardMeta(metas)
 
     # Inference runs the module on arbitrary bits, so what it did to it (running statistics, attributes, an encoder that
     # follows another one) is taken back, and what it drew.
@@ -357,6 +369,8 @@ class _Logged(_Base):
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self._inferring = True
+        training, first = bool(self.has_backward), self.is_first
+        self._channel.shapes.infer(self._channel.step, self.call, training=training, first=first)
         self._before_inference = Inference(self.submod)
         with self._alone():
             return super()._forward_metadata_inference(*args, **kwargs)

@@ -1,9 +1,8 @@
 """A pipeline whose batch grows over time."""
 
-# verdict: same bits
-# misses: 2
-# because: the schedule aborts at another batch size
+# verdict: refused
 # worlds: 2
+# says: batches are of one size
 
 import probe
 import torch

@@ -27,6 +27,7 @@ from swift.runtime.groups import Mesh
 from swift.runtime.help import helper as helping
 from swift.runtime.help.helper import Helper
 from swift.runtime.help.owner import Owner
+from swift.runtime.shapes import Shapes
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import owned_bytes, same_bits
@@ -186,10 +187,11 @@ def told_shapes() -> Iterator[Any]:
     gradients = (
         _torch.TensorMeta(torch.Size([ROWS, WIDTH]), (WIDTH, 1), torch.float32, requires_grad=False),
     )
-    said = SimpleNamespace(_store=found)
+    said = Shapes(found, 0, lambda: None)
+    said.infer(STEPS.start, 0, training=True, first=True)
     for one, other in itertools.pairwise(range(2 * RANKS)):
-        Channel.put_meta(said, f"forward/{one}-{other}/1", _torch.meta_to_json(metas))  # type: ignore[arg-type]
-        Channel.put_meta(said, f"backward/{other}-{one}/1", _torch.meta_to_json(gradients))  # type: ignore[arg-type]
+        said.put("F", one, other, _torch.meta_to_json(metas))
+        said.put("B", other, one, _torch.meta_to_json(gradients))
     yield found
     dist.destroy_process_group()
 
@@ -290,14 +292,13 @@ def shared(
 def shapes_come_from_others(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What two stages of one rank tell each other is in no store, though this one has it."""
     at = {index: rank for rank in range(RANKS) for index in placed(schedule, rank)[0]}
-    inner = Channel.get_meta
+    inner = Shapes.get
 
-    def get(self: Channel, key: str) -> Any:
-        one, other = map(int, key.split("/")[1].split("-"))
-        assert at[one] != at[other], key
-        return inner(self, key)
+    def get(self: Shapes, kind: str, one: int, other: int) -> Any:
+        assert at[one] != at[other], (kind, one, other)
+        return inner(self, kind, one, other)
 
-    monkeypatch.setattr(Channel, "get_meta", get)
+    monkeypatch.setattr(Shapes, "get", get)
 
 
 def one_at_a_time(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,103 @@
+"""Which shapes hold in a call of a schedule, for processes that infer them there and for one that comes later."""
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from swift.runtime import shapes as module
+from swift.runtime.shapes import POINTS_MAX, Shapes
+
+
+class Waits(Exception):
+    """Nobody has said it yet."""
+
+
+def wait() -> None:
+    raise Waits
+
+
+def of(store: HashStore, column: int = 0) -> Shapes:
+    """A process's."""
+    return Shapes(store, column, wait)
+
+
+def calls(first: Shapes, second: Shapes, *inferences: tuple[int, int, bool, str]) -> None:
+    """Both infer there, and the first one tells the other its shape."""
+    for step, call, training, shape in inferences:
+        first.infer(step, call, training=training, first=True)
+        first.put("F", 0, 1, shape)
+        second.infer(step, call, training=training, first=False)
+        assert second.get("F", 0, 1) == shape
+
+
+EVALUATED = (
+    (0, 0, True, "16"),
+    (3, 0, False, "8"),
+    (3, 1, True, "16"),
+    (5, 1, False, "4"),
+    (6, 0, True, "16"),
+)
+
+
+def test_each_evaluation_has_shapes_of_its_own() -> None:
+    store = HashStore()
+    calls(of(store), of(store), *EVALUATED)
+
+
+@pytest.mark.parametrize(
+    ("step", "call", "training", "shape"),
+    [(2, 0, True, "16"), (3, 0, False, "8"), (3, 1, True, "16"), (5, 0, True, "16"), (5, 1, False, "4")],
+)
+def test_a_process_that_comes_later_takes_what_holds_there(
+    step: int, call: int, training: bool, shape: str
+) -> None:
+    """Nobody else infers then: it must not wait for that."""
+    store = HashStore()
+    calls(of(store), of(store), *EVALUATED)
+    late = of(store)
+    late.infer(step, call, training=training, first=False)
+    assert late.get("F", 0, 1) == shape
+    again = of(store)  # of the first stage: it says what was said
+    again.infer(step, call, training=training, first=True)
+    again.put("F", 0, 1, shape)
+    assert late.get("F", 0, 1) == shape
+
+
+def test_a_stage_waits_until_the_first_one_has_turned() -> None:
+    store = HashStore()
+    first, second = of(store), of(store)
+    with pytest.raises(Waits):
+        second.infer(0, 0, training=True, first=False)
+    calls(first, second, (0, 0, True, "16"))
+    with pytest.raises(Waits):  # not the shapes of training
+        second.infer(3, 0, training=False, first=False)
+    first.infer(3, 0, training=False, first=True)
+    second.infer(3, 0, training=False, first=False)
+    with pytest.raises(Waits):  # nor what is there from before
+        second.get("F", 0, 1)
+
+
+def test_columns_and_schedules_are_apart() -> None:
+    store = HashStore()
+    calls(of(store, 0), of(store, 0), (0, 0, True, "16"))
+    with pytest.raises(Waits):
+        of(store, 1).infer(0, 0, training=True, first=False)
+    other = of(store, 0)
+    other.schedule = 1
+    with pytest.raises(Waits):
+        other.infer(4, 0, training=False, first=False)
+
+
+def test_a_helper_trains_whatever_the_step_began_with() -> None:
+    store = HashStore()
+    calls(of(store), of(store), *EVALUATED)
+    helper = of(store).for_helper()
+    helper.infer(3, 0, training=True, first=True)
+    assert helper.get("F", 0, 1) == "16"
+
+
+def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POINTS_MAX", 8)
+    store = HashStore()
+    first, second = of(store), of(store)
+    calls(first, second, *[(step, 0, step % 2 == 0, str(step)) for step in range(50)])
+    assert store.num_keys() <= 9 < POINTS_MAX
