@@ -16,10 +16,11 @@ import grpc
 
 from services.logserver.disk import RealDisk, allow_open_files
 from services.logserver.engine import LogEngine
+from services.logserver.seam import Storage
 from services.logserver.servicer import make_server
 from services.logserver.space import HIGH_WATER, LOW_WATER, SpaceConfig
 from services.logserver.state import EngineConfig
-from services.logserver.storage import DirectoryStorage, Storage
+from services.logserver.storage import DirectoryStorage
 from services.security import listening
 from services.security.gate import Gate
 from swift import events, logs

@@ -5,8 +5,8 @@ from itertools import islice
 
 from services.logserver.commits import Commits
 from services.logserver.recovered import RecoveredJob
+from services.logserver.seam import Write
 from services.logserver.state import Refused, ServerState, Session, check_names
-from services.logserver.storage import Write
 from services.logserver.streams import Refusal, StreamState
 from swift._pb import log_pb2
 from swift.errors import LogError, RecordCorrupt

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.logserver.failures import JobDamaged, SegmentGone, StorageBusy, StorageError, StorageFull
+from services.logserver.seam import Write
 from services.logserver.space import Notice
 from services.logserver.state import ServerState, Session
-from services.logserver.storage import Write
 from services.logserver.streams import Refusal, StreamState, cannot_be_mended
 from swift._pb import log_pb2
 from swift.log.wire import Fsync, Reason

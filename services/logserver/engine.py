@@ -21,9 +21,9 @@ from services.logserver.committer import Committer
 from services.logserver.reading import Reading
 from services.logserver.recovered import RecoveredJob
 from services.logserver.retention import Retention
+from services.logserver.seam import Storage
 from services.logserver.snapshot import EngineSnapshot, JobSnapshot
 from services.logserver.state import EngineConfig, ServerState, Session
-from services.logserver.storage import Storage
 from services.logserver.streams import Refusal
 from services.logserver.watch import DiskWatch, rest
 from swift import events

@@ -16,10 +16,10 @@ import grpc
 
 from services.logserver.administration import ASKED_FOR
 from services.logserver.disk import Disk, File
+from services.logserver.seam import Storage, Write
 from services.logserver.snapshot import EngineSnapshot, JobSnapshot
 from services.logserver.space import Alarm
 from services.logserver.state import CONDITIONS
-from services.logserver.storage import Storage, Write
 from swift import events
 from swift.log.segment import SUFFIX
 from swift.log.wire import REASON_KEY

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import crc32c
 
-from services.logserver.storage import Storage
+from services.logserver.seam import Storage
 from services.logserver.streams import Entry, StreamState
 from swift.errors import LogError, RecordCorrupt
 from swift.log.assembly import MESSAGE_BYTES

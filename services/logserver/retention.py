@@ -1,6 +1,7 @@
 """What is done without being asked: alarms follow the space there is, and logs that nobody wants grow old.
 
-One thread. It looks at the disk twice a second. With an age limit (off unless it is set) it drops jobs that have been
+One thread. It looks at the disk twice a second. A job that nobody has wanted for a while (it has ended, or waits) gives
+back the space that its files have taken ahead. With an age limit (off unless it is set) it drops jobs that have been
 left alone for so long; a job that lives is never dropped by age.
 """
 
@@ -16,6 +17,8 @@ from swift import events
 
 _EVERY_S = 0.5
 _AGES_EVERY_S = 60.0
+_LEFT_S = 10.0
+"""A job that nobody has wanted for so long is written no more, for now."""
 _FROZEN_EVERY = 20_000
 _SEEN_IDLE_S = (
     3600.0  # the wall clock, which ages are told by, may be wrong: the server must have seen it idle too
@@ -41,6 +44,8 @@ class Retention:
         self._clock = clock
         self._stop = threading.Event()
         self._frozen = 0
+        self._left: set[str] = set()
+        """Jobs that have given back what they had taken ahead."""
         self._thread = threading.Thread(target=self._loop, name="retention", daemon=True)
 
     def start(self) -> None:
@@ -61,6 +66,7 @@ class Retention:
                 ages_due_s = min(_AGES_EVERY_S, keep_s)
             try:
                 self._watch.look()
+                self.give_back()
                 if drop_old:
                     self.drop_old(keep_s)
             except Exception:  # without it an alarm would never end
@@ -74,6 +80,17 @@ class Retention:
             self._frozen = records
             gc.collect(1)
             gc.freeze()
+
+    def give_back(self) -> None:
+        """What jobs have taken ahead that nobody writes or reads."""
+        with self._state.changed:
+            now = self._clock()
+            idle = {
+                name for name in self._state.core.jobs if (self._state.idle_s(name, now) or 0.0) >= _LEFT_S
+            }
+        for name in idle - self._left:
+            self._state.storage.give_back(name)
+        self._left = idle
 
     def drop_old(self, keep_s: float) -> None:
         """Jobs that nobody has touched for so long."""

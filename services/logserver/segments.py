@@ -40,6 +40,8 @@ class Segment:
     tail: bytes = b""
     """Of the last block, what the frames fill: the next write begins with it."""
     reserved: int = 0
+    ahead: bool = True
+    """The file may have taken more space than it fills: of one that was there at the start nobody knows."""
     _end: int = SEGMENT_HEADER_BYTES
     """Of the frames found so far."""
 
@@ -111,6 +113,7 @@ class Segment:
     def _reserve(self, size: int) -> None:
         assert self.file is not None
         # As much again as it has: a file is extended a few times, and one that stays small takes little.
+        self.ahead = True
         ample = size + min(max(size, _RESERVE_LEAST), _RESERVE_STEP)
         try:
             self.file.reserve(ample)
@@ -121,6 +124,12 @@ class Segment:
             self._cut(self.size, error)  # gives back a part that was taken
             self.file.reserve(size)
             self.reserved = size
+
+    def give_back(self) -> None:
+        """The space behind what is written. The next write takes some again."""
+        if self.file is not None and self.ahead:
+            self.file.resize(self.file.size)
+            self.reserved, self.ahead = 0, False
 
     def go_back(self, size: int, tail: bytes) -> None:
         """To before writes that shall not count. Raises Unsound."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.logserver.core import LogCore
+from services.logserver.seam import Storage
 from services.logserver.space import Notice, Space, SpaceConfig
-from services.logserver.storage import Storage
 from services.logserver.streams import JobState, Refusal, StreamState
 from swift._pb import log_pb2
 from swift.errors import UsageError

@@ -1,4 +1,4 @@
-"""Where records rest. `Storage` is the seam; `DirectoryStorage` keeps segment files in one directory.
+"""Where records rest: `DirectoryStorage` keeps segment files in one directory, behind the seam `Storage`.
 What is in it: `swift.log.directory`.
 
 Order of effects, so that a kill at any point loses nothing acknowledged: a segment is sealed before its
@@ -14,10 +14,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from services.logserver.acked import Acked
 from services.logserver.book import Book
@@ -33,10 +32,10 @@ from services.logserver.failures import (
 )
 from services.logserver.recovered import RecoveredJob, RecoveredStream
 from services.logserver.recovery import Recovery, is_nobodys
+from services.logserver.seam import Place, Write
 from services.logserver.segments import Segment, Unsound, place_of
 from swift.errors import UsageError
 from swift.log.directory import DROPPED, RESERVE, grave_of
-from swift.log.frame import Bytes
 from swift.log.manifest import UID_BYTES, JobMeta, StreamMeta
 from swift.log.record import NAME_PATTERN
 from swift.log.segment import (
@@ -50,63 +49,6 @@ from swift.log.segment import (
 )
 
 RESERVE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """One accepted frame on its way to the disk."""
-
-    job: str
-    stream: str
-    sequence: int
-    frame: Sequence[Bytes]
-    """Its bytes, in one or more pieces."""
-    mends: bool = False
-    """It goes where the same record is, damaged."""
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.frame))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a frame begins."""
-
-    path: Path
-    offset: int
-    end_sequence: int
-    """Frames of the sequences up to here follow each other in this file."""
-
-    def behind(self, size: int) -> "Place":
-        return replace(self, offset=self.offset + size)
-
-
-class Storage(Protocol):
-    """Keeps frames and manifests. Raises StorageError. One caller writes; any may read."""
-
-    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
-        """Writes frames, in order; with ``sync`` all that was ever committed is durable after it. What mends is so at
-        once; gives what does not fit its place."""
-
-    def locate(self, job: str, stream: str, sequence: int) -> Place:
-        """Where a record is. FileNotFoundError if it was removed."""
-
-    def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
-        """So many bytes from there on, in ``buffer``: page-aligned, and two blocks larger. OSError."""
-
-    def save(self, job: str, meta: JobMeta) -> None:
-        """Makes this the job's manifest, durably."""
-
-    def remove(self, job: str, stream: str, below_sequence: int) -> int:
-        """Gives back space of sequences below; the manifest says already that they are dropped."""
-
-    def drop(self, job: str) -> Callable[[], None]:
-        """Forgets a job, durably. What it gives removes the files, whenever that suits. The job is not written
-        meanwhile."""
-
-    def close(self) -> None:
-        """Seals and closes everything."""
 
 
 class DirectoryStorage:
@@ -192,6 +134,12 @@ class DirectoryStorage:
         except OSError as error:  # on a full disk they stay open
             if error.errno not in NO_SPACE or isinstance(error, Unsound):
                 raise
+
+    def give_back(self, job: str) -> None:
+        with self._writing:
+            for segment, (whose, _) in self._open.items():
+                if whose == job:
+                    segment.give_back()
 
     def _let_go(self, job: str) -> None:
         """Its files are nobody's any more."""

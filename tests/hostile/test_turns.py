@@ -7,8 +7,8 @@ import pytest
 
 from services.logserver.appends import Appends
 from services.logserver.commits import AMONG_OTHERS, Commits
+from services.logserver.seam import Write
 from services.logserver.state import EngineConfig, ServerState, Session
-from services.logserver.storage import Write
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from tests.hostile.world import frame

@@ -12,8 +12,9 @@ from services.logserver.commits import Commits, Queued, Target
 from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.procedures import Clean, Forget, Save, Settle
 from services.logserver.reading import Reading
+from services.logserver.seam import Write
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
-from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.storage import DirectoryStorage
 from services.logserver.streams import JobState, Refusal, StreamState
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler

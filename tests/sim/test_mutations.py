@@ -20,8 +20,9 @@ from services.logserver.commits import Commits, Queued
 from services.logserver.core import LogCore
 from services.logserver.procedures import Save, Step
 from services.logserver.recovered import RecoveredJob
+from services.logserver.seam import Write
 from services.logserver.state import ServerState, Session
-from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.storage import DirectoryStorage
 from services.logserver.streams import Entry, JobState, Refusal, StreamState
 from swift.log import unlogged
 from swift.log.frame import FrameHeader

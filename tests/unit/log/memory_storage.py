@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.logserver.failures import StorageFailed, StorageFull
-from services.logserver.storage import Place, Write
+from services.logserver.seam import Place, Write
 from swift.log.manifest import JobMeta
 
 
@@ -19,6 +19,7 @@ class MemoryStorage:
         self.unsynced = 0
         self.commits: list[tuple[int, bool]] = []
         self.closed = False
+        self.given_back: list[str] = []
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         self._check()
@@ -68,6 +69,9 @@ class MemoryStorage:
             self.space += sum(len(frame) for frames in gone for frame in frames.values())
 
         return remove_files
+
+    def give_back(self, job: str) -> None:
+        self.given_back.append(job)
 
     def close(self) -> None:
         self.closed = True

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import grpc
 
 from services.logserver.engine import LogEngine
+from services.logserver.seam import Storage
 from services.logserver.servicer import make_server
 from services.logserver.state import EngineConfig
-from services.logserver.storage import Storage
 from swift._pb import log_pb2_grpc
 from swift.log.rpc import open_channel
 from swift.log.writer import LogWriter

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from services.logserver.seam import Write
 from services.logserver.servicer import make_server
-from services.logserver.storage import Write
 from swift.errors import LogUnavailable, RecordCorrupt, RecordMissing, ServiceError, UsageError
 from swift.log import admin
 from swift.log.reader import LogReader

@@ -10,9 +10,10 @@ import pytest
 from services.logserver.commits import Commits
 from services.logserver.engine import LogEngine
 from services.logserver.failures import StorageFailed, StorageFull
+from services.logserver.seam import Write
 from services.logserver.segments import Segment
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
-from services.logserver.storage import RESERVE, DirectoryStorage, Write
+from services.logserver.storage import RESERVE, DirectoryStorage
 from services.logserver.streams import StreamState
 from swift.log.assembly import Assembler
 from swift.log.manifest import JobMeta

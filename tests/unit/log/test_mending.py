@@ -11,8 +11,9 @@ import pytest
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits
 from services.logserver.disk import RealFile
+from services.logserver.seam import Write
 from services.logserver.state import EngineConfig, Refused, ServerState, Session
-from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.storage import DirectoryStorage
 from services.logserver.streams import Hole, StreamState
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler

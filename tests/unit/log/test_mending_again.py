@@ -13,8 +13,9 @@ from services.logserver.committer import Committer
 from services.logserver.disk import RealFile
 from services.logserver.metrics import ObservedStorage
 from services.logserver.reading import Reading
+from services.logserver.seam import Place, Write
 from services.logserver.state import EngineConfig, Refused, ServerState
-from services.logserver.storage import DirectoryStorage, Place, Write
+from services.logserver.storage import DirectoryStorage
 from services.logserver.watch import DiskWatch
 from swift._pb import log_pb2
 from swift.log.segment import SEGMENT_HEADER_BYTES

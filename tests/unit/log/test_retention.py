@@ -221,3 +221,23 @@ def test_without_an_age_limit_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch
     assert asked == []
     engine.drain()
     engine.close()
+
+
+def test_space_taken_ahead_is_given_back_once_when_nobody_writes_the_job() -> None:
+    skew, storage = [0.0], MemoryStorage()
+    with InProcess(storage, clock=lambda: time.monotonic() + skew[0]) as server:
+        retention, state = server.engine.retention, server.engine.state
+        retention.stop()
+        for given_back in ([JOB], [JOB, JOB]):
+            writer = LogWriter([server.address], JOB, 1)
+            put(writer, len(given_back))
+            writer.flush(TIMEOUT_S)
+            skew[0] += 60.0
+            retention.give_back()
+            assert storage.given_back == given_back[1:], "it has a writer"
+            writer.close()
+            eventually(lambda: not state.holders)
+            skew[0] += 60.0
+            retention.give_back()
+            retention.give_back()
+            assert storage.given_back == given_back

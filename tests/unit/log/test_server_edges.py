@@ -16,10 +16,10 @@ from services.logserver.core import LogCore
 from services.logserver.engine import LogEngine
 from services.logserver.failures import StorageBusy
 from services.logserver.readahead import ReadAhead, Wanted
+from services.logserver.seam import Place, Write
 from services.logserver.servicer import LogServicer
 from services.logserver.space import SpaceConfig
 from services.logserver.state import EngineConfig
-from services.logserver.storage import Place, Write
 from services.logserver.streams import Hole, Refusal
 from swift._pb import log_pb2
 from swift.log.directory import age_s

@@ -15,7 +15,8 @@ from services.logserver.acked import NAME as ACKED
 from services.logserver.disk import LOCK, RealDisk
 from services.logserver.failures import JobDamaged, StorageBusy, StorageFailed, StorageFull
 from services.logserver.recovered import RecoveredStream
-from services.logserver.storage import RESERVE, DirectoryStorage, Storage, Write
+from services.logserver.seam import Storage, Write
+from services.logserver.storage import RESERVE, DirectoryStorage
 from swift.errors import ServiceError, UsageError
 from swift.log.manifest import GRANTED, MANIFEST, JobMeta, StreamMeta
 from swift.log.segment import (
@@ -585,6 +586,30 @@ def test_what_was_reserved_is_given_back(tmp_path: Path) -> None:
     storage.close()
     assert path.stat().st_blocks * 512 <= 2 * BLOCK_BYTES
     assert len(scan(path).records) == 3
+
+
+def test_a_job_that_nobody_writes_gives_back_what_it_took_ahead(tmp_path: Path) -> None:
+    """And goes on as before; after a kill as well, of which the new process knows nothing."""
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 3)
+    (path,) = files(tmp_path / "data")
+    ahead = path.stat().st_blocks
+    storage.give_back("another")
+    assert path.stat().st_blocks == ahead > 16 * BLOCK_BYTES // 512
+    storage.give_back(JOB)
+    assert path.stat().st_blocks * 512 <= 2 * BLOCK_BYTES
+    assert sequences(recovered(tmp_path / "data")) == [0, 1, 2]
+    fill(storage, 3, 5)
+    assert path.stat().st_blocks >= ahead
+    crash(storage)
+    again = DirectoryStorage(tmp_path / "data", 1 << 20)
+    again.recover()
+    assert path.stat().st_blocks >= ahead
+    again.give_back(JOB)
+    assert path.stat().st_blocks * 512 <= 2 * BLOCK_BYTES
+    fill(again, 5, 6)
+    again.close()
+    assert sequences(recovered(tmp_path / "data")) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_damaged_segment_header_behind_a_trim_is_a_hole_not_a_short_log(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from services.logserver.storage import DirectoryStorage, Write
+from services.logserver.seam import Write
+from services.logserver.storage import DirectoryStorage
 from swift.log.manifest import JobMeta, StreamMeta
 from swift.log.segment import SEGMENT_HEADER_BYTES
 from tests.unit.log.frames import JOB, STREAM, frame_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.logserver.storage import Write
+from services.logserver.seam import Write
 from swift._pb import log_pb2
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import JOB, STREAM, frame_of

@@ -8,7 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.logserver.disk import RealDisk
 from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.metrics import ObservedDisk, ObservedFile, ObservedStorage, usage
-from services.logserver.storage import DirectoryStorage, JobMeta, Write
+from services.logserver.seam import Write
+from services.logserver.storage import DirectoryStorage, JobMeta
 from swift.errors import LogUnavailable
 from swift.log.record import RecordKey
 from swift.log.wire import SERVICE

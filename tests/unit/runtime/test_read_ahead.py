@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from services.logserver.storage import Place
+from services.logserver.seam import Place
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.share import Share
