@@ -155,6 +155,11 @@ def plain_tensor(tensor: torch.Tensor) -> bool:
     )
 
 
+def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where these lie: a tensor that lies there too is a view of one of them."""
+    return {t.untyped_storage().data_ptr() for t in tensors if plain_tensor(t)} - {0}
+
+
 def _inert(value: Any) -> bool:
     """Nothing in it can change."""
     if isinstance(value, tuple):
@@ -301,10 +306,11 @@ class Before:
         self._contents: dict[int, _Contents] = {}
         self._kept: list[_Holder | _Copy | _Contents | _State] = []
         self._visited: set[int] = set()
+        self._weights: set[int] | None = None
 
     def keep(self, besides: Iterable[torch.Tensor] = ()) -> None:
         """`besides`: tensors whose values are kept, too."""
-        self._kept, self._visited = [], set()
+        self._kept, self._visited, self._weights = [], set(), None
         copies, self._copies = self._copies, {}
         holders, self._holders = self._holders, {}
         contents, self._contents = self._contents, {}
@@ -371,7 +377,9 @@ class Before:
         if isinstance(value, _PLAIN) or id(value) in self._visited:
             return
         if isinstance(value, torch.Tensor):
-            if plain_tensor(value) and (parameter or not isinstance(value, torch.nn.Parameter)):
+            if plain_tensor(value) and (
+                parameter or not (isinstance(value, torch.nn.Parameter) or self._views_weights(value))
+            ):
                 self._visited.add(id(value))
                 self._copy(value)
         elif isinstance(value, tuple | frozenset):
@@ -386,6 +394,14 @@ class Before:
         else:
             self._visited.add(id(value))
             self._thing(value)
+
+    def _views_weights(self, value: torch.Tensor) -> bool:
+        """What it holds is a parameter's, which is put back by other means."""
+        if self._weights is None:
+            self._weights = memory_of(
+                p for m in self._modules() for p in m._parameters.values() if p is not None
+            )
+        return value.untyped_storage().data_ptr() in self._weights
 
     def _hidden(self, module: torch.nn.Module) -> None:
         """One that hangs below no other: who keeps it in a list wants its parameters out of `parameters()`."""

@@ -21,7 +21,14 @@ import torch
 from swift.checkpoint.state import Inexpressible, join, split
 from swift.errors import ServiceError, UsageError
 from swift.optim.preimage import OPTIMIZERS_OWN
-from swift.runtime.before import MODULES_OWN, attributes_of, generator_state, object_of_ones_own, plain_tensor
+from swift.runtime.before import (
+    MODULES_OWN,
+    attributes_of,
+    generator_state,
+    memory_of,
+    object_of_ones_own,
+    plain_tensor,
+)
 from swift.runtime.tensors import byte_view, plain
 
 # Of larger tensors the start's values are not kept.
@@ -30,6 +37,7 @@ _DEEP = 40
 _OBJECT, _ENUM = "swift:object", "swift:enum"
 _FROZEN, _EVALUATING = "swift:frozen", "swift:evaluating"
 _STATE = "swift:state"
+_VIEW = "view of a parameter"
 
 
 class _Value(NamedTuple):
@@ -59,6 +67,9 @@ class _Seen:
         """Things whose state nobody can tell."""
         self.modules: dict[str, torch.nn.Module] = {}
         self.enums: dict[str, type[Enum]] = {}
+        self.weights: set[int] = set()
+        """Where parameters lie. What lies there too has their values, and is told as a view."""
+        self.views: dict[str, torch.Tensor] = {}
         self._first: dict[int, str] = {}
         self.transient: frozenset[str] = frozenset()
         self.known: frozenset[int] = frozenset()
@@ -97,6 +108,9 @@ class _Seen:
             return {_OBJECT: "parameter"}  # in the module's own state
         if isinstance(value, torch.Tensor) and not plain_tensor(value):
             return self._object(value, path)  # sparse, without memory, or of a class that keeps more
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self.weights:
+            self.views[path] = value
+            return {_OBJECT: path, "type": _VIEW}
         if isinstance(value, torch.Tensor | np.ndarray | np.generic):
             return value
         if isinstance(value, Enum):
@@ -158,6 +172,7 @@ class Beside:
         self._modules: dict[str, torch.nn.Module] = {}
         self._begin: dict[str, _Value] = {}
         self._unknown: dict[str, Any] = {}
+        self._views: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, set[str]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known: frozenset[int] = frozenset()
@@ -178,7 +193,7 @@ class Beside:
         self._known = frozenset(map(id, (*known, *optimizers)))
         seen = self._look()
         self._begin = {path: _value(value, copied=True) for path, value in seen.values.items()}
-        self._unknown = dict(seen.unknown)
+        self._unknown, self._views = dict(seen.unknown), dict(seen.views)
         self._buffers = {key: _buffer_names(module) for key, module in modules.items()}
 
     @property
@@ -192,6 +207,7 @@ class Beside:
     def _look(self) -> _Seen:
         seen = _Seen()
         seen.transient, seen.known = frozenset(self.transient), self._known
+        seen.weights = memory_of(p for module in self._modules.values() for p in module.parameters())
         for key, module in self._modules.items():
             for name, part in module.named_modules(prefix=key):
                 seen.module(name, part)
@@ -267,7 +283,13 @@ class Beside:
                 f"{holder_path} was made in a step, and only numbers, strings, arrays, tensors and containers of them "
                 "can be made again; make it in the module's __init__"
             )
-        _assign(holder, name, self._revived(seen, value, path))
+        revived = self._revived(seen, value, path)
+        if revived is seen.views.get(path, self._views.get(path, self)):
+            holder[name] = revived
+        elif path in seen.views:  # what is there is not its own: nothing is copied into a parameter
+            holder[name] = revived.detach().clone() if isinstance(revived, torch.Tensor) else revived
+        else:
+            _assign(holder, name, revived)
 
     def _revived(self, seen: _Seen, value: Any, path: str) -> Any:
         kind = type(value)
@@ -286,11 +308,23 @@ class Beside:
         return value
 
     def _there(self, seen: _Seen, words: dict[str, str], path: str) -> Any:
+        if words.get("type") == _VIEW:
+            return self._view(seen, path)
         found = seen.objects.get(words[_OBJECT])
         if found is None or _kind(found) != words.get("type"):
             raise ServiceError(
                 f"{path} was given a {words.get('type', 'parameter')} in a step, which cannot be made again; make it "
                 "in the module's __init__"
+            )
+        return found
+
+    def _view(self, seen: _Seen, path: str) -> torch.Tensor:
+        """Of this process: now, or when it began (spectral_norm's weight, which its first forward replaces)."""
+        found = seen.views.get(path, self._views.get(path))
+        if found is None or found.untyped_storage().data_ptr() not in seen.weights:
+            raise ServiceError(
+                f"{path} became a view of a parameter in a step, which cannot be made again; make it in the module's "
+                "__init__"
             )
         return found
 

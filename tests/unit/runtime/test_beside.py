@@ -165,6 +165,69 @@ def test_a_survivor_goes_back_to_the_first_version() -> None:
     assert state.digests() == twin.digests()
 
 
+class Normed(nn.Module):
+    """A weight that is first a view of its parameter, then computed from it (as torch's old spectral_norm does), and
+    a view that stays one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_orig = nn.Parameter(torch.arange(1.0, 5).view(2, 2))
+        self.weight = self.weight_orig.data
+        self.flat = self.weight_orig.detach().view(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = self.weight_orig / self.weight_orig.norm()
+        return x @ self.weight + self.flat.sum()
+
+
+def normed() -> tuple[TrainerState, Normed, torch.optim.Optimizer]:
+    module = Normed()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = TrainerState(1, make_updates())
+    state.add_stage(WholeModule(module))
+    state.updates.add(optimizer)
+    state.check_complete()
+    state.remember()
+    return state, module, optimizer
+
+
+def trained(state: TrainerState, module: Normed, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for step in range(count):
+        state.begin_step()
+        optimizer.zero_grad()
+        module(torch.full((1, 2), float(state.version + step))).sum().backward()
+        optimizer.step()
+        state.end_step()
+
+
+def test_a_view_of_a_parameter_is_not_overwritten() -> None:
+    (state, *others), (other, *theirs) = normed(), normed()
+    first = through_json(state)
+    trained(state, *others, count=2)
+    saved = through_json(state)
+    other.load_state_dict(saved)
+    for name in ("weight_orig", "weight", "flat"):
+        assert torch.equal(getattr(theirs[0], name), getattr(others[0], name)), name
+    assert theirs[0].flat.data_ptr() == theirs[0].weight_orig.data_ptr()
+    trained(state, *others, count=1)
+    trained(other, *theirs, count=1)
+    assert state.digests() == other.digests()
+    state.load_state_dict(first)
+    assert others[0].weight.data_ptr() == others[0].weight_orig.data_ptr()
+    assert state.digests() == normed()[0].digests()
+
+
+def test_a_dropped_step_leaves_a_view_of_a_parameter_to_its_parameter() -> None:
+    (state, *others), (_, *twins) = normed(), normed()
+    state.begin_step()
+    others[0](torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        others[0].weight_orig.add_(1)  # a part of an update, which is undone by other means
+    state.present = True
+    state.drop_step()
+    assert torch.equal(others[0].weight_orig, twins[0].weight_orig + 1)
+
+
 def test_shape_inference_leaves_nothing_behind() -> None:
     (state, *others), (twin, *twins) = make(), make()
     before = torch.default_generator.get_state(), random.getstate()
