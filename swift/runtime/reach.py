@@ -53,6 +53,7 @@ class Reach:
             self._follow(root, getattr(root, "__name__", type(root).__name__))
         for name, module in self._modules.items():
             self._module(name, module)
+        self._kept.clear()  # from here on nothing lives longer for having been looked at
 
     def reads(self, kind: type, attribute: str) -> bool:
         """Code that is read looks at the attribute, or code that is not may do so."""

@@ -90,7 +90,7 @@ def parts_of(value: Any, reads: Reads = lambda _kind, _name: True) -> Iterator[t
     """What a container, an iterator, a module or another object consists of."""
     kind = type(value)
     root = kind.__module__.partition(".")[0]
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | types.MappingProxyType):
         yield from _of_mapping(value)
     elif isinstance(value, list | tuple | deque):
         yield "length", len(value)
@@ -102,8 +102,13 @@ def parts_of(value: Any, reads: Reads = lambda _kind, _name: True) -> Iterator[t
     elif isinstance(value, torch.nn.Module):
         yield from _of_module(value, reads)
     elif isinstance(value, types.GeneratorType):
-        yield "running", value.gi_frame is not None and value.gi_frame.f_lasti
-        yield from (dict(value.gi_frame.f_locals).items() if value.gi_frame is not None else ())
+        frame = value.gi_frame
+        yield "running", frame is not None and frame.f_lasti
+        if frame is not None:
+            snapshot = frame.f_locals
+            found = dict(snapshot)
+            snapshot.clear()  # the frame would keep them alive until somebody looks again
+            yield from found.items()
     elif root in ("itertools", "builtins"):
         yield from _of_iterator(value)
     elif root not in _OBSERVERS and not kind.__module__.startswith(_TORCH_OBSERVERS):

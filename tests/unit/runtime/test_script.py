@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -428,6 +429,31 @@ def test_they_do_not_go_back_with_a_checkpoint() -> None:
     job.run(step, 5, 8)
     assert [step for step, _ in job.said] == [5]
     assert "count of the script is of step 8" in job.said[0][1]
+
+
+def test_nothing_lives_longer_for_having_been_looked_at() -> None:
+    """Iterators of data loaders are told apart by whether they are still there (`swift.runtime.loaders`)."""
+
+    def source() -> Any:
+        while True:
+            batch = Agent()
+            yield weakref.ref(batch)
+            del batch
+            yield None
+
+    batches, held = source(), [Agent()]
+    references = [weakref.ref(held[0]), next(batches)]
+
+    def train_step(step: int) -> None:
+        if step == 2:
+            held.clear()
+            next(batches)
+
+    job = Job()
+    job.run(train_step, 0, 2)
+    assert all(reference() is not None for reference in references)
+    job.run(train_step, 2, 3)
+    assert all(reference() is None for reference in references)
 
 
 def test_a_name_that_is_only_assigned_is_no_variable_of_the_step() -> None:
