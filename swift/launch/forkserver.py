@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.launch import worker
+from swift.launch.title import set_title
 
 FORK_S_MAX = 10.0
 """A fork takes some 20 ms. A server that needs this long is stuck."""
@@ -248,6 +249,7 @@ def main(argv: list[str]) -> None:
         print("swift: swift.launch.forkserver is started by `swift-ft run`, not by hand", file=sys.stderr)
         sys.exit(2)
     worker.die_with(launcher_pid)
+    set_title("swift-forksrv", f"swift-ft: fork server of launcher {launcher_pid}")
     line = socket.socket(fileno=line_fd)
     line.set_inheritable(False)
     worker.begin_path(path0)

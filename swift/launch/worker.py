@@ -30,6 +30,7 @@ from types import ModuleType, TracebackType
 
 from swift import events
 from swift.errors import JobFailed, SwiftError, UsageError
+from swift.launch.title import set_title
 
 ENV_WORD_FD = "SWIFT_WORD_FD"
 _PR_SET_PDEATHSIG = 1
@@ -108,6 +109,8 @@ def _become(assignment: Assignment) -> None:
     _redirect(assignment.stdout, 1)
     _redirect(assignment.stderr, 2)
     sys.argv = [assignment.script, *assignment.args]
+    rank, job = assignment.env.get("RANK", "?"), assignment.env.get("SWIFT_JOB", "?")
+    set_title(f"swift-rank{rank}", f"swift-ft: rank {rank} of {job}: {' '.join(sys.argv)}")
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
@@ -193,6 +196,7 @@ def begin_path(path0: str) -> None:
 
 def work(control_fd: int, warm_fd: int) -> None:
     """Of a process that is warm: waits for its assignment and becomes that rank."""
+    set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
     with contextlib.suppress(BrokenPipeError):  # nobody needs it: the control pipe says so too
         os.write(warm_fd, b"w")
     os.close(warm_fd)

@@ -39,6 +39,12 @@ def start(tmp_path: Path, coordinator: ScriptedCoordinator) -> Iterator[Start]:
         launch.close()
 
 
+def title_of(pid: int) -> tuple[str, str]:
+    """What `top` and `ps` call it."""
+    proc = Path("/proc", str(pid))
+    return (proc / "comm").read_text().strip(), (proc / "cmdline").read_text().rstrip("\0")
+
+
 def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     start: Start, coordinator: ScriptedCoordinator
 ) -> None:
@@ -46,10 +52,15 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     launch = start("--nproc-per-node=2", "--job=test", "--checkpoint-dir=ckpt")
     survivor, victim = launch.rank(0), launch.rank(1)
     (spare,) = launch.warm_spares()
+    (server,) = [event["server_pid"] for event in launch.events("fork_server_ready")]
+    assert title_of(survivor.pid) == ("swift-rank0", "swift-ft: rank 0 of test: script.py --flag value")
+    assert title_of(spare) == ("swift-spare", f"swift-ft: spare of launcher {launch.process.pid}")
+    assert title_of(server) == ("swift-forksrv", f"swift-ft: fork server of launcher {launch.process.pid}")
 
     os.kill(victim.pid, signal.SIGKILL)
     second = launch.rank(1, process=2)
     assert second.pid == spare
+    assert title_of(second.pid)[0] == "swift-rank1"
     assert second.argv == victim.argv == ["script.py", "--flag", "value"]
     assert second.env == victim.env | {"SWIFT_INCARNATION": second.env["SWIFT_INCARNATION"]}
     assert second.env["SWIFT_INCARNATION"] != victim.env["SWIFT_INCARNATION"]
