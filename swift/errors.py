@@ -9,6 +9,7 @@ SwiftError
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
 │       └── LogInterrupted     the wait was called off: a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
+├── NonFiniteLoss              a loss is not finite, and the trainer chose that this ends the job; exit code 1
 ├── JobFailed                  the job cannot go on, for another rank's reason; exit code 1
 ├── JoinRefused                the coordinator will not have this rank (fingerprint, configuration, holder)
 ├── LogError
@@ -62,6 +63,12 @@ class LogInterrupted(LogUnavailable):
 
 class Fenced(SwiftError):
     """This process belongs to an older generation; somebody else holds its rank."""
+
+
+class NonFiniteLoss(SwiftError):
+    """A loss is nan or infinite (`SessionConfig.non_finite_loss` is "fail")."""
+
+    exit_code = 1
 
 
 class JobFailed(SwiftError):

@@ -13,6 +13,7 @@ from swift.recovery.types import HELP_COMBINES, STRATEGIES
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
 REDUCTIONS = ("auto", "ordered", "fast")
+NON_FINITE = ("warn", "fail", "ignore")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +68,9 @@ class SessionConfig:
     paranoid: bool = False
     """Compute the first step twice from one state, and again after every recovery, and compare inputs, losses, what is
     sent and gradients. At the start a difference refuses the job; after a recovery it makes it not exact."""
+    non_finite_loss: str = "warn"
+    """What a loss that is nan or infinite does: "warn" (said where it begins), "fail" (the job ends, and may be started
+    again from its newest checkpoint), "ignore"."""
     metrics_listen: str = ""
     """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
     rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""
@@ -100,6 +104,7 @@ class SessionConfig:
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),
             ("help_combine", self.help_combine, HELP_COMBINES),
+            ("non_finite_loss", self.non_finite_loss, NON_FINITE),
         ):
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")

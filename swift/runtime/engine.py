@@ -45,6 +45,7 @@ from swift.runtime.evidence import every_version, write_digests
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
+from swift.runtime.losses import Losses
 from swift.runtime.member import RESAY_S, Member, own_servers
 from swift.runtime.plans import own_plan
 from swift.runtime.rehearsal import Rehearsal
@@ -110,7 +111,10 @@ class Engine:
         self._unlogged = UnloggedSteps(member)
         self._gradient_bytes: dict[int, int] = {}  # of each stage
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
-        self._witness = channel.witness = Witness(self._differs, lambda: communicator.broken is not None)
+        self.losses = Losses(rank, config.non_finite_loss, lambda: channel.replaying)
+        self._witness = channel.witness = Witness(
+            self._differs, lambda: communicator.broken is not None, self.losses.look
+        )
         self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
         self._script = Script(state.told, state.beside.transient, self._differs, warns=rank == 0)
         self._saving = Saving(rank, member, state, store, channel.logged_groups)

@@ -426,6 +426,13 @@ class Session:
         """
         return self._crossing.all_reduce(tensor, name)
 
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """(inside a step) For a loss that the session does not see: a whole module's, taken outside of its forward.
+
+        If it is not finite, `SessionConfig.non_finite_loss` says what follows.
+        """
+        self._engine.losses.look(self.step, "the loss", loss)
+
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Averages the gradients of this optimizer over the replicas now, if that has not been done since it stepped.
 

@@ -48,8 +48,11 @@ class Seen(NamedTuple):
     microbatch: int
     slot: int
 
+    def what(self) -> str:
+        return _WORDS[self.kind].format(**self._asdict())
+
     def words(self, step: int) -> str:
-        what = _WORDS[self.kind].format(**self._asdict())
+        what = self.what()
         why = _LOADER if self.kind in (INPUT, TARGET) else _CAPTURED
         return f"{what} of step {step} differs from the first time: {why}"
 
@@ -58,9 +61,14 @@ class Witness:
     """One rank's. Trainer's thread only."""
 
     def __init__(
-        self, differs: Callable[[int, str], None], broken: Callable[[], bool] = lambda: False
+        self,
+        differs: Callable[[int, str], None],
+        broken: Callable[[], bool] = lambda: False,
+        look: Callable[[int, str, torch.Tensor], None] = lambda step, what, loss: None,
     ) -> None:
-        """`differs(step, words)` is called once. `broken`: what a step computes is worth nothing any more."""
+        """`differs(step, words)` is called once. `broken`: what a step computes is worth nothing any more.
+        `look(step, what, loss)`: at every loss of a step."""
+        self._look = look
         self._differs = differs
         self._broken = broken
         self._steps: dict[int, dict[Seen, bytes]] = {}
@@ -88,9 +96,14 @@ class Witness:
         self._steps.clear()
 
     def saw(self, kind: str, stage: int, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        if self.quiet or self._broken() or _torch.is_transformed():
+        if self._broken() or _torch.is_transformed():
             return
-        seen, digest = Seen(kind, stage, microbatch, slot), digest_of(tensor)
+        seen = Seen(kind, stage, microbatch, slot)
+        if torch.is_grad_enabled() and (kind == LOSS or (kind == OUTPUT and tensor.numel() == 1)):
+            self._look(self._step, seen.what(), tensor)
+        if self.quiet:
+            return
+        digest = digest_of(tensor)
         if self._seen.setdefault(seen, digest) != digest:
             self.quiet = True
             self._differs(self._step, seen.words(self._step))

@@ -1,0 +1,60 @@
+"""A loss that is not finite."""
+
+import pytest
+import torch
+
+from swift.errors import NonFiniteLoss, UsageError
+from swift.runtime.config import SessionConfig
+from swift.runtime.losses import Losses
+from swift.runtime.witness import LOSS, OUTPUT, Witness
+
+BAD = torch.tensor(float("nan"))
+GOOD = torch.tensor(1.5)
+
+
+def witness_of(choice: str, **options: object) -> Witness:
+    losses = Losses(3, choice, **options)  # type: ignore[arg-type]
+    return Witness(lambda step, words: None, look=losses.look)
+
+
+def test_it_is_said_where_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    witness = witness_of("warn")
+    for step, losses in enumerate([[GOOD], [GOOD, BAD, BAD], [BAD], [GOOD], [torch.tensor(float("inf"))]]):
+        witness.begin(step)
+        for microbatch, loss in enumerate(losses):
+            witness.saw(LOSS, 1, microbatch, 0, loss)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in said] == [
+        "swift: rank 3: the loss of microbatch 1 of step 1 is nan",
+        "swift: rank 3: the loss of microbatch 0 of step 4 is inf",
+    ]
+
+
+def test_it_may_end_the_job_or_be_nobodys_business(capsys: pytest.CaptureFixture[str]) -> None:
+    witness = witness_of("fail")
+    witness.begin(7)
+    witness.saw(LOSS, 1, 2, 0, GOOD)
+    with pytest.raises(NonFiniteLoss, match="the loss of microbatch 2 of step 7 is nan") as caught:
+        witness.saw(LOSS, 1, 2, 0, torch.stack([GOOD, BAD]))
+    assert caught.value.exit_code == 1
+    witness_of("ignore").saw(LOSS, 1, 2, 0, BAD)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UsageError, match="non_finite_loss='stop'; give one of warn, fail, ignore"):
+        SessionConfig(non_finite_loss="stop")
+
+
+def test_what_a_module_returns_as_its_loss_counts_and_nothing_else_does() -> None:
+    witness = witness_of("fail")
+    witness.saw(OUTPUT, 0, 0, 0, torch.stack([GOOD, BAD]))  # logits: a mask may well be infinite
+    witness.saw(OUTPUT, 0, 0, 1, torch.tensor(3))
+    with torch.no_grad():
+        witness.saw(LOSS, 0, 0, 0, BAD)  # a validation
+    witness_of("fail", replaying=lambda: True).saw(LOSS, 0, 0, 0, BAD)  # it went on, the first time
+    with pytest.raises(NonFiniteLoss, match="output 1 of the module"):
+        witness.saw(OUTPUT, 0, 1, 1, BAD)
+
+
+def test_what_comes_of_a_lost_peer_is_no_loss() -> None:
+    losses = Losses(0, "fail")
+    broken = Witness(lambda step, words: None, lambda: True, losses.look)
+    broken.saw(LOSS, 0, 0, 0, BAD)
