@@ -3,7 +3,7 @@
 Legend: a *crossing* collective goes over the boundaries of stages, so that a replay has nobody to carry it out with.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -23,16 +23,22 @@ class Crossing:
         self._updates = updates
         self._groups = groups
 
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None) -> torch.Tensor:
         """As `Session.all_reduce`."""
         group = self._groups["pipeline"]
+        if ranks is not None:
+            group = group.part(ranks)
         self._updates.communicates()
         with self._updates.spoiling():
             total = self._channel.collective(name, lambda: _sum(tensor, group), group.ranks)
             return laid_like(total, tensor)
 
     def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float
+        self,
+        parameters: Iterable[torch.nn.Parameter] | torch.Tensor,
+        max_norm: float,
+        norm_type: float,
+        uncounted: Iterable[torch.nn.Parameter],
     ) -> torch.Tensor:
         """As `Session.clip_grad_norm_`."""
         self._updates.check_whole()
@@ -45,6 +51,8 @@ class Crossing:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._updates.reduce_of(given)
         own = [sharded.stand_in(parameter) for parameter in given]
+        elsewhere = {id(parameter) for parameter in (*uncounted, *self._updates.ties.uncounted())}
+        counted = [mine for mine, theirs in zip(own, given, strict=True) if id(theirs) not in elsewhere]
         shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
         infinite = norm_type == float("inf")
 
@@ -54,10 +62,10 @@ class Crossing:
             return _sum(part, self._groups[group])
 
         def total() -> torch.Tensor:
-            grads = [p.grad for p in own if p.grad is not None and id(p) not in shards]
+            grads = [p.grad for p in counted if p.grad is not None and id(p) not in shards]
             part = sharded.part_of_norm(grads, norm_type)
             if "shard" in self._groups:
-                grads = [p.grad for p in own if p.grad is not None and id(p) in shards]
+                grads = [p.grad for p in counted if p.grad is not None and id(p) in shards]
                 of_shards = combined(sharded.part_of_norm(grads, norm_type), "shard")
                 part = torch.maximum(part, of_shards) if infinite else part + of_shards
             whole = combined(part, "pipeline")

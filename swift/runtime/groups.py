@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
+from swift.errors import UsageError
 from swift.runtime import _torch
-from swift.runtime.transport import MESSAGE_TIMEOUT, Alone, Messages, Op, Runner, Task, operation
+from swift.runtime.transport import GROUPS, MESSAGE_TIMEOUT, Alone, Messages, Op, Runner, Task, operation
 
 _RUNNER_END_S = 0.02  # an idle runner ends in microseconds; a lost one is not waited for
 
@@ -66,22 +67,48 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self._inner: Any = None
         self._messages: Messages | None = None
         self._runner: Runner | None = None
+        self._some: dict[tuple[int, ...], LastingGroup] = {}
         _torch.give_placeholder_backend(self, name)
 
     def attach(self, inner: Any) -> None:
         self._inner = inner
         self.broken = None
-        number = zlib.crc32(self.label.encode())
+        number = group_number(self.label)
         self._messages = Messages(inner, self._own, len(self.ranks), number)
         self._runner = Runner(f"swift-{self.label}")
         _torch.register_group(self, self.label, self.ranks)
+        for places, part in self._some.items():
+            part.attach(_Among(inner, places))
+
+    def part(self, places: Sequence[int]) -> "LastingGroup":
+        """A group of some of these ranks, by their indices; over the same connections. Raises UsageError."""
+        chosen = tuple(sorted(set(places)))
+        if not chosen or chosen[0] < 0 or chosen[-1] >= len(self.ranks) or self._own not in chosen:
+            raise UsageError(
+                f"ranks={list(places)}: give pipeline ranks from 0 to {len(self.ranks) - 1}, this one "
+                f"({self._own}) among them"
+            )
+        if len(chosen) == len(self.ranks):
+            return self
+        found = self._some.get(chosen)
+        if found is None:
+            label = f"{self.label}[{','.join(map(str, chosen))}]"
+            found = LastingGroup(label, [self.ranks[place] for place in chosen], chosen.index(self._own))
+            self._some[chosen] = found
+            if self._inner is not None:
+                found.attach(_Among(self._inner, chosen))
+        return found
 
     def release(self) -> None:
+        for part in self._some.values():
+            part.release()
         if self._runner is not None:
             self._runner.stop()
 
     def detach(self) -> None:
         self.release()
+        for part in self._some.values():
+            part.detach()
         if self._runner is not None:
             self._runner.join(_RUNNER_END_S)
         self._inner = self._messages = None
@@ -349,6 +376,25 @@ def _gather(messages: Messages, parts: list[torch.Tensor], own: torch.Tensor) ->
     for part, room in zip(parts, rooms, strict=True):
         if not part.is_contiguous():
             part.data.copy_(room)
+
+
+def group_number(label: str) -> int:
+    """Groups that lie over the same connections keep their messages apart by it. Parts have numbers of their own."""
+    return zlib.crc32(label.encode()) % GROUPS + (GROUPS if "[" in label else 0)
+
+
+class _Among:
+    """The connections of a group, seen by some of its ranks."""
+
+    def __init__(self, inner: Any, places: Sequence[int]):
+        self._inner = inner
+        self._places = places
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        return self._inner.send(tensors, self._places[to], tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return self._inner.recv(tensors, self._places[source], tag)
 
 
 class _MessageWork(_torch.Work):

@@ -5,7 +5,7 @@ schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``sw
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -116,6 +116,7 @@ class Session:
             self._channel, self._updates
         )
         _torch.before_pickling(self._gate.pickles)
+        self._updates.ties.open(self._channel, self.groups["pipeline"])
         self._crossing = Crossing(self._channel, self._updates, self.groups)
         self._updates.settle = self._channel.settle
         self._updates.groups_whole = self._communicator.check_whole
@@ -329,6 +330,23 @@ class Session:
         self._updates.add(optimizer)
         return optimizer
 
+    def tie(self, parameter: torch.nn.Parameter, ranks: Sequence[int]) -> None:
+        """This weight and those that the other `ranks` tie in the same call are one (an embedding and the head).
+
+        `ranks`: the pipeline ranks whose stages have it, this one among them. They begin with the value of the first
+        of them, and their gradients are summed, in rank order, before the norm is taken or an optimizer steps; under
+        equal optimizers they stay equal. Call it on each of these ranks, in the same order, before `run`; the
+        gradients need no `all_reduce`, and `clip_grad_norm_` counts the weight once.
+        """
+        if self._updates.wait_free:
+            raise UsageError(
+                "session.tie with updates='wait_free': gradients are applied before those of other stages are there; "
+                "use updates='after_backward'"
+            )
+        if sharded.is_sharded(parameter):
+            raise UsageError("session.tie was given a sharded parameter; leave it out of fully_shard")
+        self._updates.ties.add(parameter, ranks)
+
     def help_replay(self, make_module: Callable[[int], torch.nn.Module]) -> None:
         """Lets this rank help when another one's stage is replayed, instead of waiting for it.
 
@@ -416,15 +434,15 @@ class Session:
         with `paranoid`: they will be.)"""
         return self._channel.replaying or self._channel.rehearsing
 
-    def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None = None) -> torch.Tensor:
         """The sum of `tensor` over the ranks of this rank's pipeline, as a new tensor; its result is logged.
 
-        A replay has nobody to communicate with, and reads it from the log (tied embeddings: the sum of their
-        gradients). So it does with torch's own functions that give all ranks the same, `dist.all_reduce` and the like;
-        others are refused. Summed in rank order, so the bits do not depend on the algorithm of a backend. `name` is for
-        messages.
+        A replay has nobody to communicate with, and reads it from the log. So it does with torch's own functions that
+        give all ranks the same, `dist.all_reduce` and the like; others are refused. Summed in rank order, so the bits
+        do not depend on the algorithm of a backend. `name` is for messages. `ranks`: the pipeline ranks that take part,
+        of which this is one; all if left out.
         """
-        return self._crossing.all_reduce(tensor, name)
+        return self._crossing.all_reduce(tensor, name, ranks)
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """(inside a step) For a loss that the session does not see: a whole module's, taken outside of its forward.
@@ -449,14 +467,20 @@ class Session:
         self._updates.reduce(optimizer)
 
     def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+        self,
+        parameters: Iterable[torch.nn.Parameter] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        uncounted: Iterable[torch.nn.Parameter] = (),
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the parameters of all stages; returns the global norm.
 
         Each rank gives its own parameters. With replicas, gradients are averaged over them first. The global norm
-        is a crossing collective: its result is logged.
+        is a crossing collective: its result is logged. A weight that `tie` was told of counts once; of one that ranks
+        share otherwise, all but one of them name it in `uncounted`: it is clipped there, and left out of the norm.
         """
-        return self._crossing.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._crossing.clip_grad_norm_(parameters, max_norm, norm_type, uncounted)
 
     # --- inside ---
 

@@ -142,7 +142,9 @@ class TrainerState:
             sharded.check_optimizer(optimizer)
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         known, trained = {id(p) for p in parameters}, {id(p) for p in parameters if p.requires_grad}
-        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        updated = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        self.updates.ties.check(updated)
+        held = {id(p) for p in updated}
         if held - known:
             raise UsageError(
                 "the optimizer updates parameters that are in no stage; put them into a stage's module"
@@ -285,6 +287,7 @@ class TrainerState:
             self.updates.broadcast([t.detach() for t in tensors if not sharded.is_sharded(t)])
             if self.replicate is not None:
                 sharded.broadcast(self.replicate, [local(t) for t in tensors if sharded.is_sharded(t)])
+        self.updates.ties.align()
 
     # --- checkpoints and digests ---
 

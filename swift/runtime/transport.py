@@ -30,7 +30,8 @@ Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MESSAGE_TIMEOUT = timedelta(hours=24)
 _SMALL_BYTES = 4096  # below, one exchange of everything is quicker than two of parts
 _TAGS = 1 << 20  # below are the tags of trainers and schedules; each group has as many above, by its number
-_GROUPS = 1 << 10
+GROUPS = 1000
+"""So many groups have numbers, and as many parts of groups; a tag is an int of C."""
 
 
 class Broken(RuntimeError):
@@ -136,9 +137,9 @@ class Messages:
     """Collectives over one gloo group. Called by the group's runner (``carry_out``), in the same order on all ranks."""
 
     def __init__(self, inner: Any, own: int, n: int, number: int = 0):
-        """`number` keeps groups apart that lie over the same gloo group."""
+        """`number`, below twice `GROUPS`, keeps groups apart that lie over the same gloo group."""
         self._inner = inner
-        self._first_tag = (1 + number % _GROUPS) * _TAGS
+        self._first_tag = (1 + number) * _TAGS
         self._own, self._n = own, n
         self._sequence = 0
         self._error: Exception | None = None

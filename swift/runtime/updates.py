@@ -30,6 +30,7 @@ from swift.optim.journal import Journal, UndoResult
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.reducer import Reducer, Reduction
+from swift.runtime.ties import Ties
 
 # Buckets that are reduced at once: more hide no more latency, and each holds its buffers.
 _IN_FLIGHT = 4
@@ -85,6 +86,7 @@ class Updates:
         )  # given by the session; raises if a connection broke
         self.replaying: Callable[[], bool] = lambda: False  # given by the session
         self.wait_free = config.updates == "wait_free" and reducer is not None
+        self.ties = Ties()
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._buckets: list[_Bucket] = []
@@ -154,6 +156,7 @@ class Updates:
         self.stepped, self.spoiled, self._ending = 0, None, False
         for stage in self._stages:
             self.ready_in_backward(stage)  # what was frozen until now may be trained from here on
+        self.ties.begin_step()
         for journal in self.journals:
             before = journal.buckets
             journal.begin(version, held=self.held)
@@ -164,7 +167,19 @@ class Updates:
             bucket.awaited = {p for p in bucket.parameters if p in self._hooked and p.requires_grad}
 
     def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The gradients of this optimizer, or all, are averages over the columns from here on, until it has stepped."""
+        """The gradients of this optimizer, or all, are averages over the columns from here on, until it has stepped; of
+        weights that stages share, sums over these."""
+        self._average(optimizer)
+        if self.ties is not None:
+            with self.spoiling():
+                self.ties.sum(
+                    p
+                    for b in self._buckets
+                    if optimizer is None or b.journal.of(optimizer)
+                    for p in b.parameters
+                )
+
+    def _average(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._reducer is None:
             return
         if self.wait_free:
@@ -256,6 +271,7 @@ class Updates:
             with torch.enable_grad():
                 loss = closure()
         if journal.whole and closure is not None:
+            self.ties.check_closure(p for group in optimizer.param_groups for p in group["params"])
             closure = self._averaged(closure, optimizer)
             self._needs_hold = True  # it is called again behind the vote
         else:
@@ -278,6 +294,7 @@ class Updates:
         for bucket in self._buckets:
             if bucket.journal is journal:
                 bucket.reduced = False
+                self.ties.stepped(bucket.parameters)
         return loss
 
     def _averaged(self, closure: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -307,7 +324,7 @@ class Updates:
         if not self.replaying():
             for optimizer, journal in zip(self.optimizers, self.journals, strict=True):
                 if not journal.applied:
-                    self.reduce(optimizer)  # a replica that has updated waits for it
+                    self._average(optimizer)  # a replica that has updated waits for it
         if not self.stepped and not self._version and not self.replaying():
             print(
                 "swift: step 0 has ended without optimizer.step(); that is well if it was skipped on purpose, or if "

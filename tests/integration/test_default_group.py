@@ -75,6 +75,13 @@ EVERYTHING = textwrap.dedent(
         dist.broadcast_object_list(said := [rank], src=2)
         if said != [2]:
             wrong.append(f"broadcast objects: {said}")
+        if rank != 1:  # some of them, beside what all do
+            part = group.part([0, 2])
+            room = [torch.zeros(2) for _ in part.ranks]
+            part.run(lambda messages: messages.all_gather(room, one))
+            check("part", torch.stack(room), [[1.0, 2.0], [3.0, 2.0]])
+        dist.all_reduce(mine := one.clone())
+        check("behind a part", mine, [6.0, 6.0])
     comm.tear_down()
     print(json.dumps({"wrong": wrong}))
     """

@@ -1,8 +1,6 @@
 """A weight tied across stages by session.tie."""
 
 # verdict: same bits
-# misses: 2
-# because: there is no session.tie
 # worlds: 2
 
 import probe
@@ -47,7 +45,9 @@ with swift.Session.from_env(checkpoint_every=5) as session:
             schedule.step(target=x.roll(1, 1), losses=losses)
         else:
             schedule.step()
+        norm = session.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
+        losses.append(norm)
         probe.note(step, losses)
 
     session.run(train_step, num_steps=probe.steps())
