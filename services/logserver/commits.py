@@ -136,8 +136,9 @@ class Commits:
         if job is None:
             return []
         line = self._lines[job]
-        # By who writes, not by who waits: somebody's record may come while a long turn has just begun.
-        turn = AMONG_OTHERS if len(self._state.writers) > 1 else ALONE
+        # By who writes as well as by who waits: somebody's record may come while a long turn has just begun. And whose
+        # these are may have gone already.
+        turn = AMONG_OTHERS if (self._state.writers.keys() | self._lines.keys()) - {job} else ALONE
         batch: list[Queued] = []
         streams: set[int] = set()
         size = 0

@@ -31,9 +31,9 @@ from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.wire import Reason
 
-_TAKEN_AT_ONCE = 64
+_TAKEN_AT_ONCE = 16
 """Frames of a call, before others have their turn. Nothing is lost by it where records are large, or of one job."""
-_OTHERS_TURN_S = 0.002
+_OTHERS_TURN_S = 0.0005
 _QUEUED_MAX = 512
 _POLL_S = 0.1
 

@@ -17,7 +17,7 @@ from swift.log.wire import Reason
 _POLL_S = 0.5
 _LOOKED_AT_ONCE = 500
 """Records that are looked at before others get the lock: a reader of a small share passes many."""
-_STREAMS_AT_ONCE = 200
+_STREAMS_AT_ONCE = 50
 """... and streams of an inventory."""
 _TRIES = 3
 _OTHERS_TURN_S = 0.002

@@ -85,6 +85,8 @@ class DirectoryStorage:
         self._begun: dict[str, dict[str, int]] = {}
         """Job -> stream -> the first record of a file that its manifest does not know of."""
         self._writing = threading.RLock()  # one commit, roll or removal at a time
+        self._saving: dict[str, threading.Lock] = {}
+        """By job: it saves one manifest at a time, and nobody's commit waits for another job's."""
         self._failed = ""  # what the files hold is unknown: no record is written any more, and none sealed
 
     # -- start ----------------------------------------------------------------------------------------
@@ -252,15 +254,17 @@ class DirectoryStorage:
 
     def _note_begun(self, job: str) -> None:
         """The manifest says which files of the job must be there. A full disk may do without."""
-        begun, meta = self._begun.pop(job), self._metas[job]
-        for name, first in begun.items():
-            known = meta.streams.get(name, StreamMeta())
-            meta.streams[name] = replace(known, next_at_least=max(known.next_at_least, first))
-        try:
-            self._book.save(job, meta, "")
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
+        begun = self._begun.pop(job)
+        with self._saves(job):
+            meta = self._metas[job]
+            for name, first in begun.items():
+                known = meta.streams.get(name, StreamMeta())
+                meta.streams[name] = replace(known, next_at_least=max(known.next_at_least, first))
+            try:
+                self._book.save(job, meta, "")
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
 
     def _sync(self) -> None:
         for segment in self._unsynced:
@@ -352,10 +356,14 @@ class DirectoryStorage:
         self._begun.setdefault(job, {})[name] = sequence
         return segment
 
+    def _saves(self, job: str) -> threading.Lock:
+        """(With `_writing` that is taken first.)"""
+        return self._saving.setdefault(job, threading.Lock())
+
     def save(self, job: str, meta: JobMeta) -> None:
         meta = replace(meta, streams=dict(meta.streams))
         uid = self._new_uid().hex()
-        with self._writing:
+        with self._saves(job):
             try:
                 self._book.save(job, meta, uid)
             except OSError as error:
@@ -419,7 +427,7 @@ class DirectoryStorage:
         return freed
 
     def drop(self, job: str) -> Callable[[], None]:
-        with self._writing:
+        with self._writing, self._saves(job):
             there = self._bury(job)
             self._let_go(job)
             self._forget(job)
@@ -431,6 +439,7 @@ class DirectoryStorage:
         if line is not None:
             self._acked.forget(bytes.fromhex(line.uid))
         self._metas.pop(job, None)
+        self._saving.pop(job, None)
         self._begun.pop(job, None)
         with suppress(OSError):
             self._book.forget(job)

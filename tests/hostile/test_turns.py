@@ -1,17 +1,22 @@
 """Whose records are written next, while a job has far more of them than another one."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from services.logserver.appends import Appends
 from services.logserver.commits import AMONG_OTHERS, Commits
+from services.logserver.disk import RealDisk
 from services.logserver.seam import Write
 from services.logserver.state import EngineConfig, ServerState, Session
+from services.logserver.storage import DirectoryStorage
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
-from tests.hostile.world import frame
+from swift.log.manifest import MANIFEST, JobMeta
+from tests.hostile.world import BOUND_S, frame
 from tests.sim.server import Unlocked
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.test_appends import Nowhere
@@ -65,6 +70,7 @@ def test_a_flood_is_written_in_short_turns_and_nobody_waits_for_more_than_one(
     world.commit()
     for stream, sequences, body in flood:
         world.put(enemy, "enemy", stream, sequences, body)
+    world.appends.detach(enemy)  # its call is over; what it has brought is not
     for step in range(1, 5):
         first = world.commit(partial(world.put, neighbour, "neighbour", "s0", range(step, step + 1)))
         assert jobs(first) == {"enemy"}
@@ -102,3 +108,34 @@ def test_records_of_a_stream_keep_their_order_over_turns() -> None:
         for write in world.commit():
             written[write.job].append(write.sequence)
     assert written == {"one": list(range(400)), "other": list(range(400))}
+
+
+class SlowName(RealDisk):
+    """A manifest of one job takes for ever to get its name."""
+
+    def __init__(self, directory: Path, job: str) -> None:
+        super().__init__(directory)
+        self._job = job
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def rename(self, path: Path, target: Path) -> None:
+        if target.name == MANIFEST and target.parent.name == self._job:
+            self.reached.set()
+            assert self.go_on.wait(BOUND_S)
+        super().rename(path, target)
+
+
+def test_a_manifest_that_is_saved_holds_up_no_other_jobs_records(tmp_path: Path) -> None:
+    disk = SlowName(tmp_path, "enemy")
+    storage = DirectoryStorage(tmp_path, 1 << 20, disk)
+    storage.recover()
+    storage.save("neighbour", JobMeta(generation=1))
+    saving = threading.Thread(target=storage.save, args=("enemy", JobMeta(generation=1)))
+    saving.start()
+    assert disk.reached.wait(BOUND_S)
+    one = [Write("neighbour", "s0", sequence, [frame("neighbour", sequence, 0)]) for sequence in range(2)]
+    storage.commit(one[:1], True)  # its first file
+    disk.go_on.set()
+    saving.join()
+    storage.commit(one[1:], True)
+    storage.close()
