@@ -266,6 +266,32 @@ def test_without_the_note_the_manifest_still_knows_the_files_before_the_last(tmp
     assert [(hole.sequence, hole.end_sequence) for hole in found.holes] == [(0, 5)]
 
 
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_last_file_and_its_note_put_back_together_are_missed_by_a_writer_that_lives(
+    tmp_path: Path, lives: bool
+) -> None:
+    """All that is left agrees: the limit that docs/format.md names."""
+    storage = on_disk(tmp_path / "data")
+    fill(storage, 0, 5)
+    note = tmp_path / "data" / ACKED
+    (segment,) = files(tmp_path / "data")
+    before = {path: path.read_bytes() for path in (segment, note)}
+    fill(storage, 5, 9)
+    crash(storage)
+    for path, data in before.items():
+        path.write_bytes(data)
+    found = recovered(tmp_path / "data")
+    assert (sequences(found), found.holes) == (list(range(5)), [])
+    with running(tmp_path / "data") as server:
+        if lives:
+            server.append(9, 10, acked=9)
+            with pytest.raises(grpc.RpcError, match="records 5 to 8 were acknowledged and are gone"):
+                server.read()
+        else:  # and so the same as a replay makes again
+            server.append(5, 9)
+            assert server.read() == b"".join(frame_of(n)[1] for n in range(9))
+
+
 def test_a_sound_kill_misses_nothing(tmp_path: Path) -> None:
     storage = on_disk(tmp_path / "data", FIVE_A_SEGMENT)
     fill(storage, 0, 9)
