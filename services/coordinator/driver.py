@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from services.coordinator import messages as m
+from services.coordinator.checks import is_stale
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
 from services.coordinator.lives import starts_again
 from services.coordinator.logs import Answered, GenerationRefused, JobForgotten, LogControl, Unfit
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, LogServer
+from services.coordinator.sharing import Sharing
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
@@ -93,6 +95,7 @@ class Driver:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
         self._looked_at_logs: dict[str, float] = {}
+        self._sharing: dict[str, Sharing] = {}
 
     def start(self) -> None:
         """Loads all jobs and says their effects again. StoreFailed, UsageError: a row does not fit."""
@@ -155,6 +158,8 @@ class Driver:
         for watchers in self._watchers.values():
             for changed in watchers:
                 changed.set()
+        for sharing in self._sharing.values():
+            sharing.end()
         for task in self._tasks.values():
             task.cancel()
         for pool in (self._threads, self._pollers):
@@ -204,6 +209,17 @@ class Driver:
         if job is None:
             raise NoSuchJob(name)
         return measurements_of(job)
+
+    def sharing(self, name: str, sender: m.Sender, generation: int) -> Sharing | None:
+        """What the members of that generation share; None: it is over. Refusal, NoSuchJob."""
+        job = self._jobs.get(name)
+        if job is None:
+            raise NoSuchJob(name)
+        if is_stale(job.row, sender, generation) or job.row.state.is_over:
+            return None
+        if name not in self._sharing:
+            self._sharing[name] = Sharing(generation, job.row.world_size)
+        return self._sharing[name]
 
     def generation_of(self, name: str) -> int:
         """0: nobody knows the job."""
@@ -283,6 +299,11 @@ class Driver:
 
     def _publish(self, row: JobRow) -> None:
         self._views[row.job] = view_of(row)
+        sharing = self._sharing.get(row.job)
+        if sharing is not None and row.state.is_over:
+            self._sharing.pop(row.job).end()
+        elif sharing is not None and sharing.generation < row.generation:
+            sharing.begin(row.generation)
         for changed in self._watchers.get(row.job, ()):
             changed.set()
 

@@ -24,6 +24,7 @@ LONGEST_REASON = 2000
 LONGEST_ID = 128
 LONGEST_GROUPS = 1 << 16
 WORLD_SIZE_MAX = 1 << 16
+SHARE_WAIT_S_MAX = 2.0
 CODES = {
     Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
     Refused.MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
@@ -164,6 +165,36 @@ class Servicer(pb_grpc.CoordinatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a measurement: {error}"[:LONGEST_REASON])
         return await self._ack(context, request.job, m.Measure(sender=_sender(request), measured=measured))
 
+    async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
+        sender = _sender(request)
+        sharing = await self._answer(
+            context, request.job, lambda: self._driver.sharing(request.job, sender, request.generation)
+        )
+        if sharing is None:
+            return pb.ShareReply(generation=self._driver.generation_of(request.job))
+        if request.epoch not in (0, sharing.epoch):
+            return pb.ShareReply(generation=sharing.generation, epoch=sharing.epoch)
+        after: list[pb.Shared] = []
+        if request.changes:
+            after = await self._answer(
+                context,
+                request.job,
+                lambda: sharing.change(sender.incarnation, request.number, request.changes),
+            )
+        if request.wait_s > 0:
+            await sharing.wait(request.until, min(request.wait_s, SHARE_WAIT_S_MAX))
+        if not sharing.is_in(request.generation):
+            return pb.ShareReply(generation=self._driver.generation_of(request.job))
+        news, revision, more = sharing.news(request.seen)
+        return pb.ShareReply(
+            generation=sharing.generation,
+            epoch=sharing.epoch,
+            revision=revision,
+            news=news,
+            after=after,
+            more=more,
+        )
+
     async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
         return await self._answer(context, request.job, lambda: self._driver.measurements(request.job))
 
@@ -260,6 +291,7 @@ _FromMember = (
     | pb.SuspectRequest
     | pb.FinishRequest
     | pb.FailRequest
+    | pb.ShareRequest
 )
 
 

@@ -1413,6 +1413,189 @@ class RankMeasured(_message.Message):
 Global___RankMeasured: _TypeAlias = RankMeasured  # noqa: Y015
 
 @_typing.final
+class SharedChange(_message.Message):
+    """A change of one key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SET_FIELD_NUMBER: _builtins.int
+    ADD_FIELD_NUMBER: _builtins.int
+    DELETE_FIELD_NUMBER: _builtins.int
+    SWAP_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    set: _builtins.bytes
+    add: _builtins.int
+    """to a number in decimal digits; to 0 if there is none"""
+    delete: _builtins.bool
+    @_builtins.property
+    def swap(self) -> Global___SharedSwap: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        set: _builtins.bytes = ...,
+        add: _builtins.int = ...,
+        delete: _builtins.bool = ...,
+        swap: Global___SharedSwap | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "delete", b"delete", "set", b"set", "swap", b"swap", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add", b"add", "delete", b"delete", "key", b"key", "set", b"set", "swap", b"swap", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["set", "add", "delete", "swap"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___SharedChange: _TypeAlias = SharedChange  # noqa: Y015
+
+@_typing.final
+class SharedSwap(_message.Message):
+    """To `desired` if the value is `expected`, or if there is none and nothing is expected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    expected: _builtins.bytes
+    desired: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        expected: _builtins.bytes = ...,
+        desired: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "expected", b"expected"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedSwap: _TypeAlias = SharedSwap  # noqa: Y015
+
+@_typing.final
+class Shared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    value: _builtins.bytes
+    """absent: deleted"""
+    revision: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.bytes | None = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "key", b"key", "revision", b"revision", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___Shared: _TypeAlias = Shared  # noqa: Y015
+
+@_typing.final
+class ShareRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    rank: _builtins.int
+    incarnation: _builtins.str
+    generation: _builtins.int
+    epoch: _builtins.int
+    """ShareReply.epoch; 0: not known yet"""
+    seen: _builtins.int
+    """ShareReply.revision"""
+    wait_s: _builtins.float
+    number: _builtins.int
+    """of this request among the sender's in this generation that have changes; they grow"""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedChange]: ...
+    @_builtins.property
+    def until(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        seen: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+        number: _builtins.int = ...,
+        changes: _abc.Iterable[Global___SharedChange] | None = ...,
+        until: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "epoch", b"epoch", "generation", b"generation", "incarnation", b"incarnation", "job", b"job", "number", b"number", "rank", b"rank", "seen", b"seen", "until", b"until", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareRequest: _TypeAlias = ShareRequest  # noqa: Y015
+
+@_typing.final
+class ShareReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    NEWS_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Another generation or epoch than the request's: nothing was taken, and there is nothing else in here. What was
+    shared is gone.
+    """
+    epoch: _builtins.int
+    """another one each time that the coordinator has begun anew"""
+    revision: _builtins.int
+    more: _builtins.bool
+    """there is more that is new"""
+    @_builtins.property
+    def news(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shared]: ...
+    @_builtins.property
+    def after(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shared]:
+        """each change's key, as it is right after it"""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        revision: _builtins.int = ...,
+        news: _abc.Iterable[Global___Shared] | None = ...,
+        after: _abc.Iterable[Global___Shared] | None = ...,
+        more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "generation", b"generation", "more", b"more", "news", b"news", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareReply: _TypeAlias = ShareReply  # noqa: Y015
+
+@_typing.final
 class MeasureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -119,6 +119,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.StopRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Share = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Share',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.ShareRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.ShareReply.FromString,
+                _registered_method=True)
         self.Measurements = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Measurements',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.MeasurementsRequest.SerializeToString,
@@ -271,6 +276,18 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Share(self, request, context):
+        """(every rank, while its generation lasts) What the ranks of a generation tell each other: how they are to be
+        connected, and the shapes of what passes between stages. In memory alone. Takes the changes, if there are any, and
+        answers with what has changed since `seen`. Before that it waits for all keys of `until`, no longer than `wait_s`.
+        A change that was answered once is not made again (`number`). Keys end with their generation, but for those that
+        begin with "swift/", which end with the job.
+        INVALID_ARGUMENT: a key, a value or all of them together are too large, or a sum of what is no number.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Measurements(self, request, context):
         """(anyone) What the ranks have measured.
         """
@@ -379,6 +396,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.StopRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'Share': grpc.unary_unary_rpc_method_handler(
+                    servicer.Share,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.ShareRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.ShareReply.SerializeToString,
             ),
             'Measurements': grpc.unary_unary_rpc_method_handler(
                     servicer.Measurements,
@@ -855,6 +877,33 @@ class Coordinator:
             '/swift.coordinator.v1.Coordinator/Stop',
             swift_dot___pb_dot_coordinator__pb2.StopRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Share(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Share',
+            swift_dot___pb_dot_coordinator__pb2.ShareRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.ShareReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,14 @@ class CoordinatorStub:
     """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
     of the last ones have said so.
     """
+    Share: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ShareRequest, _coordinator_pb2.ShareReply]
+    """(every rank, while its generation lasts) What the ranks of a generation tell each other: how they are to be
+    connected, and the shapes of what passes between stages. In memory alone. Takes the changes, if there are any, and
+    answers with what has changed since `seen`. Before that it waits for all keys of `until`, no longer than `wait_s`.
+    A change that was answered once is not made again (`number`). Keys end with their generation, but for those that
+    begin with "swift/", which end with the job.
+    INVALID_ARGUMENT: a key, a value or all of them together are too large, or a sum of what is no number.
+    """
     Measurements: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeasurementsRequest, _coordinator_pb2.MeasurementsReply]
     """(anyone) What the ranks have measured."""
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
@@ -164,6 +172,14 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Stop: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
     of the last ones have said so.
+    """
+    Share: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ShareRequest, _coordinator_pb2.ShareReply]  # type: ignore[assignment]
+    """(every rank, while its generation lasts) What the ranks of a generation tell each other: how they are to be
+    connected, and the shapes of what passes between stages. In memory alone. Takes the changes, if there are any, and
+    answers with what has changed since `seen`. Before that it waits for all keys of `until`, no longer than `wait_s`.
+    A change that was answered once is not made again (`number`). Keys end with their generation, but for those that
+    begin with "swift/", which end with the job.
+    INVALID_ARGUMENT: a key, a value or all of them together are too large, or a sum of what is no number.
     """
     Measurements: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MeasurementsRequest, _coordinator_pb2.MeasurementsReply]  # type: ignore[assignment]
     """(anyone) What the ranks have measured."""
@@ -330,6 +346,20 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
         of the last ones have said so.
+        """
+
+    @_abc_1.abstractmethod
+    def Share(
+        self,
+        request: _coordinator_pb2.ShareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ShareReply, _abc.Awaitable[_coordinator_pb2.ShareReply]]:
+        """(every rank, while its generation lasts) What the ranks of a generation tell each other: how they are to be
+        connected, and the shapes of what passes between stages. In memory alone. Takes the changes, if there are any, and
+        answers with what has changed since `seen`. Before that it waits for all keys of `until`, no longer than `wait_s`.
+        A change that was answered once is not made again (`number`). Keys end with their generation, but for those that
+        begin with "swift/", which end with the job.
+        INVALID_ARGUMENT: a key, a value or all of them together are too large, or a sum of what is no number.
         """
 
     @_abc_1.abstractmethod

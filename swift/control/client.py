@@ -7,6 +7,7 @@
                client.checkpoint_durable(version)                          every K steps
                client.report(generation, version or None, ...)             state PLANNING
                client.ready(...) or client.refuse(...)                     state RECOVERING
+               client.share(generation, ...)                               while groups are built
                client.finish(version)                                      state RUNNING, after the last step
 (launcher)     client.member_exited(rank, pid, exit_code); client.fail(reason)
 (anyone)       client.status(); client.watch()
@@ -287,6 +288,33 @@ class CoordinatorClient:
         self._call(
             self._stub.Measure,
             pb.MeasureRequest(job=self.job, **self._me(), measured=to_message(measured)),
+        )
+
+    def share(
+        self,
+        generation: int,
+        *,
+        epoch: int,
+        seen: int,
+        number: int = 0,
+        changes: Iterable[pb.SharedChange] = (),
+        until: Iterable[str] = (),
+        wait_s: float = 0.0,
+    ) -> pb.ShareReply:
+        """What the ranks of a generation tell each other: see `swift.control.shared`, which is how it is used."""
+        return self._call(
+            self._stub.Share,
+            pb.ShareRequest(
+                job=self.job,
+                **self._me(),
+                generation=generation,
+                epoch=epoch,
+                seen=seen,
+                number=number,
+                changes=changes,
+                until=until,
+                wait_s=wait_s,
+            ),
         )
 
     def change_log_servers(self, lost: str = "", add: str = "", add_host: str = "") -> None:

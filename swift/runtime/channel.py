@@ -69,7 +69,7 @@ class Channel:
         seed: int,
         device: torch.device,
         faults: FaultInjector,
-        store: Store,
+        store: Callable[[], Store],
         check: Callable[[], None],
         check_whole: Callable[[], None],
         groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)

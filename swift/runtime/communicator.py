@@ -21,9 +21,12 @@ from swift import events
 from swift.errors import ServiceError
 from swift.runtime import _torch
 from swift.runtime.groups import LastingGroup
+from swift.runtime.rank_store import CoordinatorStore
 
 # A blocked thread may post its next operation on a socket that was made after the first sweep.
 _SWEEP_INTERVAL_S = 0.02
+StoreOf = Callable[[int], Store]
+"""The store that the groups of a generation are built with: all ranks see the same one."""
 
 
 class Interrupted(Exception):
@@ -48,8 +51,12 @@ class Communicator:
         default: LastingGroup | None = None,
         build_timeout_s: float = 30.0,
         operation_timeout_s: float = 1800.0,
+        store_of: StoreOf | None = None,
     ):
-        """`default`: one of `groups` that takes the default group's place for the trainer and for torch."""
+        """`default`: one of `groups` that takes the default group's place for the trainer and for torch.
+
+        `store_of`: without one, the store at MASTER_ADDR and MASTER_PORT, which must outlive all ranks.
+        """
         self._rank = rank
         self._world_size = world_size
         self._default = default
@@ -60,25 +67,23 @@ class Communicator:
         # a dying peer never makes has no socket that could be shut. So building is bounded tightly.
         self._build_timeout = timedelta(seconds=build_timeout_s)
         self._operation_timeout = timedelta(seconds=operation_timeout_s)
-        try:
-            self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        except (KeyError, ValueError):
-            raise ServiceError(
-                "MASTER_ADDR and MASTER_PORT are not set; start the trainer with `swift-ft run`"
-            ) from None
-        if self._address[0] in ("localhost", "127.0.0.1", "::1"):
+        self._store_of = store_of or _launchers_store(self._build_timeout)
+        if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # closed by default: not on other interfaces
-        # Lives as long as the process, and outside of every group: stage metadata goes through it.
-        self.store = PrefixStore("swift", self._connect())
+        self._generations_store: Store | None = None
         self._lock = threading.Lock()
         self._newest = 0
         self._outside: frozenset[int] = frozenset()  # sockets that were there before the group
         self._inside: frozenset[int] | None = frozenset()  # the group's sockets; None while it is built
         self.generation = 0
 
-    def _connect(self) -> Store:
-        host, port = self._address
-        return TCPStore(host, port, is_master=False, timeout=self._build_timeout)
+    @property
+    def store(self) -> Store:
+        """What ranks tell each other outside of every group: the shapes of what passes between stages. It outlives
+        generations. Raises RuntimeError before the first one."""
+        if self._generations_store is None:
+            raise RuntimeError("process group: there is no generation yet")
+        return PrefixStore("swift", self._generations_store)
 
     def build(self, generation: int) -> None:
         """(every rank) The default group of `generation`, under the objects that use the default group.
@@ -92,7 +97,9 @@ class Communicator:
             self.generation = generation
         self._check()
         try:
-            store = PrefixStore(f"swift-g{generation}", self._connect())
+            # Kept as long as the groups are: torch keeps only the half of it that is in C++.
+            self._generations_store = self._store_of(generation)
+            store = PrefixStore(f"g{generation}", self._generations_store)
             _torch.forget_half_built_group()
             dist.init_process_group(
                 self._backend,
@@ -110,6 +117,8 @@ class Communicator:
             # in gloo for its connection, where no notice reaches them.
             store.set(f"built-{self._rank}", "")
             store.wait([f"built-{rank}" for rank in range(self._world_size)], self._build_timeout)
+            if isinstance(self._generations_store, CoordinatorStore):
+                self._generations_store.built()
         except (RuntimeError, ValueError):
             self._check()
             raise
@@ -162,6 +171,9 @@ class Communicator:
             if self.generation < generation and self._inside is not None:
                 for group in self._groups:
                     group.release()
+            store = self._generations_store if self.generation < generation else None
+        if isinstance(store, CoordinatorStore):
+            store.interrupt()
         while True:
             with self._lock:
                 if self.generation >= generation:
@@ -200,6 +212,16 @@ class Communicator:
                     own.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # its peer was quicker
+
+
+def _launchers_store(timeout: timedelta) -> StoreOf:
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise ServiceError(
+            "MASTER_ADDR and MASTER_PORT are not set; start the trainer with `swift-ft run`"
+        ) from None
+    return lambda _generation: TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def _socket_inodes() -> dict[int, int]:

@@ -33,6 +33,7 @@ from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gate import Gate
 from swift.runtime.groups import LastingGroup, Mesh
 from swift.runtime.member import Member
+from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, is_ordered
 from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, logged_loss
 from swift.runtime.state import TrainerState
@@ -56,8 +57,7 @@ class Session:
         self.world_size = world_size
         self._mesh = Mesh(rank, world_size, config.replicas, config.shards)
         self.groups = self._lasting_groups()
-        everyone = self.groups["world"].ranks
-        self._all = LastingGroup("all", everyone, rank)  # the session's own: votes, copies, helpers
+        self._all = LastingGroup("all", self.groups["world"].ranks, rank)  # the session's own: votes, copies
         self._config = config
         self._member = member
         self._faults = FaultInjector(rank)
@@ -81,13 +81,14 @@ class Session:
             service_ports=self._service_ports,
             groups=(*self.groups.values(), self._all),
             default=self.groups["world"],
+            store_of=CoordinatorStores(member.client),
         )
         self._channel = Channel(
             self._mesh,
             config.seed,
             torch.device("cpu"),
             self._faults,
-            self._communicator.store,
+            lambda: self._communicator.store,
             member.check,
             self._communicator.check_whole,
             RecoveryGroups.parse(config.groups),

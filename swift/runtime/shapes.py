@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from swift.errors import ServiceError
 
 _TIMEOUT_S = 600.0
-_POLL_S = 0.005
+_POLL_S = 0.02
 POINTS_MAX = 1024
 """Older ones are forgotten: no checkpoint is so old."""
 
@@ -40,8 +40,8 @@ class Shapes:
     (stage) ``infer`` → ``put``, ``get`` until the next one
     """
 
-    def __init__(self, store: Store, column: int, check: Callable[[], None]):
-        """`check` raises once a newer generation is published."""
+    def __init__(self, store: Callable[[], Store], column: int, check: Callable[[], None]):
+        """`store`: of the generation that this rank is in. `check` raises once a newer one is published."""
         self._store = store
         self._column = column
         self._check = check
@@ -70,20 +70,20 @@ class Shapes:
     def put(self, kind: str, one: int, other: int, value: Any) -> None:
         """Stage `one` tells its neighbour."""
         key, link = self._key(kind, one, other), f"{kind}/{one}-{other}"
-        self._store.set(key, json.dumps(value))
+        self._store().set(key, json.dumps(value))
         filed = self._filed.setdefault(link, deque())
         if key not in filed:
             filed.append(key)
         if len(filed) > POINTS_MAX:
-            self._store.delete_key(filed.popleft())
+            self._store().delete_key(filed.popleft())
 
     def get(self, kind: str, one: int, other: int) -> Any:
         """Waits until stage `one` has put it."""
         key = self._key(kind, one, other)
         deadline = time.monotonic() + _TIMEOUT_S
-        while not self._store.check([key]):
+        while not self._store().check([key]):
             self._wait(f"no neighbour has published the shapes of {key}", deadline)
-        return json.loads(self._store.get(key))
+        return json.loads(self._store().get(key))
 
     def _at(self, now: Point) -> bool:
         """Takes the point that holds now, if there is one."""
@@ -98,12 +98,12 @@ class Shapes:
 
     def _add(self, now: Point) -> None:
         kept = [point for point in self._points() if point[:2] != now[:2]]
-        self._store.set(self._list, json.dumps(sorted([*kept, now])[-POINTS_MAX:]))
+        self._store().set(self._list, json.dumps(sorted([*kept, now])[-POINTS_MAX:]))
 
     def _points(self) -> list[Point]:
-        if not self._store.check([self._list]):
+        if not self._store().check([self._list]):
             return []
-        return [Point(*each) for each in json.loads(self._store.get(self._list))]
+        return [Point(*each) for each in json.loads(self._store().get(self._list))]
 
     @property
     def _list(self) -> str:

@@ -47,6 +47,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "CheckpointDurable": _MEMBER,
         COORDINATOR + "AskCheckpoint": _MEMBER,
         COORDINATOR + "Measure": _MEMBER,
+        COORDINATOR + "Share": _MEMBER,
         COORDINATOR + "Measurements": _SEE,
         COORDINATOR + "MemberExited": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Suspect": _MEMBER,

@@ -92,6 +92,10 @@ class Forks:
         self._nursery.close()
 
 
+NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+"""Ranks of a session meet at their coordinator, whatever is on the first machine."""
+
+
 def meeting(store: TCPStore) -> dict[str, str]:
     """The environment of ranks that meet there."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -107,7 +111,6 @@ class _Ranks:
     def __init__(
         self, forks: Forks, trainer: Sequence[str], count: int, env: Mapping[str, str], output: Path
     ) -> None:
-        self._store = new_store()
         self._output = output
         self._output.touch()
         forks.give_word()
@@ -119,7 +122,7 @@ class _Ranks:
                 arguments,
                 {
                     **env,
-                    **meeting(self._store),
+                    **NOWHERE,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(count),

@@ -131,7 +131,13 @@ class Rank:
     ) -> None:
         self.rank, self.microbatches = rank, microbatches
         self.channel = Channel(
-            Mesh(rank, RANKS), 3, torch.device("cpu"), FaultInjector(rank), store, lambda: None, lambda: None
+            Mesh(rank, RANKS),
+            3,
+            torch.device("cpu"),
+            FaultInjector(rank),
+            lambda: store,
+            lambda: None,
+            lambda: None,
         )
         self.captured = Captured()
         self.channel._capture = self.captured
@@ -187,7 +193,7 @@ def told_shapes() -> Iterator[Any]:
     gradients = (
         _torch.TensorMeta(torch.Size([ROWS, WIDTH]), (WIDTH, 1), torch.float32, requires_grad=False),
     )
-    said = Shapes(found, 0, lambda: None)
+    said = Shapes(lambda: found, 0, lambda: None)
     said.infer(STEPS.start, 0, training=True, first=True)
     for one, other in itertools.pairwise(range(2 * RANKS)):
         said.put("F", one, other, _torch.meta_to_json(metas))

@@ -59,7 +59,7 @@ def servers() -> Iterator[dict[str, InProcess]]:
 def replaying(reader: LogReader) -> Channel:
     """Rank 2 of four, from the first step on."""
     found = Channel(
-        Mesh(2, 4), 3, torch.device("cpu"), FaultInjector(2), HashStore(), lambda: None, lambda: None
+        Mesh(2, 4), 3, torch.device("cpu"), FaultInjector(2), HashStore, lambda: None, lambda: None
     )
     found.begin_replay(reader, 0, ())
     return found

@@ -17,7 +17,7 @@ def wait() -> None:
 
 def of(store: HashStore, column: int = 0) -> Shapes:
     """A process's."""
-    return Shapes(store, column, wait)
+    return Shapes(lambda: store, column, wait)
 
 
 def calls(first: Shapes, second: Shapes, *inferences: tuple[int, int, bool, str]) -> None:

@@ -1,0 +1,99 @@
+"""torch's store for one generation's process groups, kept by the coordinator.
+
+torch keeps such a store in one of the ranks, or in a launcher on the first machine, and with that machine it is gone.
+The coordinator is on none that trains.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from swift.control.client import CoordinatorClient
+from swift.control.shared import Gone, Known, SharedKeys
+
+
+class CoordinatorStore(Store):
+    """torch calls it from C++, where a wait has no end but its timeout: so every error here is one that a lost peer
+    could be behind, and a notice ends a wait (`interrupt`). Whoever builds a group must keep it as long as the group:
+    torch keeps the C++ half only, which is nothing without this one."""
+
+    def __init__(self, shared: SharedKeys) -> None:
+        super().__init__()
+        self._shared = shared
+        shared.once = True
+
+    timeout: timedelta  # torch's property, which its stub lacks
+
+    def built(self) -> None:
+        """From now on keys are the trainer's, who may set them as often as it likes."""
+        self._shared.once = False
+        _told(self._shared.flush)
+
+    def interrupt(self) -> None:
+        self._shared.interrupt()
+
+    # --- what torch calls, by its names ---
+
+    def set(self, key: str, value: str | bytes) -> None:
+        _told(self._shared.set, key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        found: bytes = _told(self._shared.get, key, self.timeout.total_seconds())
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        total: int = _told(self._shared.add, key, amount)
+        return total
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        value: bytes | None = _told(self._shared.swap, key, _bytes(expected), _bytes(desired))
+        return _bytes(expected) if value is None else value
+
+    def delete_key(self, key: str) -> bool:
+        deleted: bool = _told(self._shared.delete, key)
+        return deleted
+
+    def num_keys(self) -> int:
+        count: int = _told(self._shared.count)
+        return count
+
+    def check(self, keys: Sequence[str]) -> bool:
+        there: bool = _told(self._shared.has, keys)
+        return there
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        _told(self._shared.wait, keys, (timeout or self.timeout).total_seconds())
+
+    def clone(self) -> "CoordinatorStore":
+        return self  # any thread may use it
+
+    # C++ asks for these two under its own names.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+
+class CoordinatorStores:
+    """The stores of one rank, one after the other."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
+        self._known = Known()
+
+    def __call__(self, generation: int) -> CoordinatorStore:
+        return CoordinatorStore(SharedKeys(self._client, generation, self._known))
+
+
+def _told(call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except Gone as gone:
+        raise dist.DistNetworkError(f"process group: connection of an ended generation: {gone}") from None
+    except TimeoutError as late:
+        raise dist.DistStoreError(f"process group: timed out: {late}") from None
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
