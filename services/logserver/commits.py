@@ -34,11 +34,13 @@ class Turn:
     records: int
     streams: int
     """Each is a file of its own to write and to sync."""
+    files: int
+    """... of which begin one: that is several syncs, and a manifest."""
 
 
-ALONE = Turn(bytes=16 << 20, records=1000, streams=1000)
+ALONE = Turn(bytes=16 << 20, records=1000, streams=1000, files=1000)
 """So much that a sync is shared, not so much that it is slow."""
-AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=1)
+AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4, files=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,13 @@ class Queued:
     stream: StreamState
     write: Write
     fsync: Fsync
+
+    @property
+    def begins_a_file(self) -> bool:
+        """Nothing of the stream is there yet, or there is a gap before it. (Any other file was full.)"""
+        stream, sequence = self.stream, self.write.sequence
+        behind = stream.holes[-1].end_sequence if stream.holes else 0
+        return sequence == behind or not stream.durable
 
 
 @dataclass(slots=True, eq=False)
@@ -141,11 +150,13 @@ class Commits:
         turn = AMONG_OTHERS if (self._state.writers.keys() | self._lines.keys()) - {job} else ALONE
         batch: list[Queued] = []
         streams: set[int] = set()
-        size = 0
+        size = files = 0
         while line.queue and size < turn.bytes and len(batch) < turn.records:
             queued = line.queue[0]
-            streams.add(queued.stream.tag)
-            if len(streams) > turn.streams:
+            if queued.stream.tag not in streams:
+                streams.add(queued.stream.tag)
+                files += queued.begins_a_file
+            if batch and (len(streams) > turn.streams or files > turn.files):
                 break
             batch.append(line.queue.popleft())
             size += queued.write.size

@@ -34,8 +34,10 @@ class World:
         self.appends.attach(session)
         return session
 
-    def put(self, session: Session, job: str, stream: str, sequences: range, body: bytes = b"x") -> None:
-        opened = log_pb2.Open(job=job, stream=stream, generation=1, acked_sequence=0)
+    def put(
+        self, session: Session, job: str, stream: str, sequences: range, body: bytes = b"x", acked: int = 0
+    ) -> None:
+        opened = log_pb2.Open(job=job, stream=stream, generation=1, acked_sequence=acked)
         self.appends.open(session, opened, 0.0)
         for sequence in sequences:
             one = frame(job, sequence, sequence, stream=stream, body=body)
@@ -87,6 +89,24 @@ def test_a_flood_is_written_in_short_turns_and_nobody_waits_for_more_than_one(
     assert world.commits.is_settled(everything)
     accepted, settled, synced = world.commits.progress()
     assert accepted == settled == synced == 5 + sum(len(sequences) for _, sequences, _ in flood)
+
+
+def test_streams_that_are_there_share_a_turn_and_gaps_begin_files_as_new_streams_do() -> None:
+    world = World()
+    other, writer = world.writer("other"), world.writer("job")
+    world.put(other, "other", "s0", range(1))
+    for number in range(AMONG_OTHERS.streams):
+        world.put(writer, "job", f"s{number}", range(1))
+    while not world.commits.empty:
+        assert len(world.commit()) == 1, "each begins a file"
+    for sequence in (1, 2):
+        for number in range(AMONG_OTHERS.streams):
+            world.put(writer, "job", f"s{number}", range(sequence, sequence + 1))
+    assert len(world.commit()) == 2 * AMONG_OTHERS.streams
+    for number in range(AMONG_OTHERS.streams):
+        world.put(writer, "job", f"s{number}", range(10, 11), acked=10)
+    while not world.commits.empty:
+        assert len(world.commit()) == 1
 
 
 def test_a_job_alone_shares_its_syncs() -> None:
