@@ -14,7 +14,12 @@ In a trainer::
 `import swift` is light: torch is imported when `swift.Session` is first touched.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Before grpc is imported anywhere. What a trainer forks (a DataLoader's workers) never calls it; its handlers of forks
+# cannot run while threads of ours are in it, and would say so at every fork.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from swift.runtime.config import SessionConfig as SessionConfig
