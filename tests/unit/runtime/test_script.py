@@ -452,7 +452,8 @@ def test_nothing_lives_longer_for_having_been_looked_at() -> None:
     job = Job()
     job.run(train_step, 0, 2)
     assert all(reference() is not None for reference in references)
-    job.run(train_step, 2, 3)
+    job.script.begin(2, train_step)
+    train_step(2)  # looked at before it, and not yet after it
     assert all(reference() is None for reference in references)
 
 
