@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from swift import events
 from swift.errors import ServiceError
@@ -129,6 +129,17 @@ class Communicator:
             self._inside = frozenset(_socket_inodes().values()) - self._outside
         self._check()
         events.emit("group_built", rank=self._rank, generation=generation)
+
+    def stand_alone(self) -> None:
+        """(the job has finished without this process) Groups as torch and a trainer expect them, with nobody in them.
+
+        Whoever communicates over them gets a RuntimeError that says so.
+        """
+        dist.init_process_group(self._backend, store=HashStore(), rank=0, world_size=1)
+        for group in self._groups:
+            group.stand_alone()
+        if self._default is not None:
+            _torch.make_default(self._default)
 
     def _build_inner(self, group: LastingGroup, store: Store) -> Any:
         """Ranks that share a group name it alike: by its kind and its first rank."""

@@ -140,6 +140,7 @@ class Engine:
                     self._member.await_change(view)
                 elif view.state == pb.FINISHED:
                     self._view = view
+                    self._communicator.stand_alone()
                     return  # this process has come for one that was lost after the end
                 elif view.state in (pb.FORMING, pb.RECOVERING) and len(view.members) == view.world_size:
                     self._open_log(view)

@@ -65,6 +65,7 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self._quiet = False
         self._own = rank
         self._inner: Any = None
+        self._between = "connection of an ended generation"
         self._messages: Messages | None = None
         self._runner: Runner | None = None
         self._some: dict[tuple[int, ...], LastingGroup] = {}
@@ -99,6 +100,11 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
                 found.attach(_Among(self._inner, chosen))
         return found
 
+    def stand_alone(self) -> None:
+        """Torch knows the group, and nobody else is there any more."""
+        self._between = "the job has finished: no other rank is there to communicate with"
+        _torch.register_group(self, self.label, self.ranks)
+
     def release(self) -> None:
         for part in self._some.values():
             part.release()
@@ -117,7 +123,7 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         """Starts something over this group, in the order of the calls. Raises RuntimeError between generations."""
         messages, runner = self._messages, self._runner
         if messages is None or runner is None:
-            raise RuntimeError(f"process group {self.label}: connection of an ended generation")
+            raise RuntimeError(f"process group {self.label}: {self._between}")
         return runner.submit(lambda: messages.carry_out(run))
 
     def run(self, run: Callable[[Messages], None]) -> None:
@@ -158,7 +164,7 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         if self.gate is not None:
             self.gate.message(kind)
         if self._inner is None or self._runner is None:
-            raise RuntimeError(f"process group {self.label}: connection of an ended generation")
+            raise RuntimeError(f"process group {self.label}: {self._between}")
         self.used()
         return _MessageWork(self._runner, getattr(self._inner, kind)(tensors, peer, tag), self._breaker())
 

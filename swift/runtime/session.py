@@ -412,6 +412,11 @@ class Session:
         """
         if num_steps < 0:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")
+        if self._gate.over:
+            raise UsageError(
+                "session.run was called before, and with it the job has finished: call it once, with all steps, and do "
+                "what is due every so many steps (a validation, say) inside of train_step"
+            )
         self._state.check_complete()
         self._state.remember()
 
@@ -431,8 +436,8 @@ class Session:
 
     @property
     def replaying(self) -> bool:
-        """True while a step is replayed from the log: its metrics were reported before. (Also while it is rehearsed,
-        with `paranoid`: they will be.)"""
+        """True while a step is replayed from the log, which the lost rank had begun before: it may have reported its
+        metrics, or died before it could (`log` reports once). Also while it is rehearsed, with `paranoid`."""
         return self._channel.replaying or self._channel.rehearsing
 
     def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None = None) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""Jobs that end and are started again, and what happens to trainers in between: real processes, every bit compared."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.again_world import Again
+
+pytestmark = pytest.mark.timeout(240)
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """The digests at the end of a run in which nothing happens."""
+    with Again(tmp_path_factory.mktemp("twin")) as job:
+        assert job.unlucky(STEPS) == 0, job.said
+        return job.digests(STEPS)
+
+
+def test_a_reset_connection_between_living_ranks_costs_a_generation(
+    twin: list[dict[str, object]], tmp_path: Path
+) -> None:
+    with Again(tmp_path) as job:
+        assert job.unlucky(STEPS, {"rank": 1, "step": 7, "what": "reset"}) == 0, job.said
+        assert "connections reset" in job.said
+        (plan,) = job.events("plan")
+        assert plan["exact"] is True
+        assert job.digests(STEPS) == twin
+
+
+def test_a_job_that_failed_goes_on_where_it_was(twin: list[dict[str, object]], tmp_path: Path) -> None:
+    with Again(tmp_path) as job:
+        assert job.unlucky(STEPS, {"rank": 1, "step": 7, "what": "raise"}) == 1
+        assert "ValueError: boom" in job.said
+        assert job.unlucky(STEPS) == 0, job.said
+        steps = [event["step"] for event in job.events("step_begin")]
+        assert steps.count(0) == 2  # of two ranks, once
+        assert job.digests(STEPS) == twin
+
+
+@pytest.mark.matrix
+def test_a_job_that_has_finished_does_more_steps(twin: list[dict[str, object]], tmp_path: Path) -> None:
+    with Again(tmp_path) as job:
+        assert job.unlucky(8) == 0, job.said
+        assert job.unlucky(STEPS) == 0, job.said
+        assert job.digests(STEPS) == twin
+
+
+def test_a_rank_that_dies_behind_the_end_does_what_comes_behind_it_again(
+    twin: list[dict[str, object]], tmp_path: Path
+) -> None:
+    with Again(tmp_path) as job:
+        assert job.unlucky(STEPS, {"rank": 1, "at": "after", "what": "kill"}) == 0, job.said
+        assert job.digests(STEPS) == twin
+        for rank in range(2):
+            assert (job.directory / f"saved{rank}").read_text().startswith(f"{STEPS} ")
+
+
+def test_an_exit_at_the_same_step_ends_the_job_soon(tmp_path: Path) -> None:
+    with Again(tmp_path) as job:
+        mishap = {"rank": 1, "step": 7, "what": "exit", "times": 99}
+        assert job.unlucky(STEPS, mishap) == 7, job.said
+        assert len((job.directory / "mishap0").read_text()) <= 4
+        assert "exited with code 7" in job.said
+
+
+@pytest.mark.parametrize(("times", "code"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.matrix)])
+def test_an_exception_is_tried_again_as_often_as_the_trainer_allows(
+    times: int, code: int, twin: list[dict[str, object]], tmp_path: Path
+) -> None:
+    mishap = {"rank": 1, "step": 7, "what": "raise other", "times": times}
+    with Again(tmp_path) as job:
+        assert job.unlucky(STEPS, mishap, flags=["--retry-exceptions", "3"]) == code, job.said
+        if code == 0:
+            assert job.digests(STEPS) == twin
+        else:
+            assert "ValueError: boom no. 3" in job.said
+
+
+@pytest.mark.matrix
+def test_the_same_exception_twice_at_a_step_ends_the_job_with_it(tmp_path: Path) -> None:
+    mishap = {"rank": 1, "step": 7, "what": "raise", "times": 9}
+    with Again(tmp_path) as job:
+        assert job.unlucky(STEPS, mishap, flags=["--retry-exceptions", "3"]) == 1
+        assert len((job.directory / "mishap0").read_text()) == 2
+        assert "ValueError: boom" in job.said
+
+
+@pytest.mark.matrix
+def test_a_death_while_the_job_forms_is_a_death_like_any_other(
+    twin: list[dict[str, object]], tmp_path: Path
+) -> None:
+    with Again(tmp_path) as job:
+        assert job.unlucky(STEPS, {"rank": 1, "at": "made", "what": "kill"}) == 0, job.said
+        assert job.digests(STEPS) == twin
