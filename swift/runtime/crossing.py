@@ -33,6 +33,17 @@ class Crossing:
             total = self._channel.collective(name, lambda: _sum(tensor, group), group.ranks)
             return laid_like(total, tensor)
 
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """As `Session.reduce_gradients`."""
+        self._updates.check_whole()
+        if optimizer is None and len(self._updates.optimizers) > 1:
+            raise UsageError(
+                "reduce_gradients() with several optimizers; name the one that is about to step: "
+                "session.reduce_gradients(optimizer)"
+            )
+        self._updates.communicates()
+        self._updates.reduce(optimizer)
+
     def clip_grad_norm_(
         self,
         parameters: Iterable[torch.nn.Parameter] | torch.Tensor,

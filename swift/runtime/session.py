@@ -110,14 +110,7 @@ class Session:
             (self._mesh.pipeline_rank, self._mesh.pipeline_ranks),
         )
         self._updates.vote = self._engine.vote
-        for group in self.groups.values():
-            group.reducing = self._updates.reducing
-            group.used = self._updates.communicates
-        self._gate = self.groups["world"].gate = self.groups["pipeline"].gate = Gate(
-            self._channel, self._updates
-        )
-        _torch.before_pickling(self._gate.pickles)
-        self._updates.ties.open(self._channel, self.groups["pipeline"])
+        self._gate = self._guarded_groups()
         self._crossing = Crossing(self._channel, self._updates, self.groups)
         self._updates.settle = self._channel.settle
         self._updates.groups_whole = self._communicator.check_whole
@@ -339,13 +332,6 @@ class Session:
         equal optimizers they stay equal. Call it on each of these ranks, in the same order, before `run`; the
         gradients need no `all_reduce`, and `clip_grad_norm_` counts the weight once.
         """
-        if self._updates.wait_free:
-            raise UsageError(
-                "session.tie with updates='wait_free': gradients are applied before those of other stages are there; "
-                "use updates='after_backward'"
-            )
-        if sharded.is_sharded(parameter):
-            raise UsageError("session.tie was given a sharded parameter; leave it out of fully_shard")
         self._updates.ties.add(parameter, ranks)
 
     def help_replay(self, make_module: Callable[[int], torch.nn.Module]) -> None:
@@ -463,14 +449,7 @@ class Session:
         `clip_grad_norm_` and `optimizer.step()` do so by themselves; call it before anything else that looks at
         gradients (a gradient scaler's `unscale_`). With several optimizers, name the one that is about to step.
         """
-        self._updates.check_whole()
-        if optimizer is None and len(self._updates.optimizers) > 1:
-            raise UsageError(
-                "reduce_gradients() with several optimizers; name the one that is about to step: "
-                "session.reduce_gradients(optimizer)"
-            )
-        self._updates.communicates()
-        self._updates.reduce(optimizer)
+        self._crossing.reduce_gradients(optimizer)
 
     def clip_grad_norm_(
         self,
@@ -507,6 +486,16 @@ class Session:
             name: LastingGroup(name, ranks, ranks.index(self.rank), swallow=name == "data")
             for name, ranks in self._mesh.groups().items()
         }
+
+    def _guarded_groups(self) -> Gate:
+        """What is communicated over the groups, by torch, by the trainer and by the session, is known to the step."""
+        for group in self.groups.values():
+            group.reducing = self._updates.reducing
+            group.used = self._updates.communicates
+        gate = self.groups["world"].gate = self.groups["pipeline"].gate = Gate(self._channel, self._updates)
+        _torch.before_pickling(gate.pickles)
+        self._updates.ties.open(self._channel, self.groups["pipeline"])
+        return gate
 
     @contextmanager
     def _around_call(self, schedule: int) -> Iterator[None]:

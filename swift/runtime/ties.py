@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from swift.errors import UsageError
+from swift.runtime import sharded
 from swift.runtime.channel import Channel
 from swift.runtime.groups import LastingGroup
 from swift.runtime.tensors import laid_like
@@ -38,7 +39,9 @@ class Tie:
 class Ties:
     """Those of one rank, in the order in which they were made: it is the same on all ranks that share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, early: bool) -> None:
+        """`early`: gradients are applied while backward still runs."""
+        self._early = early
         self._ties: list[Tie] = []
 
     def open(self, channel: Channel, pipeline: LastingGroup) -> None:
@@ -47,6 +50,13 @@ class Ties:
 
     def add(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
         """Raises UsageError."""
+        if self._early:
+            raise UsageError(
+                "session.tie with updates='wait_free': gradients are applied before those of other stages are there; "
+                "use updates='after_backward'"
+            )
+        if sharded.is_sharded(parameter):
+            raise UsageError("session.tie was given a sharded parameter; leave it out of fully_shard")
         if any(tie.parameter is parameter for tie in self._ties):
             raise UsageError(
                 "session.tie was given this parameter before; tie it once, with all of its ranks"

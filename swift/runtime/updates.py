@@ -86,7 +86,7 @@ class Updates:
         )  # given by the session; raises if a connection broke
         self.replaying: Callable[[], bool] = lambda: False  # given by the session
         self.wait_free = config.updates == "wait_free" and reducer is not None
-        self.ties = Ties()
+        self.ties = Ties(early=self.wait_free)
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._buckets: list[_Bucket] = []

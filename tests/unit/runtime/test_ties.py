@@ -172,6 +172,8 @@ def test_what_cannot_be_tied_is_refused() -> None:
         tied.ties.add(tied.own, [0])
     with pytest.raises(UsageError, match="no optimizer of this rank holds"):
         tied.ties.check([tied.own])
+    with pytest.raises(UsageError, match="wait_free"):
+        Ties(early=True).add(tied.own, RANKS)
     with pytest.raises(UsageError, match="LBFGS"):
         tied.ties.check_closure([tied.shared])
 
