@@ -1,7 +1,7 @@
 """torch's elastic agent, except that a dead rank is replaced and the others are left alone.
 
 From torch: the rendezvous (one machine or many), global ranks, the barrier at the end, and a restart of the
-local ranks when a new *node* wants to join. From here: the children, and everything about one rank's death.
+local ranks when a new *node* changes their number. From here: the children, and everything about one rank's death.
 
     (kernel)  a child's pidfd becomes readable
     (agent)   notice to the coordinator, queued; a warm spare gets the rank; once the job runs again, a new
@@ -23,7 +23,7 @@ from swift.launch.children import Child, Nursery
 from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_exit
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_assignment, rank_env
-from swift.launch.rendezvous import NodeWatch
+from swift.launch.rendezvous import NodeWatch, PlacedRendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from swift.views import Told, inexact_words
@@ -174,14 +174,14 @@ class ReplacingAgent(SimpleElasticAgent):
             group.state = result.state
             if result.state == WorkerState.SUCCEEDED:
                 with self._gate.raising():
-                    self._exit_barrier()  # type: ignore[no-untyped-call]
+                    self._exit_barrier()
                 self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
                 return result
             if result.state == WorkerState.FAILED:
                 self._stop_workers(group)
                 return result
             if self._nodes.nodes_waiting:
-                self._restart_ranks()
+                self._meet_again()
 
     def _summary(self) -> str:
         """The last line of a run that came to its end, if there is something to say."""
@@ -189,13 +189,29 @@ class ReplacingAgent(SimpleElasticAgent):
         inexact = "" if view is None else inexact_words(view)
         return f"swift: job {self._job.name}: {inexact}" if inexact else ""
 
-    def _restart_ranks(self) -> None:
-        """A node wants to join: new ranks for everybody, as with torchrun."""
+    def _meet_again(self) -> None:
+        """A machine wants to join. If it takes a lost one's place, nobody else's ranks notice. If there are to be more
+        ranks or fewer, all are started anew, as with torchrun."""
         events.emit("membership_change")
+        before = self._places()
+        self._join_rendezvous()
+        if self._places() == before:
+            say("another machine has joined: the ranks of this one stay")
+            for local_rank, child in self._ranks.items():
+                self._worker_group.workers[local_rank].id = child.pid
+            self._worker_group.state = WorkerState.HEALTHY
+            return
         say("another machine joins: the ranks of this one are started anew")
         self._stop_workers(self._worker_group)
-        self._join_rendezvous()
         self._start_ranks()
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(worker.global_rank, worker.world_size) for worker in self._worker_group.workers]
+
+    def _exit_barrier(self) -> None:
+        """Machines that have met in no store need not wait for each other either."""
+        if not isinstance(self._worker_group.spec.rdzv_handler, PlacedRendezvous):
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _join_rendezvous(self) -> None:
         with self._gate.raising(), self._nodes.held():

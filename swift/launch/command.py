@@ -22,7 +22,7 @@ from swift.launch.agent import Outcome, ReplacingAgent, say
 from swift.launch.children import Nursery
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_run_dir
-from swift.launch.rendezvous import FreshStoreRendezvous, LoopbackRendezvous
+from swift.launch.rendezvous import FreshStoreRendezvous, LoopbackRendezvous, PlacedRendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
     AGENT_LOGGER,
@@ -280,6 +280,12 @@ def _make_spec(plan: LaunchPlan) -> WorkerSpec:
             handler = get_rendezvous_handler(parameters)
             if config.rdzv_backend != "static":
                 handler = FreshStoreRendezvous(handler)
+            else:
+                assert master_addr is not None
+                assert master_port is not None
+                place = int(config.rdzv_configs["rank"])
+                handler = PlacedRendezvous(config.run_id, place, config.max_nodes, master_addr, master_port)
+                os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks by machine, without asking
         except ValueError as error:
             raise UsageError(f"run: {' '.join(str(error).split())}") from error
     return WorkerSpec(

@@ -8,10 +8,10 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from swift.launch.torch_names import (
     RendezvousError,
@@ -67,6 +67,52 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
+class PlacedRendezvous(RendezvousHandler):
+    """Every machine was told its number (`--node-rank`), and all have as many ranks: nobody has to be asked.
+
+    torch's own keeps a store on the first machine, without which no other one can start or end. So each of them may be
+    lost, and another launcher with its number takes its place. The first one still has a store at MASTER_ADDR, for
+    trainers that want one.
+    """
+
+    def __init__(self, run_id: str, node_rank: int, nodes: int, address: str, port: int) -> None:
+        if not 0 <= node_rank < nodes:
+            raise ValueError(f"--node-rank {node_rank}: 0 to {nodes - 1}")
+        self._run_id = run_id
+        self._node_rank = node_rank
+        self._nodes = nodes
+        self._master = RendezvousStoreInfo(address, port)
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._node_rank == 0 and self._store is None:
+            port = self._master.master_port
+            self._store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        return RendezvousInfo(HashStore(), self._node_rank, self._nodes, self._master)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
 class FreshStoreRendezvous(RendezvousHandler):
     """torch's own rendezvous of many machines, with a store of its own for every round.
 
@@ -75,13 +121,18 @@ class FreshStoreRendezvous(RendezvousHandler):
 
     (first machine of the round) makes the store, tells the others in the round's own part of torch's store
     (the others)                 read the address there
+
+    A machine keeps its place in later rounds, where torch numbers all anew: so its ranks stay who they are, and one
+    that comes gets a place that was lost.
     """
 
     _KEY = "swift/rank_store"
+    _PLACE = "swift/place"
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self._inner = inner
         self._server: TCPStore | None = None
+        self._place: int | None = None
 
     def get_backend(self) -> str:
         return self._inner.get_backend()
@@ -104,7 +155,10 @@ class FreshStoreRendezvous(RendezvousHandler):
         else:
             self._server = None
         addr, port = store.get(self._KEY).decode().split()
-        return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(addr, int(port)))
+        store.set(f"{self._PLACE}/{info.rank}", "" if self._place is None else str(self._place))
+        before = [store.get(f"{self._PLACE}/{number}").decode() for number in range(info.world_size)]
+        self._place = places([int(place) if place else None for place in before])[info.rank]
+        return RendezvousInfo(store, self._place, info.world_size, RendezvousStoreInfo(addr, int(port)))
 
     def is_closed(self) -> bool:
         return self._inner.is_closed()
@@ -122,6 +176,14 @@ class FreshStoreRendezvous(RendezvousHandler):
         return self._inner.shutdown()
 
 
+def places(before: Sequence[int | None]) -> list[int]:
+    """Of each machine of a round, by the places that they had before it; None: it is new."""
+    kept = [place if place is not None and place < len(before) else None for place in before]
+    kept = [None if place in kept[:number] else place for number, place in enumerate(kept)]
+    free = iter(sorted(set(range(len(before))) - set(kept)))
+    return [next(free) if place is None else place for place in kept]
+
+
 class NodeWatch:
     """Asks the rendezvous, in a thread of its own, whether another machine waits to join.
 
@@ -136,7 +198,7 @@ class NodeWatch:
         self._asking = threading.Lock()
         self._closed = threading.Event()
         self.nodes_waiting = False
-        if not isinstance(handler, LoopbackRendezvous):
+        if not isinstance(handler, LoopbackRendezvous | PlacedRendezvous):
             threading.Thread(target=self._run, name="node-watch", daemon=True).start()
 
     @contextlib.contextmanager

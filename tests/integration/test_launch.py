@@ -302,6 +302,53 @@ def test_two_machines_keep_their_ranks_when_one_rank_dies(start: Start, tmp_path
     assert len(launches[0].ranks(0)) == 1
 
 
+def lose(launch: Launch) -> None:
+    """The machine: all that runs there, at once."""
+    root = psutil.Process(launch.process.pid)
+    everything = [*root.children(recursive=True), root]
+    for process in everything:
+        process.suspend()
+    for process in everything:
+        process.kill()
+    launch.process.wait(30)
+
+
+@pytest.mark.parametrize(("backend", "lost"), [("static", 0), ("static", 1), ("c10d", 1)])
+def test_a_machine_is_lost_and_another_takes_its_place(
+    backend: str, lost: int, start: Start, coordinator: ScriptedCoordinator
+) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    port = free_port()
+    common = ["--nnodes=2", "--nproc-per-node=1", "--job=two", "--spares=0"]
+    flags = [
+        [*common, f"--node-rank={n}", "--master-addr=127.0.0.1", f"--master-port={port}"] for n in (0, 1)
+    ]
+    if backend == "c10d":
+        flags = 2 * [[*common, "--rdzv-backend=c10d", "--rdzv-id=two", "--local-addr=127.0.0.1"]]
+        conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4"
+        flags = [[*each, f"--rdzv-endpoint=127.0.0.1:{port}", conf] for each in flags]
+    launches = [start(*flags[0])]
+    if backend == "c10d":  # the first one has the rendezvous
+        wait_until(lambda: launches[0].events("worker_spawned"), "the first machine")
+    launches.append(start(*flags[1]))
+    ranks = [launches[0].rank(number) for number in (0, 1)]
+    place = lost
+    if backend == "c10d":  # torch numbers machines as it likes
+        place = 1
+        below = {process.pid for process in psutil.Process(launches[1].process.pid).children(recursive=True)}
+        lost = next(number for number, rank in enumerate(ranks) if rank.pid in below)
+    lose(launches[place])
+    other = start(*flags[place])
+    replacement = other.rank(lost, process=2)
+    assert ranks[1 - lost].alive
+    assert replacement.env["WORLD_SIZE"] == "2"
+    assert replacement.env["GROUP_RANK"] == ranks[lost].env["GROUP_RANK"]
+    for number in (0, 1):
+        other.go(number)
+    assert [launch.wait()[0] for launch in (launches[1 - place], other)] == [0, 0]
+    assert ranks[1 - lost].pid == other.ranks(1 - lost)[-1].pid  # never started anew
+
+
 def test_a_machine_that_joins_restarts_the_ranks(start: Start, coordinator: ScriptedCoordinator) -> None:
     coordinator.publish(state=pb.RUNNING, generation=1)
     flags = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=grow"]
