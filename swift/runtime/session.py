@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from swift import events
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
-from swift.names import check_job
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch, sharded
 from swift.runtime.audit import Audit
@@ -32,6 +31,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gate import Gate
 from swift.runtime.groups import LastingGroup, Mesh
+from swift.runtime.launched import from_environment
 from swift.runtime.member import Member
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, is_ordered
@@ -134,29 +134,15 @@ class Session:
         settings.setdefault("paranoid", bool(os.environ.get(ENV_PARANOID)))
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
-        try:
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            coordinator, job = os.environ["SWIFT_COORDINATOR"], os.environ["SWIFT_JOB"]
-            incarnation = os.environ["SWIFT_INCARNATION"]
-        except KeyError as error:
-            raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
-        checkpoints = os.environ.get("SWIFT_CHECKPOINT_DIR", "")
-        if not checkpoints:
-            raise UsageError(
-                "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
-            )
-        check_job(job)  # it becomes a part of a path
-        columns = config.replicas * config.shards
-        shards = f" of {config.shards} shards" if config.shards > 1 else ""
-        if world_size % columns:
-            raise UsageError(
-                f"{world_size} ranks cannot be {config.replicas} replicas{shards}; start a "
-                f"multiple of {columns}"
-            )
-        events.configure(f"rank{rank}")
-        checkpoints = os.path.join(checkpoints, job)  # two jobs may share a directory
-        member = Member(coordinator, job, rank, incarnation)
-        return cls(rank=rank, world_size=world_size, member=member, checkpoint_dir=checkpoints, config=config)
+        here = from_environment(config)
+        events.configure(f"rank{here.rank}")
+        return cls(
+            rank=here.rank,
+            world_size=here.world_size,
+            member=Member(here.coordinator, here.job, here.rank, here.incarnation),
+            checkpoint_dir=here.checkpoint_dir,
+            config=config,
+        )
 
     def __enter__(self) -> Self:
         return self

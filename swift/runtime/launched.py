@@ -1,0 +1,52 @@
+"""What ``swift-ft run`` has told this process by its environment."""
+
+import os
+from dataclasses import dataclass
+
+from swift.errors import UsageError
+from swift.names import check_job
+from swift.runtime.config import SessionConfig
+
+ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    rank: int
+    world_size: int
+    coordinator: str
+    """host:port"""
+    job: str
+    incarnation: str
+    checkpoint_dir: str
+    """The job's own: two jobs may share a directory."""
+
+
+def from_environment(config: SessionConfig) -> Launched:
+    """Raises UsageError: it was not launched, or not for such a job."""
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        coordinator, job = os.environ["SWIFT_COORDINATOR"], os.environ["SWIFT_JOB"]
+        incarnation = os.environ["SWIFT_INCARNATION"]
+    except KeyError as error:
+        raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+    checkpoints = os.environ.get(ENV_CHECKPOINT_DIR, "")
+    if not checkpoints:
+        raise UsageError(
+            "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
+        )
+    check_job(job)  # it becomes a part of a path
+    columns = config.replicas * config.shards
+    shards = f" of {config.shards} shards" if config.shards > 1 else ""
+    if world_size % columns:
+        raise UsageError(
+            f"{world_size} ranks cannot be {config.replicas} replicas{shards}; start a multiple of {columns}"
+        )
+    return Launched(
+        rank=rank,
+        world_size=world_size,
+        coordinator=coordinator,
+        job=job,
+        incarnation=incarnation,
+        checkpoint_dir=os.path.join(checkpoints, job),
+    )
