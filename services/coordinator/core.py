@@ -280,6 +280,9 @@ class Job(Transitions):
         return [self._persist(), *event, *in_force, m.PublishView(), *(self._trim() if complete else [])]
 
     def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:
+        if ask.sender is None:
+            newest = self.checkpoints.newest_known()
+            return self._told(self._asked(newest, ask.reason)) if self.row.state is State.RUNNING else []
         if is_stale(self.row, ask.sender, ask.generation) or self.row.state.is_over:
             return []
         return self._told(self._asked(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}"))

@@ -117,7 +117,8 @@ class CheckpointDurable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskCheckpoint:
-    sender: Sender
+    sender: Sender | None
+    """None: a launcher, of whatever is above what the ranks have done."""
     generation: int
     after_version: int
     reason: str

@@ -150,7 +150,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             context,
             request.job,
             m.AskCheckpoint(
-                sender=_sender(request),
+                sender=_sender(request) if request.incarnation else None,
                 generation=request.generation,
                 after_version=request.after_version,
                 reason=request.reason[:LONGEST_REASON],

@@ -209,7 +209,8 @@ class CoordinatorServicer:
     def AskCheckpoint(self, request, context):
         """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
         not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
-        the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+        the View then names (`checkpoint_at`). Nothing if one above is agreed on already. (launcher, without an incarnation:
+        of a version above all that ranks have done, while RUNNING.)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

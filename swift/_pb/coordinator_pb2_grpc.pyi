@@ -70,7 +70,8 @@ class CoordinatorStub:
     AskCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AskCheckpointRequest, _coordinator_pb2.Ack]
     """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
     not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
-    the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+    the View then names (`checkpoint_at`). Nothing if one above is agreed on already. (launcher, without an incarnation:
+    of a version above all that ranks have done, while RUNNING.)
     """
     MemberExited: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExitRequest, _coordinator_pb2.Ack]
     """(launcher) A child has exited."""
@@ -145,7 +146,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     AskCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AskCheckpointRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
     not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
-    the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+    the View then names (`checkpoint_at`). Nothing if one above is agreed on already. (launcher, without an incarnation:
+    of a version above all that ranks have done, while RUNNING.)
     """
     MemberExited: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExitRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(launcher) A child has exited."""
@@ -271,7 +273,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(rank) A checkpoint of a version above `after_version` is needed before the interval brings one: steps were
         not logged, or the agreed version was over here when this rank heard of it. All ranks save the version that
-        the View then names (`checkpoint_at`). Nothing if one above is agreed on already.
+        the View then names (`checkpoint_at`). Nothing if one above is agreed on already. (launcher, without an incarnation:
+        of a version above all that ranks have done, while RUNNING.)
         """
 
     @_abc_1.abstractmethod

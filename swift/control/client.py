@@ -355,6 +355,10 @@ class CoordinatorClient:
         me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")
         self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason))
 
+    def ask_last_checkpoint(self, reason: str) -> None:
+        """(launcher) A checkpoint of a version above all that ranks have done is needed soon."""
+        self._call(self._stub.AskCheckpoint, pb.AskCheckpointRequest(job=self.job, rank=-1, reason=reason))
+
     def stop(self, run: str, reason: str) -> None:
         """(launcher `run`) Told to stop, and its ranks have ended."""
         self._call(self._stub.Stop, pb.StopRequest(job=self.job, run=run, reason=reason))

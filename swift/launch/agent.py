@@ -21,6 +21,7 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.children import Child, Nursery
 from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_exit
+from swift.launch.leaving import Leaving
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_assignment, rank_env
 from swift.launch.rendezvous import NodeWatch, PlacedRendezvous
@@ -79,6 +80,7 @@ class ReplacingAgent(SimpleElasticAgent):
         nursery: Nursery,
         link: CoordinatorLink,
         gate: SignalGate,
+        last_checkpoint_s: float = 0.0,
     ) -> None:
         super().__init__(spec)
         self._job = job
@@ -88,6 +90,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._nursery = nursery
         self._link = link
         self._gate = gate
+        self._leaving = Leaving(gate, link, last_checkpoint_s)
         self._nodes = NodeWatch(spec.rdzv_handler, spec.monitor_interval, nursery.wake)
         self._ranks: dict[int, Child] = {}
         """By local rank: its living process."""
@@ -141,8 +144,10 @@ class ReplacingAgent(SimpleElasticAgent):
         patience_s = min(
             [worker_group.spec.monitor_interval, *(max(0.0, d.at - now) for d in self._due.values())]
         )
-        warmed, ended = self._nursery.wait(patience_s)
-        self._gate.check()
+        warmed, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
+        if self._leaving.begins(self._view):
+            say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
+        self._leaving.check(self._view)
         # Deaths first: that is what the time counts for.
         for child in ended:
             self._on_exit(child)
@@ -392,6 +397,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if view is None or view is self._looked_at or self.outcome is not None:
             return
         self._looked_at = view
+        events.emit("view_seen", generation=view.generation, state=pb.State.Name(view.state))
         if self._known and self._job.run not in view.runs:
             self._end({1}, "the job was started again by another swift-ft run: this one ends")
             return

@@ -46,6 +46,8 @@ DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replac
 START_METHODS = ("fork", "spawn")
 REPLACEMENTS_DEFAULT = 100
 GRACE_S_DEFAULT = 5.0
+LAST_CHECKPOINT_S_DEFAULT = 15.0
+"""With the grace, less than the 30 s that schedulers leave between SIGTERM and SIGKILL."""
 _TYPED = "abcdefghjkmnpqrstuvwxyz23456789"
 """What nobody takes for something else."""
 # Some of these are imported only at first use, which would fall into a recovery.
@@ -91,6 +93,7 @@ class LaunchPlan:
     preload: str
     fork: bool
     grace_s: float
+    last_checkpoint_s: float
     signals: list[signal.Signals]
 
 
@@ -151,6 +154,15 @@ def make_parser() -> argparse.ArgumentParser:
         "job ends with it). The same exception twice at one step ends the job.",
     )
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
+    ours.add_argument(
+        "--sigterm-checkpoint-s",
+        "--sigterm_checkpoint_s",
+        type=float,
+        default=LAST_CHECKPOINT_S_DEFAULT,
+        metavar="SECONDS",
+        help="SIGTERM makes a checkpoint before it ends the ranks of a job that runs, if that takes no longer "
+        "(default %(default)g; 0: none).",
+    )
     return parser
 
 
@@ -210,6 +222,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         preload=args.preload,
         fork=args.start_method == "fork",
         grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
+        last_checkpoint_s=args.sigterm_checkpoint_s,
         signals=signals,
     )
 
@@ -229,6 +242,8 @@ def _check(args: argparse.Namespace) -> None:
     for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
         if count < 0:
             raise UsageError(f"run: --{flag} {count}: 0 or more")
+    if not 0 <= args.sigterm_checkpoint_s < 86400:
+        raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
     if args.spares < 0:
         raise UsageError(f"run: --spares {args.spares}: 0 or more")
     if args.monitor_interval <= 0:
@@ -337,6 +352,7 @@ def run(plan: LaunchPlan) -> Outcome:
             nursery=nursery,
             link=link,
             gate=gate,
+            last_checkpoint_s=plan.last_checkpoint_s,
         )
         agent.run()
         spec.rdzv_handler.shutdown()

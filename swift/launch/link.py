@@ -35,6 +35,7 @@ class CoordinatorLink:
         self._closing = False
         self.view: pb.View | None = None
         """The newest View; None until the job is known to the coordinator."""
+        self.not_asked = False
         self._thread = threading.Thread(target=self._run, name="coordinator-link", daemon=True)
         self._thread.start()
 
@@ -46,6 +47,19 @@ class CoordinatorLink:
         """The job cannot go on. `close` waits for this to arrive."""
         self._must_drain = True
         self._calls.put(lambda client: client.fail(reason))
+
+    def ask_checkpoint(self, reason: str) -> None:
+        """Soon. `not_asked` is true from when it is known that nobody will make it."""
+
+        def ask(client: "CoordinatorClient") -> None:
+            try:
+                client.ask_last_checkpoint(reason)
+            except SwiftError:
+                self.not_asked = True
+                self._wake()
+                raise
+
+        self._calls.put(ask)
 
     def stop(self, run: str, reason: str) -> None:
         """This launcher was told to stop, and its ranks have ended. `close` waits for this and what was told before."""

@@ -38,6 +38,13 @@ class SignalGate:
         """A signal has come that nobody has seen by `check` yet."""
         return self._received is not None
 
+    def take(self, signum: signal.Signals) -> bool:
+        """True: this one has come; it is forgotten."""
+        came = self._received == signum
+        if came:
+            self._received = None
+        return came
+
     def check(self) -> None:
         """Raises SignalException if a signal has come."""
         if self._received is not None:

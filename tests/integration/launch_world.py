@@ -53,6 +53,7 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
     def __init__(self) -> None:
         self.exits: list[pb.ExitRequest] = []
         self.failures: list[str] = []
+        self.asked: list[tuple[int, str, str]] = []
         self.stops: list[tuple[str, str, int]] = []
         """(launcher, why, how many exits it had told before)."""
         self._view: pb.View | None = None
@@ -88,6 +89,12 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
 
     def Fail(self, request: pb.FailRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
         self.failures.append(request.reason)
+        return pb.Ack()
+
+    def AskCheckpoint(  # noqa: N802
+        self, request: pb.AskCheckpointRequest, context: grpc.ServicerContext
+    ) -> pb.Ack:
+        self.asked.append((request.rank, request.incarnation, request.reason))
         return pb.Ack()
 
     def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802

@@ -137,10 +137,21 @@ time.sleep(60)
     own = launch.processes(recursive=False)
     below = launch.processes()
     assert len(below) == 6  # two ranks, their children, the spare, the fork server
+    if known:
+        wait_until(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
     launch.process.send_signal(signum)
+    if known:  # a job that runs is saved first
+        wait_until(lambda: coordinator.asked, "the word that a checkpoint is wanted")
+        assert coordinator.asked == [(-1, "", "a launcher was told to stop")]
+        coordinator.publish(state=pb.RUNNING, generation=1, checkpoints=[5], checkpoint_at=9)
+        coordinator.publish(state=pb.RUNNING, generation=1, checkpoints=[5, 9])
     code, stderr = launch.wait()
     assert code == 128 + signum
-    assert stderr == f"swift: stopped by {signum.name}\n"
+    *before, last = stderr.splitlines()
+    assert last == f"swift: stopped by {signum.name}"
+    assert [line.partition(" (")[0] for line in before] == known * [
+        "swift: SIGTERM: a checkpoint is made first"
+    ]
     if known:
         assert [told[1:] for told in coordinator.stops] == [(f"SIGTERM on {socket.gethostname()}", 2)]
     assert not [process for process in own if process.is_running()], "it waits for its own"
