@@ -9,7 +9,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
-    ask rank= generation= after= reason=                 pressed server= trimmed= reason=
+    ask [rank= generation= after=] reason=               pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=]                     fail [rank=] reason=     stop run= [reason=]
     beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
     fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
@@ -174,10 +174,12 @@ class World:
             )
         )
 
-    def do_ask(self, rank: str, generation: str, after: str, reason: str, inc: str = "") -> list[str]:
+    def do_ask(
+        self, reason: str, rank: str = "", generation: str = "0", after: str = "0", inc: str = ""
+    ) -> list[str]:
         return self.step(
             m.AskCheckpoint(
-                sender=self.sender(rank, inc),
+                sender=self.sender(rank, inc) if rank else None,
                 generation=int(generation),
                 after_version=int(after),
                 reason=reason,
