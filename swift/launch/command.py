@@ -117,10 +117,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--preload",
-        default=PRELOAD_DEFAULT,
+        action="append",
+        default=[],
         metavar="MODULE,MODULE...",
-        help="What is imported before a rank's script: once, in the process that ranks are forked from, or by "
-        "each spare while it waits (default: %(default)s).",
+        help="What else is imported before a rank's script (once, in the process that ranks are forked from, or by "
+        f"each spare while it waits): besides {PRELOAD_DEFAULT.replace(',', ', ')}.",
+    )
+    ours.add_argument(
+        "--preload-only",
+        "--preload_only",
+        metavar="MODULE,MODULE...",
+        help="In the place of all that --preload imports by itself.",
     )
     ours.add_argument(
         "--start-method",
@@ -219,7 +226,9 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         ),
         output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
         spare_count=args.spares,
-        preload=args.preload,
+        preload=",".join(
+            [PRELOAD_DEFAULT if args.preload_only is None else args.preload_only, *args.preload]
+        ),
         fork=args.start_method == "fork",
         grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
         last_checkpoint_s=args.sigterm_checkpoint_s,

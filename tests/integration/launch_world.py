@@ -127,7 +127,15 @@ class Launch:
         (directory / "script.py").write_text(
             f"WANTED = {WANTED}\n" + script if script is RANK_SCRIPT else script
         )
-        command = [sys.executable, "-m", "swift.launch", "--coordinator", coordinator, "--preload", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "swift.launch",
+            "--coordinator",
+            coordinator,
+            "--preload-only",
+            "json",
+        ]
         if not any(flag.startswith(("--job", "--rdzv-id")) for flag in flags):
             command.append("--job=test")
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}

@@ -99,7 +99,7 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
 
 
 def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start) -> None:
-    launch = start("--nproc-per-node=1", f"--preload={PRELOAD_DEFAULT}", "--start-method=spawn")
+    launch = start("--nproc-per-node=1", f"--preload-only={PRELOAD_DEFAULT}", "--start-method=spawn")
     launch.warm_spares()
     seconds, imported_before = {}, {}
     for process, kind in ((1, "warm"), (2, "cold")):

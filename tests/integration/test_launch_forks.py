@@ -326,7 +326,7 @@ def test_modules_with_threads_are_told_of_once(
     start: Callable[..., Launch], tmp_path: Path, method: str
 ) -> None:
     (tmp_path / "starts_a_thread.py").write_text(MODULES["starts_a_thread"])
-    launch = start("--nproc-per-node=2", "--preload=json,starts_a_thread", f"--start-method={method}")
+    launch = start("--nproc-per-node=2", "--preload=starts_a_thread", f"--start-method={method}")
     for number in (0, 1):
         launch.go(number)
     code, stderr = launch.wait(60)
@@ -340,7 +340,7 @@ def test_forked_replacements_take_milliseconds(
 ) -> None:
     """Without a spare too; the modules are the ones that every job has, so they must be fit to be forked."""
     coordinator.publish(state=pb.RUNNING, generation=1)
-    launch = start("--nproc-per-node=1", "--spares=0", f"--preload={PRELOAD_DEFAULT}")
+    launch = start("--nproc-per-node=1", "--spares=0", f"--preload-only={PRELOAD_DEFAULT}")
     victim = launch.rank(0)
     (started,), (ready,) = launch.events("fork_server_started"), launch.events("fork_server_ready")
     killed = time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -181,6 +181,18 @@ def test_a_job_without_a_name_gets_one_that_is_printed_and_can_be_typed(
     assert capsys.readouterr().err == ""
 
 
+def test_preload_adds_to_what_is_imported_anyway() -> None:
+    base = command.PRELOAD_DEFAULT
+    for flags, found in (
+        ([], base),
+        (["--preload", "numpy"], f"{base},numpy"),
+        (["--preload=a,b", "--preload=c"], f"{base},a,b,c"),
+        (["--preload-only=json"], "json"),
+        (["--preload-only=json", "--preload=a"], "json,a"),
+    ):
+        assert make_plan([COORDINATOR, *flags, "train.py"]).preload == found
+
+
 def test_spares_can_import_what_they_are_told_to() -> None:
     for name in command.PRELOAD_DEFAULT.split(","):
         importlib.import_module(name)
