@@ -1,0 +1,143 @@
+"""A training machine is lost whole, launcher, ranks and all; another one takes its place, and nobody else notices."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from swift.drill.cluster import EventTail
+from tests.integration.logserver_world import REPOSITORY
+from tests.integration.namespaces import Network, skip_where_impossible
+from tests.integration.test_partitions import World
+
+pytestmark = pytest.mark.matrix
+
+STEPS = 60
+TIMEOUT_S = 200.0
+MACHINES = ("meta", "log", "a", "b", "c")
+
+
+class Machines:
+    """`swift-ft run` on two machines, a stage on each."""
+
+    def __init__(self, world: World, directory: Path, flags: Callable[[str, int], list[str]]) -> None:
+        self._world, self._directory, self._flags = world, directory, flags
+        for name in ("events", "digests", "checkpoints"):
+            (directory / name).mkdir(parents=True)
+        self._tail = EventTail(directory / "events")
+        self._trace: list[dict[str, Any]] = []
+        self.launchers: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, machine: str, number: int) -> None:
+        command = [*self._world.network.inside(machine), sys.executable, "-m", "swift.launch", "--nnodes=2"]
+        command += ["--nproc-per-node=1", "--spares=0", "--coordinator", self._world.meta]
+        command += ["--job", self._directory.name, *self._flags(machine, number)]
+        command += ["--checkpoint-dir", str(self._directory / "checkpoints"), "-m", "swift.drill.trainer"]
+        command += ["--stages", "2", "--steps", str(STEPS), "--model", "tiny", "--microbatches", "4"]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "e0",
+            "SWIFT_EVENTS": str(self._directory / "events"),
+            "SWIFT_DIGESTS": str(self._directory / "digests"),
+        }
+        with (self._directory / f"output-{machine}").open("wb") as output:
+            self.launchers[machine] = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def said(self, name: str) -> list[dict[str, Any]]:
+        self._trace += self._tail.read()
+        return [event for event in self._trace if event["event"] == name]
+
+    def until(self, look: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not look():
+            assert all(launcher.poll() is None for launcher in self.launchers.values()), self.output()
+            assert time.monotonic() < deadline, f"waited for {what}\n{self.output()}"
+            time.sleep(0.02)
+
+    def lose(self, machine: str) -> None:
+        self._world.network.isolate(machine)
+        launcher = self.launchers.pop(machine)
+        if launcher.poll() is None:
+            root = psutil.Process(launcher.pid)
+            for process in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+        launcher.wait(10.0)
+
+    def pids(self) -> dict[str, set[int]]:
+        """Of all processes that a rank has had."""
+        found: dict[str, set[int]] = {}
+        for event in self.said("script_start"):
+            found.setdefault(event["who"], set()).add(event["pid"])
+        return found
+
+    def digests(self) -> dict[str, Any]:
+        codes = {machine: launcher.wait(TIMEOUT_S) for machine, launcher in self.launchers.items()}
+        assert set(codes.values()) == {0}, self.output()
+        found = list((self._directory / "digests").glob(f"*-v{STEPS}.json"))
+        assert len(found) == 2, found
+        return {path.name: json.loads(path.read_text()) for path in found}
+
+    def output(self) -> str:
+        return "\n".join(
+            f"{path.name}: {path.read_text(errors='replace')[-1500:]}"
+            for path in self._directory.glob("output-*")
+        )
+
+    def close(self) -> None:
+        for machine in list(self.launchers):
+            self.lose(machine)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    skip_where_impossible()
+    monkeypatch.setenv("SWIFT_INSECURE", "1")
+    with contextlib.ExitStack() as stack:
+        network = Network(*MACHINES)
+        stack.callback(network.close)
+        yield World(network, tmp_path, stack)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("backend", "lost"), [("static", 0), ("static", 1), ("c10d", 1)])
+def test_a_lost_machine_is_replaced_and_the_run_ends_with_the_same_bits(
+    backend: str, lost: int, world: World, tmp_path: Path
+) -> None:
+    world.log_server()
+    world.coordinator(lease_s=10.0)
+    first = world.network.host("a")
+
+    def flags(machine: str, number: int) -> list[str]:
+        if backend == "static":
+            return [f"--node-rank={number}", f"--master-addr={first}"]
+        here = [f"--local-addr={world.network.host(machine)}", f"--rdzv-conf=is_host={int(machine == 'a')}"]
+        return ["--rdzv-backend=c10d", "--rdzv-id=run", f"--rdzv-endpoint={first}:29400", *here]
+
+    with contextlib.ExitStack() as stack:
+        twin, run = (Machines(world, tmp_path / name, flags) for name in ("twin", "run"))
+        for machines in (twin, run):
+            stack.callback(machines.close)
+        twin.start("a", 0)
+        twin.start("b", 1)
+        wanted = twin.digests()
+        twin.launchers.clear()
+        run.start("a", 0)
+        run.start("b", 1)
+        run.until(lambda: any(event["step"] >= 10 for event in run.said("loss")), "step 10")
+        run.lose("ab"[lost])
+        run.start("c", lost)
+        assert run.digests() == wanted
+        assert sorted(len(pids) for pids in run.pids().values()) == [1, 2]  # the other one's process stayed
