@@ -11,10 +11,12 @@ What a member says in a state it says again until the View moves on: the coordin
 """
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -45,6 +47,7 @@ from swift.runtime.evidence import every_version, write_digests
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
+from swift.runtime.lines import Lines
 from swift.runtime.losses import Losses
 from swift.runtime.member import RESAY_S, Member, own_servers
 from swift.runtime.plans import own_plan
@@ -84,8 +87,10 @@ class Engine:
         audit: Audit | None = None,
         shard: int = 0,
         stage_group: tuple[int, int] = (0, 1),
+        lines: Lines | None = None,
     ):
         """`stage_group`: this rank's pipeline rank, and how many there are."""
+        self.lines = lines or Lines(Path(os.devnull))
         self._rank = rank
         self._config = config
         self._member = member
@@ -314,6 +319,7 @@ class Engine:
         began = time.monotonic()
         self._member.check()
         self._communicator.check_whole()
+        self.lines.write(self._state.version)
         updates = self._state.updates
         updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
         said = updates.ballot(*self._stage_group)
@@ -403,22 +409,22 @@ class Engine:
             train_step(step)
         self._channel.settle()
         self._state.updates.end_step()
+        due = (step + 1) % self._config.checkpoint_every == 0
+        self.lines.end(step, lasts=due)
         self._state.end_step()
         version = self._member.version = self._state.version
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
         self._channel.profile.end(step, replay=replaying, logged_by=self._channel.logged_by)
         if every_version():
             write_digests(self._state, f"rank{self._rank}-v{version}.json")
-        due = version % self._config.checkpoint_every == 0
         self._script.end(step, checkpoint=due)
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
             self._audit.compare()
         # On the way to a target that all save, no other version of this history is ever complete.
         passing = replaying and self._view is not None and self._view.plan.saves
-        if not passing and (
-            self._early.due(version) or due
-        ):  # compared or not: only who knows of it saves it
+        # Compared or not: only who knows of it saves it.
+        if not passing and (self._early.due(version) or due):
             self._saving.save()
         assert self._writer is not None
         self._unlogged.after_step(step, self._writer.unlogged())
@@ -455,6 +461,7 @@ class Engine:
             self._state.present = False
         self._state.drop_step()
         self._script.drop(self._state.version)
+        self.lines.forget()
 
     def _handle(self, error: Exception) -> None:
         """Returns if the error is a failure's consequence (a newer generation is there); else raises it."""
@@ -508,5 +515,6 @@ class Engine:
         if self._writer is not None:
             self._writer.close(0.0)
         self._store.close()
+        self.lines.close()
         self._member.close()
         self._communicator.tear_down()

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,6 +33,7 @@ from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gate import Gate
 from swift.runtime.groups import LastingGroup, Mesh
 from swift.runtime.launched import from_environment
+from swift.runtime.lines import Lines
 from swift.runtime.member import Member
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, is_ordered
@@ -108,6 +110,7 @@ class Session:
             self._make_audit(),
             self._mesh.shard,
             (self._mesh.pipeline_rank, self._mesh.pipeline_ranks),
+            Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl")),
         )
         self._updates.vote = self._engine.vote
         self._gate = self._guarded_groups()
@@ -411,6 +414,15 @@ class Session:
         """True while a step is replayed from the log, which the lost rank had begun before: it may have reported its
         metrics, or died before it could (`log` reports once). Also while it is rehearsed, with `paranoid`."""
         return self._channel.replaying or self._channel.rehearsing
+
+    def log(self, **values: object) -> None:
+        """One line of JSON for this step, exactly once and in order, whatever fails, in `metrics/rank<R>.jsonl` of the
+        job's checkpoint directory. Numbers, strings and tensors of one number; several calls make one line.
+
+        Call it before `optimizer.step()`: what is given behind the update is lost with a rank that dies right there,
+        if a replica gives it that update. Raises UsageError for other values.
+        """
+        self._engine.lines.add(values)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None = None) -> torch.Tensor:
         """The sum of `tensor` over the ranks of this rank's pipeline, as a new tensor; its result is logged.

@@ -1,0 +1,114 @@
+"""A line for each step, exactly once, through failures: what a trainer reports of its steps.
+
+A file of JSON lines for each rank, in the order of the steps. What is given before the update is in the file before
+this rank votes for it: nobody goes on to the next step while it is not. So a rank that dies leaves either no line, and
+does the step again, or the line. A step that is done again finds its line and leaves it as it is; if it is another one
+(the job is not exact), what was written from there on is void, and is written anew.
+
+    (trainer) ``add`` … (vote) ``write`` → (the step is done) ``end``; (it is dropped) ``forget``
+"""
+
+import json
+import math
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from swift.errors import UsageError
+
+Value = float | int | str | bool | None
+
+
+class Lines:
+    """One rank's file. It is made with the first line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._last = -1  # the step of the last line
+        self._values: dict[str, Value] = {}
+        self._said = False
+
+    def add(self, values: dict[str, object]) -> None:
+        """Raises UsageError for what is no number, string or None."""
+        self._values |= {name: _plain(name, value) for name, value in values.items()}
+
+    def forget(self) -> None:
+        self._values = {}
+
+    def write(self, step: int) -> None:
+        """What was given in this step. If the file cannot be written that is said, once: the job is worth more."""
+        if not self._values:
+            return
+        line = json.dumps({"step": step, **self._values}).encode() + b"\n"
+        try:
+            file = self._opened()
+            if step > self._last:
+                at = file.seek(0, os.SEEK_END)
+            else:
+                at, known = self._find(file, step)
+                if known and self._values.items() <= json.loads(known).items():
+                    return  # and perhaps what will be given behind the update
+                file.truncate(at)
+            os.pwrite(file.fileno(), line, at)
+        except OSError as error:
+            if not self._said:
+                self._said = True
+                with suppress(OSError, ValueError):
+                    print(
+                        f"swift: {self._path} cannot be written ({error.strerror}): it lacks lines from step {step} on",
+                        file=sys.stderr,
+                    )
+            return
+        self._last = step
+
+    def end(self, step: int, *, lasts: bool) -> None:
+        """The step is done. `lasts`: the lines so far outlive the machine."""
+        self.write(step)
+        self.forget()
+        if lasts and self._file is not None:
+            os.fdatasync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.fdatasync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "rb+", buffering=0)
+            at, _ = self._find(self._file, None)
+            self._file.truncate(at)  # a line that its writer died in
+        return self._file
+
+    def _find(self, file: BinaryIO, step: int | None) -> tuple[int, bytes]:
+        """Where the line of that step begins, and what it is; where it would stand, and nothing; None: the end."""
+        file.seek(0)
+        at = 0
+        for line in _complete(file):
+            number = json.loads(line)["step"]
+            if step is not None and number >= step:
+                return at, line if number == step else b""
+            self._last = max(self._last, number) if step is None else self._last
+            at += len(line)
+        return at, b""
+
+
+def _complete(file: BinaryIO) -> list[bytes]:
+    lines = file.read().splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def _plain(name: str, value: object) -> Value:
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:  # a tensor or an array of one number
+        value = item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # JSON has no word for it
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"session.log({name}=...) was given a {type(value).__name__}; give a number or a string")
