@@ -59,8 +59,8 @@ _WARNINGS = {
 def level_of(event: str, fields: Mapping[str, Any] = MappingProxyType({})) -> int:
     if event in _ERRORS:
         return logging.ERROR
-    if event == "member_exited" and fields.get("exit_code") == 0:
-        return logging.INFO
+    if event == "member_exited" and (fields.get("exit_code") == 0 or fields.get("held") is False):
+        return logging.INFO  # (a process that held no rank any more, or never did)
     return logging.WARNING if event in _WARNINGS else logging.INFO
 
 

@@ -325,11 +325,12 @@ class Job(Transitions):
     def _exited(self, exited: m.MemberExited) -> list[Effect]:
         row, rank = self.row, exited.rank
         holder = row.holders.get(rank)
-        event = self._event("member_exited", rank=rank, member_pid=exited.pid, exit_code=exited.exit_code)
+        said = {"rank": rank, "member_pid": exited.pid, "exit_code": exited.exit_code}
+        event = self._event("member_exited", **said)
         if row.state in (State.FAILED, State.STOPPED):
             return [event]
         if holder is None or not holder.is_process(exited.incarnation, exited.pid) or holder.gone:
-            return [event]
+            return [self._event("member_exited", **said, held=False)]
         why = exit_words(exited.exit_code)
         if exited.exit_code == 0 and (rank in row.finished or row.state is State.FINISHED):
             holder.gone = True
