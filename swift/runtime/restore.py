@@ -268,6 +268,11 @@ class Restorer:
             self._state.load_state_dict(received.state)
         except ServiceError as error:
             raise ReplicaDiffers(f"ranks {list(transfer.sources)} hold another state: {error}") from None
+        except Exception as error:  # there may be another way
+            why = f"{type(error).__name__}: {error}"
+            raise ReplayRefused(
+                f"the state of ranks {list(transfer.sources)} cannot be loaded: {why}"
+            ) from error
         self._tell_lost(received.state, transfer.version)
         self._state.present = True
         self._copied = _Copied(transfer.version, received.witnesses)

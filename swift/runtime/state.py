@@ -2,6 +2,8 @@
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import xxhash
 
 from swift.checkpoint.state import split
-from swift.errors import ServiceError, UsageError
+from swift.errors import ServiceError, SwiftError, UsageError
 from swift.optim.journal import UndoResult
 from swift.optim.kept import Kept
 from swift.optim.preimage import OPTIMIZERS_OWN
@@ -342,7 +344,8 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ServiceError if the state is another trainer's, or another shard's."""
+        """Raises ServiceError if the state is another trainer's or another shard's, or if one of the trainer's objects
+        cannot load it, with its name."""
         stages = self.keyed()
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
             raise ServiceError("the checkpoint holds other stages or optimizers than this trainer made")
@@ -356,9 +359,11 @@ class TrainerState:
         sharded.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
         state = sharded.globalized(state, placements, self._parameters())
         for name, stage in stages.items():
-            load_module(stage.submod, state["stages"][name], self.beside.names_at_begin(name))
-        for optimizer, value in zip(self.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, value)
+            with _naming(f"stage {name}"):
+                load_module(stage.submod, state["stages"][name], self.beside.names_at_begin(name))
+        for number, (optimizer, value) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
+            with _naming(f"optimizer {number} ({type(optimizer).__name__})"):
+                load_optimizer(optimizer, value)
         self.iterators.restore(state["iterators"])
         for name, value in state["objects"].items():
             self._load_object(name, value)
@@ -372,7 +377,8 @@ class TrainerState:
         with kept():
             seed_all(_LOADING, torch.device("cpu"))
             before = digest_of_states()
-            self.objects[name].load_state_dict(state)
+            with _naming(f"register({name}=...)"):
+                self.objects[name].load_state_dict(state)
             set_anew = (
                 torch.default_generator.initial_seed() != _LOADING
             )  # an object that keeps generators' states
@@ -422,6 +428,17 @@ class TrainerState:
             parts = [local(parameter).detach().flatten().float() for parameter in self._parameters()]
         flat = torch.cat(parts) if parts else torch.empty(0)
         return flat[:: max(1, -(-flat.numel() // at_most))].contiguous().numpy().tobytes().hex()
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Whatever comes out of a trainer's own objects says whose it is."""
+    try:
+        yield
+    except SwiftError as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:
+        raise ServiceError(f"{what} cannot load its state: {type(error).__name__}: {error}") from error
 
 
 def _check_ready(module: torch.nn.Module) -> None:

@@ -186,6 +186,33 @@ def test_a_checkpoint_of_another_trainer_is_refused() -> None:
         make()[0].load_state_dict({**saved, "objects": {}})
 
 
+def test_an_object_that_cannot_load_its_state_is_named() -> None:
+    state, *_ = make()
+    saved = copy.deepcopy(state.state_dict())
+
+    class Picky:
+        def state_dict(self) -> dict[str, int]:
+            return {"places": 3}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError("positions")
+
+    state.add_object("loader2", Picky())
+    saved["objects"]["loader2"] = {"places": 3}
+    with pytest.raises(
+        ServiceError, match=r"register\(loader2=...\) cannot load its state: KeyError: 'positions'"
+    ):
+        state.load_state_dict(saved)
+
+
+def test_an_optimizer_that_has_other_groups_is_named() -> None:
+    state, *_ = make()
+    saved = copy.deepcopy(state.state_dict())
+    saved["optimizers"][0]["param_groups"] *= 2
+    with pytest.raises(ServiceError, match=r"optimizer 0 \(\w+\)"):
+        state.load_state_dict(saved)
+
+
 def test_what_a_trainer_forgot_is_named() -> None:
     state, stage, _, _ = make()
     state.check_complete()
