@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
@@ -40,7 +40,8 @@ _INERT = (
 )  # fmt: skip
 _SMALL_BYTES = 16 << 10
 _MANY = 256
-"""Of longer containers, the ends are looked at."""
+"""Of longer containers, the ends are looked at, and which items there are (numbers by their value), up to so many:"""
+_HASHED_MAX = 100_000
 _ENDS = 8
 _DEEP = 12
 LEAVES_MAX = 20_000
@@ -124,6 +125,7 @@ def _of_mapping(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
                 if not isinstance(key, str | torch.Tensor):
                     yield f"{number}.key", repr(key)
         else:
+            yield "items", _hash_of(value.values())
             keys = list(itertools.islice(value, _ENDS))
             keys += list(itertools.islice(reversed(value), _ENDS)) if hasattr(value, "__reversed__") else []
             yield from ((str(key), value[key]) for key in keys)
@@ -135,9 +137,20 @@ def _ends(value: Any) -> Iterator[tuple[str, Any]]:
     count = len(value)
     places: Iterable[int] = range(count)
     if count > _MANY:
+        yield "items", _hash_of(value)
         places = itertools.chain(range(_ENDS), range(count - _ENDS, count))
     for place in places:
         yield str(place), value[place]
+
+
+def _hash_of(items: Collection[Any]) -> int:
+    """Numbers and strings count by their value, what else there is by which object it is."""
+    if len(items) > _HASHED_MAX:
+        return 0
+    try:
+        return hash(tuple(items))
+    except TypeError:
+        return hash(tuple(map(id, items)))
 
 
 def _of_module(module: torch.nn.Module, reads: Reads) -> Iterator[tuple[str, Any]]:

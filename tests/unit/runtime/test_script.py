@@ -167,6 +167,25 @@ def generator_function() -> Step:
     return train_step
 
 
+def large_dict() -> Step:
+    """The last loss of each sample, by which the next ones are drawn."""
+    losses = dict.fromkeys(range(1000), 0.0)
+
+    def train_step(step: int) -> None:
+        losses[500] = losses[501] + step
+
+    return train_step
+
+
+def large_list() -> Step:
+    ring: list[Any] = [[0]] * 1000
+
+    def train_step(step: int) -> None:
+        ring[500] = [len(ring[499]), step]
+
+    return train_step
+
+
 class Agent:
     def __init__(self) -> None:
         self.memory: deque[int] = deque(maxlen=3)
@@ -288,6 +307,8 @@ def average_of_weights() -> Step:
         (list_iterator(), "batches"),
         (zipped(), "batches"),
         (generator_function(), "source"),
+        (large_dict(), "losses"),
+        (large_list(), "ring"),
         (Trainer().train_step, "self.agents, self.best"),
         (with_slots(), "loader.position"),
         (class_attribute, "Total.value"),
