@@ -404,7 +404,7 @@ class Engine:
         self._channel.begin_step(step)
         self._witness.begin(step)
         self._state.begin_step()
-        self._script.begin(step, train_step, self._state.code())
+        self._script.begin(step, train_step, self._state.code)
         with self._retries.step(step):
             train_step(step)
         self._channel.settle()

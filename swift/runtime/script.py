@@ -55,10 +55,12 @@ class Script:
         """From where on they are of another step than the state, and why."""
         self._to_say: list[tuple[int, str]] = []
 
-    def begin(self, step: int, train_step: Callable[[int], object], besides: Iterable[Any] = ()) -> None:
+    def begin(
+        self, step: int, train_step: Callable[[int], object], besides: Callable[[], Iterable[Any]] = tuple
+    ) -> None:
         """`besides`: other code of the trainer's that the step runs (forwards, loss functions)."""
         if self._reach is None:
-            self._reach = Reach([train_step, *besides])
+            self._reach = Reach([train_step, *besides()])
             self._all = self._look()
         if step != self._next:
             why = "began anew with the process" if not self._steps else f"is of step {self._next}"
