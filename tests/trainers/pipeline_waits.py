@@ -3,6 +3,7 @@
 # verdict: same bits
 # worlds: 2
 # kills: tail
+# patience: 300
 
 import time
 

@@ -19,7 +19,12 @@ FOLDER = Path(__file__).parents[1]
 VERDICTS = ("same bits", "refused", "named inexact")
 STEPS_DEFAULT = 14
 _NOT_TRAINERS = ("__init__", "probe", "conftest")
-_FIELD = re.compile(r"^# (verdict|worlds|steps|says|kills|quick|misses|because)(?:: (.*))?$", re.MULTILINE)
+_FIELD = re.compile(
+    r"^# (verdict|worlds|steps|says|kills|quick|patience|misses|because)(?:: (.*))?$", re.MULTILINE
+)
+
+
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +39,8 @@ class Trainer:
     says: str
     kills: tuple[str, ...]
     quick: bool
+    patience_s: float
+    """A run that takes longer stands still."""
     misses: tuple[int, ...]
     because: str
 
@@ -61,6 +68,7 @@ def read(path: Path) -> Trainer:
         says=fields.get("says", ""),
         kills=tuple(word.strip() for word in (kills or default).split(",")),
         quick="quick" in fields,
+        patience_s=float(fields.get("patience") or PATIENCE_S),
         misses=tuple(int(world) for world in (fields.get("misses") or "").split(",") if world),
         because=fields.get("because") or "",
     )

@@ -14,7 +14,6 @@ from tests.trainers import probe
 from tests.trainers.harness.header import Trainer
 from tests.trainers.harness.services import Services
 
-PATIENCE_S = 60.0
 _IN_PROBE = ("tail", "moment")
 PHASES = ("forward", "backward", "reduce", "optimizer", "idle", "tail", "moment")
 
@@ -74,6 +73,7 @@ class Running:
         self._services = services
         self._directory = directory
         self._job = job
+        self._patience_s = trainer.patience_s
         self._began = time.monotonic()
         directory.mkdir(parents=True)
         (directory / "events").mkdir()
@@ -113,7 +113,7 @@ class Running:
         """Once it is over."""
         code = self._process.poll()
         seconds = time.monotonic() - self._began
-        if code is None and seconds < PATIENCE_S:
+        if code is None and seconds < self._patience_s:
             return None
         if code is None:
             self._process.kill()
