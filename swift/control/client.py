@@ -44,6 +44,7 @@ RETRY_PAUSE_S = 0.05
 # ... where the coordinator says that it is asked too much; and how long whoever has no part in the job yet tries so.
 LIMIT_PAUSE_S = 0.5
 LIMIT_PATIENCE_S = 3.0
+LAST_PATIENCE_S = 3.0
 
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -356,8 +357,10 @@ class CoordinatorClient:
         self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason))
 
     def ask_last_checkpoint(self, reason: str) -> None:
-        """(launcher) A checkpoint of a version above all that ranks have done is needed soon."""
-        self._call(self._stub.AskCheckpoint, pb.AskCheckpointRequest(job=self.job, rank=-1, reason=reason))
+        """(launcher) A checkpoint of a version above all that ranks have done is needed soon. ServiceError after
+        `LAST_PATIENCE_S`: whoever leaves does not wait for a coordinator that is gone as well."""
+        request = pb.AskCheckpointRequest(job=self.job, rank=-1, reason=reason)
+        self._call(self._stub.AskCheckpoint, request, patience_s=LAST_PATIENCE_S)
 
     def stop(self, run: str, reason: str) -> None:
         """(launcher `run`) Told to stop, and its ranks have ended."""
@@ -397,9 +400,11 @@ class CoordinatorClient:
         method: "grpc.UnaryUnaryMultiCallable[Request, Reply]",
         request: Request,
         refused: type[SwiftError] = Fenced,
+        patience_s: float | None = None,
     ) -> Reply:
         begun = time.monotonic()
-        deadline = begun + self.patience_s
+        patience_s = self.patience_s if patience_s is None else patience_s
+        deadline = begun + patience_s
         while True:
             remaining_s, pause_s = deadline - time.monotonic(), RETRY_PAUSE_S
             try:
@@ -421,8 +426,7 @@ class CoordinatorClient:
                     if code in _NOT_ALLOWED or code == _TOO_MUCH:
                         raise self._translated(code, details, refused) from None
                     raise ServiceError(
-                        f"no answer from the coordinator at {self.address} within {self.patience_s:g} s: "
-                        f"{details}"
+                        f"no answer from the coordinator at {self.address} within {patience_s:g} s: {details}"
                     ) from None
                 if code in AWAY and not self._closed.is_set():
                     self._line.went(details)

@@ -226,6 +226,7 @@ class Cluster:
         arguments = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
         arguments += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB]
         arguments += ["--checkpoint-dir", str(self.directory / "checkpoints")]
+        arguments += ["--sigterm-checkpoint-s", "0"]  # nobody goes on with it
         self._spawn(LAUNCHER, [*arguments, *self._trainer])
 
     def _start_service(self, name: str) -> None:

@@ -17,12 +17,19 @@ FORKS = textwrap.dedent(
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    stream = health_pb2_grpc.HealthStub(grpc.insecure_channel(f"127.0.0.1:{port}")).Watch(
-        health_pb2.HealthCheckRequest()
-    )
-    next(stream)
-    threading.Thread(target=lambda: list(stream), daemon=True).start()  # as a session's threads
+    stub = health_pb2_grpc.HealthStub(grpc.insecure_channel(f"127.0.0.1:{port}"))
+
+    def watch(began):  # as a session's threads
+        stream = stub.Watch(health_pb2.HealthCheckRequest())
+        next(stream)
+        began.set()
+        list(stream)
+
     for _ in range(3):
+        began = threading.Event()
+        threading.Thread(target=watch, args=(began,), daemon=True).start()
+        began.wait()
+    for _ in range(4):
         child = os.fork()
         if child == 0:
             os._exit(0)

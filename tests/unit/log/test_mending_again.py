@@ -242,7 +242,7 @@ def test_an_empty_file_is_not_in_the_way_of_records_that_come_again(directory: P
     """It has the name of a record that was to follow those that are gone."""
     storage = on_disk(directory)
     fill(storage, 0, 3)
-    storage._new_segment((JOB, STREAM), 6)
+    storage._new_segment((JOB, STREAM), 6, sync=False)
     crash(storage)
     server = Started(directory, SEGMENT_HEADER_BYTES + 2 * FRAME)
     assert server.holes() == [(3, 6)]
