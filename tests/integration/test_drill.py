@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(300)
 # Nothing in the runtime knows GPipe from 1F1B, and `test_features.py` has a rank die in it.
 @pytest.mark.parametrize(
     "schedule",
-    ["1f1b", pytest.param("gpipe", marks=pytest.mark.matrix), "interleavedzerobubble", "zbv"],
+    ["1f1b", *(pytest.param(s, marks=pytest.mark.matrix) for s in ("gpipe", "interleavedzerobubble", "zbv"))],
 )
 def test_each_rank_dies_once_each_in_another_phase(schedule: str, twins: Twins, tmp_path: Path) -> None:
     specs = [
@@ -91,6 +91,7 @@ def test_the_first_and_the_last_step_and_a_log_server_that_serves_a_replay_when_
     assert third["faults"] == ["fault3"]
 
 
+@pytest.mark.matrix
 def test_a_survivor_dies_while_the_first_victim_is_replayed(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=2,step=8,microbatch=1", "rank=1,phase=replay"]
     report = passed(drill("--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
@@ -129,6 +130,7 @@ def test_a_corrupt_log_is_never_replayed(twins: Twins, tmp_path: Path) -> None:
     assert "by the checkpoint, not by exact replay" in outcome.stdout
 
 
+@pytest.mark.matrix
 def test_the_checkpoint_strategy(twins: Twins, tmp_path: Path) -> None:
     report = passed(drill("--strategy", "checkpoint", *kills("rank=1,step=8"), twins=twins, at=tmp_path))
     assert report["exact"] is True

@@ -73,8 +73,10 @@ def test_each_rank_dies_once_and_its_replica_gives_the_state(
     ("shape", "optimizer", "undo"),
     [
         (HYBRID, "sgd", "exact"),
-        ([*HYBRID, "--schedule", "interleavedzerobubble"], "adamw", "exact"),
-        (PURE, "amsgrad", "preimage"),
+        pytest.param(
+            [*HYBRID, "--schedule", "interleavedzerobubble"], "adamw", "exact", marks=pytest.mark.matrix
+        ),
+        pytest.param(PURE, "amsgrad", "preimage", marks=pytest.mark.matrix),
     ],
     ids=["2x2-sgd", "2x2-zero-bubble-adamw", "1x2-amsgrad"],
 )
@@ -123,6 +125,7 @@ def test_distributed_data_parallel(twins: Twins, tmp_path: Path) -> None:
     recovered(report, 3)
 
 
+@pytest.mark.matrix
 def test_a_source_dies_in_the_copy_and_later_all_but_one_replica_at_once(
     twins: Twins, tmp_path: Path
 ) -> None:
@@ -142,6 +145,7 @@ def test_a_source_dies_in_the_copy_and_later_all_but_one_replica_at_once(
     assert report["reduction"]["exact"] is True
 
 
+@pytest.mark.matrix
 def test_half_of_the_replicas_die_in_a_reduction_of_ddp(twins: Twins, tmp_path: Path) -> None:
     """What DDP has half reduced is in the gradients themselves: no survivor may go forward with them.
 
@@ -171,6 +175,7 @@ def test_a_joiner_dies_in_the_copy_and_later_two_stages_lose_a_replica_at_once(
     assert second["sources"] == {"0": [1], "3": [2]}
 
 
+@pytest.mark.matrix
 def test_no_whole_copy_is_left(twins: Twins, tmp_path: Path) -> None:
     """The only whole replica dies in the copy; in a later failure a copy is damaged, and which of the two nobody knows.
 

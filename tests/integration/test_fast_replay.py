@@ -69,6 +69,7 @@ def test_a_lost_stage_and_then_another(optimizer: str, twins: Twins, tmp_path: P
     assert [at_first[rank] for rank in "013"] == [0, 0, 0]
 
 
+@pytest.mark.matrix
 def test_a_rank_that_helps_nobody_is_killed_meanwhile(twins: Twins, tmp_path: Path) -> None:
     """It is replayed from the log as it was; the first one keeps what it has, if it was there already."""
     specs = ["rank=2,step=9", "rank=0,phase=replay"]
@@ -78,6 +79,7 @@ def test_a_rank_that_helps_nobody_is_killed_meanwhile(twins: Twins, tmp_path: Pa
     assert plans(report)[-1]["exact"] is False
 
 
+@pytest.mark.matrix
 def test_a_helper_beside_it_is_killed(twins: Twins, tmp_path: Path) -> None:
     """The two feed each other through the log: so all is replayed bit for bit."""
     specs = ["rank=2,step=9", "rank=1,phase=replay,microbatch=1"]

@@ -78,6 +78,7 @@ def test_a_shard_is_copied_from_its_replica_and_so_is_a_group_of_them(twin: Twin
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.matrix
 def test_a_shard_without_a_replica_is_replayed_with_its_group(twin: Twin, tmp_path: Path) -> None:
     """Two stages of two shards: both ranks of the stage compute again, with live collectives between them."""
     faulted = run(tmp_path, 1, 2, "fp32", [kill(1, "forward", step=6)])

@@ -23,7 +23,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> list[watched
     return watched.undisturbed(forks, tmp_path_factory.mktemp("twin"), "long_interval.py", TRAINED, ranks=2)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_lost_log_server_costs_nobody_its_state(
     copies: int, twin: list[watched.Digests], tmp_path: Path
 ) -> None:
@@ -95,7 +95,7 @@ def test_fault_37_with_one_copy_everybody_restores_the_checkpoint_with_the_reaso
     assert "is lost" in report["reason"]
 
 
-@pytest.mark.parametrize("server", [pytest.param("0", marks=pytest.mark.matrix), "1"])
+@pytest.mark.parametrize("server", [pytest.param(server, marks=pytest.mark.matrix) for server in ("0", "1")])
 def test_a_log_server_is_lost_while_a_rank_replays_from_it(server: str, twins: Twins, tmp_path: Path) -> None:
     flags = ["--log-servers", "2", "--copies", "2"]
     report = passed(drill(*flags, *kills(RANK, f"log={server},phase=replay"), twins=twins, at=tmp_path))

@@ -73,6 +73,7 @@ def test_one_group_of_all_goes_back_to_the_checkpoint_and_logs_nothing(twins: Tw
     as_predicted(report, "0-3", 0)
 
 
+@pytest.mark.matrix
 def test_the_other_member_dies_while_the_group_replays(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=1,step=8,microbatch=1", "rank=2,phase=replay"]
     words = [*SHAPE, "--groups", "0,1-2,3", "--spares", "2"]

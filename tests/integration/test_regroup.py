@@ -90,6 +90,7 @@ def test_groups_that_log_more_are_replayed_alone_behind_the_checkpoint(twins: Tw
     assert sizes["0,1-2,3"] == (of_boundaries(2), of_boundaries(2))
 
 
+@pytest.mark.matrix
 def test_a_plan_of_what_the_running_job_has_measured_is_applied(twins: Twins, tmp_path: Path) -> None:
     """`swift-ft plan --storage-cap … --apply`, while steps are under way: a cap that leaves one boundary to log."""
     every, steps = 10, 162
@@ -127,6 +128,7 @@ def lost_to(report: dict[str, Any]) -> list[set[str]]:
     ]
 
 
+@pytest.mark.matrix
 def test_with_replicas_a_stage_that_is_lost_whole_before_between_and_after(
     twins: Twins, tmp_path: Path
 ) -> None:

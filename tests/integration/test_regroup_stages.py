@@ -14,6 +14,7 @@ TRAINER, STEPS, PAUSE_S, EVERY, ALL = "interleaved.py", 120, 0.04, "10", "0-3"
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.matrix
 def test_from_one_group_of_all_to_none_and_back(tmp_path: Path, forks: Forks) -> None:
     twin = watched.undisturbed(forks, tmp_path / "twin", TRAINER, STEPS, EVERY, ALL, ranks=2)
     run = watched.Run(tmp_path, TRAINER, STEPS, PAUSE_S, EVERY, ALL, ranks=2, spares=2)

@@ -138,6 +138,7 @@ def test_a_slow_log_is_found_out(helpers: int, tmp_path: Path) -> None:
         assert max(shares) < 0.75 * READ_BYTES * end["steps"] / SLOW_BYTES_PER_S
 
 
+@pytest.mark.matrix
 def test_with_a_quick_one_it_is_what_is_computed(tmp_path: Path) -> None:
     end, _ = replay(tmp_path, 0.06, 1, Cluster)
     of_computing(end)

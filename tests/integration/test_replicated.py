@@ -22,7 +22,7 @@ def run(directory: Path, mode: str, faults: list[dict[str, Any]], code_wanted: i
     ("mode", "fault"),
     [
         ("plain", {"rank": 1, "step": 5, "phase": "optimizer"}),
-        ("ddp", {"rank": 0, "step": 4, "phase": "reduce"}),
+        pytest.param("ddp", {"rank": 0, "step": 4, "phase": "reduce"}, marks=pytest.mark.matrix),
         ("wait_free", {"rank": 1, "step": 4, "phase": "update", "beside": [0]}),
     ],
 )

@@ -56,6 +56,7 @@ def test_two_stages(
     assert report["recoveries"][0]["verified_sends"] > 0
 
 
+@pytest.mark.matrix
 def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     """Whoever waits for it, in its copy and in its line, comes free; its own group is replayed as well."""
     specs = ["rank=2,step=8,microbatch=1", "rank=4,phase=replay,microbatch=1"]

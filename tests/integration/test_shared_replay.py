@@ -65,6 +65,7 @@ def interrupted(report: dict[str, Any], helper: int, owner: int) -> dict[str, An
     return found
 
 
+@pytest.mark.matrix
 def test_a_helper_is_killed_in_the_last_step(twins: Twins, tmp_path: Path) -> None:
     """All but that step are done, and are kept; what is left is too little to help with."""
     specs = ["rank=2,step=9,phase=idle", "rank=1,step=8,phase=replay,microbatch=1"]

@@ -28,7 +28,7 @@ def arguments(schedule: str, microbatches: int, helpers: int) -> list[str]:
     [
         (*SCHEDULES[0], 2),
         pytest.param(*SCHEDULES[1], 0, marks=pytest.mark.matrix),
-        (*SCHEDULES[2], 3),
+        pytest.param(*SCHEDULES[2], 3, marks=pytest.mark.matrix),
         pytest.param(*SCHEDULES[3], 0, marks=pytest.mark.matrix),
     ],
 )
