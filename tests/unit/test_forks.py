@@ -40,7 +40,7 @@ FORKS = textwrap.dedent(
 
 
 def said(**env: str) -> str:
-    own = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     done = subprocess.run(
         [sys.executable, "-c", FORKS],
         env={**own, **env},
