@@ -126,7 +126,7 @@ def test_nothing_is_declared_where_the_sidecar_has_sent_everything(
     *_, last = run.said("plan")
     assert [rank["from_version"] for rank in last["ranks"][2:]] == [0, 0], last["reason"]
     assert {rank["strategy"] for rank in last["ranks"][2:]} == {"REPLAY"}
-    # The second loss may catch rank 0 in a step that its replica then finishes: of that one its streams do lack records.
+    # The second loss may catch rank 0 in a step that its replica then finishes: of that one its streams lack records.
     declared = run.said("gap_declared")
     assert all(gap["first_step"] > BEHIND_FROM + 1 for gap in declared)
     assert declared or not run.said("checkpoint_asked")
