@@ -73,6 +73,7 @@ class Script:
 
     def end(self, step: int, *, checkpoint: bool) -> None:
         """The step is done. `checkpoint`: at the version that it has made."""
+        self._begun = {}  # what is dropped between two steps has changed nothing
         self._next = step + 1
         self._steps += 1
         if self._steps <= _STEPS_LOOKED_AT or checkpoint:

@@ -444,6 +444,14 @@ def test_a_step_that_is_cut_short_before_it_changes_anything_leaves_none() -> No
     assert job.said == []
 
 
+def test_a_failure_between_two_steps_cuts_none_short() -> None:
+    job, step = Job(), closure_number()
+    job.run(step, 0, 8)
+    job.script.drop(8)
+    job.run(step, 8, 10)
+    assert job.said == []
+
+
 def test_they_do_not_go_back_with_a_checkpoint() -> None:
     job, step = Job(), closure_number()
     job.run(step, 0, 8)
