@@ -12,6 +12,8 @@ import json
 import math
 import os
 import sys
+from array import array
+from bisect import bisect_left
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -27,7 +29,9 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._last = -1  # the step of the last line
+        # Of each line: a job has many steps, and one that is done again finds its line at once.
+        self._steps, self._places = array("q"), array("q")
+        self._end = 0
         self._values: dict[str, Value] = {}
         self._said = False
 
@@ -42,17 +46,8 @@ class Lines:
         """What was given in this step. If the file cannot be written that is said, once: the job is worth more."""
         if not self._values:
             return
-        line = json.dumps({"step": step, **self._values}).encode() + b"\n"
         try:
-            file = self._opened()
-            if step > self._last:
-                at = file.seek(0, os.SEEK_END)
-            else:
-                at, known = self._find(file, step)
-                if known and self._values.items() <= json.loads(known).items():
-                    return  # and perhaps what will be given behind the update
-                file.truncate(at)
-            os.pwrite(file.fileno(), line, at)
+            self._put(self._opened(), step)
         except OSError as error:
             if not self._said:
                 self._said = True
@@ -61,8 +56,6 @@ class Lines:
                         f"swift: {self._path} cannot be written ({error.strerror}): it lacks lines from step {step} on",
                         file=sys.stderr,
                     )
-            return
-        self._last = step
 
     def end(self, step: int, *, lasts: bool) -> None:
         """The step is done. `lasts`: the lines so far outlive the machine."""
@@ -77,30 +70,38 @@ class Lines:
             self._file.close()
             self._file = None
 
+    def _put(self, file: BinaryIO, step: int) -> None:
+        number = bisect_left(self._steps, step)
+        if number < len(self._steps):
+            if self._steps[number] == step and self._values.items() <= self._line(file, number).items():
+                return  # and perhaps what will be given behind the update
+            self._end = self._places[number]
+            del self._steps[number:], self._places[number:]
+            file.truncate(self._end)
+        line = json.dumps({"step": step, **self._values}).encode() + b"\n"
+        os.pwrite(file.fileno(), line, self._end)
+        self._note(step, len(line))
+
+    def _line(self, file: BinaryIO, number: int) -> dict[str, Value]:
+        at = self._places[number]
+        end = self._places[number + 1] if number + 1 < len(self._places) else self._end
+        found: dict[str, Value] = json.loads(os.pread(file.fileno(), end - at, at))
+        return found
+
+    def _note(self, step: int, size: int) -> None:
+        self._steps.append(step)
+        self._places.append(self._end)
+        self._end += size
+
     def _opened(self) -> BinaryIO:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "rb+", buffering=0)
-            at, _ = self._find(self._file, None)
-            self._file.truncate(at)  # a line that its writer died in
+            for line in self._file.read().splitlines(keepends=True):
+                if line.endswith(b"\n"):  # else its writer died in it
+                    self._note(json.loads(line)["step"], len(line))
+            self._file.truncate(self._end)
         return self._file
-
-    def _find(self, file: BinaryIO, step: int | None) -> tuple[int, bytes]:
-        """Where the line of that step begins, and what it is; where it would stand, and nothing; None: the end."""
-        file.seek(0)
-        at = 0
-        for line in _complete(file):
-            number = json.loads(line)["step"]
-            if step is not None and number >= step:
-                return at, line if number == step else b""
-            self._last = max(self._last, number) if step is None else self._last
-            at += len(line)
-        return at, b""
-
-
-def _complete(file: BinaryIO) -> list[bytes]:
-    lines = file.read().splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
 def _plain(name: str, value: object) -> Value:

@@ -70,6 +70,20 @@ def test_another_history_takes_the_place_of_the_first(tmp_path: Path) -> None:
     assert [line["loss"] for line in written(path)] == [0, 1, 2, 3, 4, 10, 12]
 
 
+def test_a_step_costs_the_same_however_long_the_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = run(tmp_path / "rank0.jsonl", 0, 200)
+    parsed: list[object] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: (parsed.append(text), loads(text))[1])
+    lines.add({"loss": 1.0})
+    lines.write(200)
+    lines.end(200, lasts=False)
+    lines.close()
+    assert len(parsed) == 1  # its own line, which is there by then
+
+
 def test_a_step_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     lines = Lines(tmp_path / "rank0.jsonl")
     lines.add({"loss": 1})
