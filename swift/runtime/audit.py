@@ -19,7 +19,6 @@ from swift.errors import ReplicaDiffers, UsageError
 from swift.runtime.groups import LastingGroup
 from swift.runtime.state import HYPERPARAMETERS, TrainerState
 from swift.runtime.tensors import byte_view
-from swift.runtime.transport import Messages
 
 _DIGEST_BYTES = 16
 
@@ -35,7 +34,7 @@ class Audit:
         """Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas."""
         parts = self._state.parts()
         own = _tensor(b"".join(map(_digest, parts.values())))
-        gathered = self._gather(own)
+        gathered = self._group.gathered(own)
         for index, name in enumerate(parts):
             place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
             others = [
@@ -52,12 +51,14 @@ class Audit:
         consequence. It is not copied then, which is said once; and a job in which it is lost is not exact."""
         own = {path: _digest(value).hex() for path, value in self._state.beside.state()["values"].items()}
         data = json.dumps(own, sort_keys=True).encode()
-        gathered = self._gather(_tensor(xxhash.xxh3_128_digest(data) + len(data).to_bytes(8, "little")))
+        gathered = self._group.gathered(
+            _tensor(xxhash.xxh3_128_digest(data) + len(data).to_bytes(8, "little"))
+        )
         told = [bytes(each.numpy()) for each in gathered]
         apart: list[str] = []
         if len(set(told)) > 1:
             room = max(int.from_bytes(each[_DIGEST_BYTES:], "little") for each in told)
-            texts = [bytes(each.numpy()).rstrip() for each in self._gather(_tensor(data.ljust(room)))]
+            texts = [bytes(each.numpy()).rstrip() for each in self._group.gathered(_tensor(data.ljust(room)))]
             all_of = [json.loads(text) for text in texts]
             names = {path for each in all_of for path in each}
             apart = sorted(path for path in names if len({each.get(path) for each in all_of}) > 1)
@@ -70,15 +71,6 @@ class Audit:
                 file=sys.stderr,
             )
         self._state.apart = apart
-
-    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(own) for _ in self._group.ranks]
-
-        def run(messages: Messages) -> None:
-            messages.all_gather(gathered, own)
-
-        self._group.run(run)
-        return gathered
 
     def _differs(self, name: str, others: list[int]) -> None:
         ranks = ", ".join(map(str, others))

@@ -69,7 +69,7 @@ class Crossing:
 
         def combined(part: torch.Tensor, group: str) -> torch.Tensor:
             if infinite:
-                return torch.stack(_gather(part, self._groups[group])).max()
+                return torch.stack(self._groups[group].gathered(part)).max()
             return _sum(part, self._groups[group])
 
         def total() -> torch.Tensor:
@@ -88,17 +88,9 @@ class Crossing:
         return norm
 
 
-def _gather(tensor: torch.Tensor, group: LastingGroup) -> list[torch.Tensor]:
-    """Of all its ranks, in their order."""
-    own = tensor.detach().contiguous()
-    parts = [torch.empty_like(own) for _ in group.ranks]
-    group.run(lambda messages: messages.all_gather(parts, own))
-    return parts
-
-
 def _sum(tensor: torch.Tensor, group: LastingGroup) -> torch.Tensor:
     """In rank order."""
-    parts = _gather(tensor, group)
+    parts = group.gathered(tensor)
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

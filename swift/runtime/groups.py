@@ -129,6 +129,13 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def run(self, run: Callable[[Messages], None]) -> None:
         self.submit(run).wait()
 
+    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Of all its ranks, in their order."""
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in self.ranks]
+        self.run(lambda messages: messages.all_gather(parts, own))
+        return parts
+
     def plain_all_reduce(self, tensor: torch.Tensor) -> Task:
         """The backend's own sum, in its own order."""
         inner = self._inner

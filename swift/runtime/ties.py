@@ -101,10 +101,10 @@ class Ties:
 
     def _told_by_all(self, text: str) -> list[str]:
         size = torch.tensor([len(text.encode())])
-        sizes = _gathered(self._pipeline, size)
+        sizes = self._pipeline.gathered(size)
         room = int(max(sizes))
         data = torch.frombuffer(bytearray(text.encode().ljust(room)), dtype=torch.uint8)
-        return [bytes(each.numpy()).decode() for each in _gathered(self._pipeline, data)]
+        return [bytes(each.numpy()).decode() for each in self._pipeline.gathered(data)]
 
     def begin_step(self) -> None:
         for tie in self._ties:
@@ -145,7 +145,7 @@ class Ties:
             """Of those that have used it; empty if nobody has."""
             used = self._used(tie)
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-            parts = _gathered(tie.group, own.contiguous())
+            parts = tie.group.gathered(own)
             found = [part for part, one in zip(parts, used, strict=True) if one]
             whole = found[0].clone() if found else own.new_empty(0)
             for part in found[1:]:
@@ -164,7 +164,7 @@ class Ties:
     def _used(self, tie: Tie) -> list[bool]:
         """Which ranks have a gradient. Raises UsageError if they are not at the same step."""
         step = self._channel.step
-        said = _gathered(tie.group, torch.tensor([step, tie.parameter.grad is not None]))
+        said = tie.group.gathered(torch.tensor([step, tie.parameter.grad is not None]))
         for rank, each in zip(tie.group.ranks, said, strict=True):
             if each[0] != step:
                 raise UsageError(
@@ -172,10 +172,3 @@ class Ties:
                     "ranks that share a weight decide alike whether they step"
                 )
         return [bool(each[1]) for each in said]
-
-
-def _gathered(group: LastingGroup, own: torch.Tensor) -> list[torch.Tensor]:
-    """By rank. `own` is contiguous."""
-    parts = [torch.empty_like(own) for _ in group.ranks]
-    group.run(lambda messages: messages.all_gather(parts, own))
-    return parts
