@@ -10,6 +10,9 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 JOB_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Grammar of job names at the coordinator: those of the log in lower case."""
 
+LASTING_KEYS = "swift/"
+"""How keys that the ranks of a job share begin, if they are about the job and not about one generation of it."""
+
 JOB_GRAMMAR = "1 to 64 of a-z 0-9 . _ -, the first a letter or a digit"
 
 

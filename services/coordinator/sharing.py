@@ -5,7 +5,7 @@ has an empty one, under another `epoch`. Ranks that still need it notice that, s
 the next generation.
 
     (servicer)  `change` makes a member's changes, `wait` waits for others', `news` is what is new to it
-    (driver)    `begin` at a new generation: all keys are dropped but those that are about the job (`LASTING`), and
+    (driver)    `begin` at a new generation: all keys are dropped but those that are about the job (`LASTING_KEYS`), and
                 whoever waits is answered; `end` once the job is over
 
 Every rank has a copy of all keys and asks for what it lacks: a group of n ranks takes each of them a few calls, not n.
@@ -17,9 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.coordinator.messages import Refusal, Refused
 from swift._pb import coordinator_pb2 as pb
+from swift.names import LASTING_KEYS
 
-LASTING = "swift/"
-"""Keys that begin so are about the job, and not about one generation of it."""
 KEY_BYTES_MAX = 1 << 10
 VALUE_BYTES_MAX = 1 << 18
 NEWS_BYTES_MAX = 1 << 20
@@ -54,7 +53,7 @@ class Sharing:
 
     def begin(self, generation: int) -> None:
         self.generation = generation
-        for key in [key for key in self._shared if not key.startswith(LASTING)]:
+        for key in [key for key in self._shared if not key.startswith(LASTING_KEYS)]:
             self._bytes -= _size(self._shared.pop(key))
             self._deleted.pop(key, None)
         self._answered.clear()

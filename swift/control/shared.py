@@ -11,7 +11,7 @@ Every rank keeps a copy of all keys and asks for what has changed since. While g
 and who sets one then waits for others' (`once`): what is known is not asked for again; what is set goes with the next
 question.
 
-A generation's keys end with it, but for those that are about the job (`LASTING`: the shapes of what passes between
+A generation's keys end with it, but for those that are about the job (`LASTING_KEYS`: the shapes of what passes between
 stages). A coordinator that was started again has none of them, so every rank says those that it knows: they are there
 as long as the coordinator or one rank is.
 """
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
 from swift.errors import ServiceError
+from swift.names import LASTING_KEYS
 
 _WAIT_S = 1.0
 _SAID_BYTES_MAX = 1 << 19
@@ -32,10 +33,6 @@ _SAID_BYTES_MAX = 1 << 19
 
 class Gone(ServiceError):
     """There is a newer generation, or the coordinator has begun anew and knows of nothing that was shared."""
-
-
-LASTING = "swift/"
-"""How keys begin that are about the job."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -216,7 +213,7 @@ class SharedKeys:
         if older is not None and older.revision >= shared.revision:
             return
         self._shared[shared.key] = shared
-        if shared.key.startswith(LASTING):
+        if shared.key.startswith(LASTING_KEYS):
             self._known.lasting[shared.key] = shared
 
     def _check(self) -> None:

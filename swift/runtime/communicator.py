@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from swift import events
 from swift.errors import ServiceError
+from swift.names import LASTING_KEYS
 from swift.runtime import _torch
 from swift.runtime.groups import LastingGroup
 from swift.runtime.rank_store import CoordinatorStore
@@ -83,7 +84,7 @@ class Communicator:
         generations. Raises RuntimeError before the first one."""
         if self._generations_store is None:
             raise RuntimeError("process group: there is no generation yet")
-        return PrefixStore("swift", self._generations_store)
+        return PrefixStore(LASTING_KEYS.removesuffix("/"), self._generations_store)
 
     def build(self, generation: int) -> None:
         """(every rank) The default group of `generation`, under the objects that use the default group.
