@@ -170,14 +170,10 @@ class Updates:
         """The gradients of this optimizer, or all, are averages over the columns from here on, until it has stepped; of
         weights that stages share, sums over these."""
         self._average(optimizer)
-        if self.ties is not None:
-            with self.spoiling():
-                self.ties.sum(
-                    p
-                    for b in self._buckets
-                    if optimizer is None or b.journal.of(optimizer)
-                    for p in b.parameters
-                )
+        with self.spoiling():
+            self.ties.sum(
+                p for b in self._buckets if optimizer is None or b.journal.of(optimizer) for p in b.parameters
+            )
 
     def _average(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._reducer is None:
