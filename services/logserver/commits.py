@@ -1,7 +1,8 @@
 """What is on its way to the disk, when a sync is due, and what is acknowledged after it. No I/O, no clock.
 
 Each job has a line of its own, and lines take turns: a commit is of one job. While others write, a turn is short, so
-that nobody waits for as many files as another one likes to write. In a line::
+that nobody waits for as many files as another one likes to write, and a file that a record begins is made ahead, beside
+the commits of others. In a line::
 
     settled <= accepted       frames that left the queue for good, and that ever entered it
     synced  <= settled        how many of these the last sync covers
@@ -9,6 +10,7 @@ that nobody waits for as many files as another one likes to write. In a line::
 Call sequence (`services.logserver.committer` is the shell, and holds the server's lock around each)::
 
     put(session, stream, write)               what the core accepted
+    write = take_file(); file_made(write)     while file_wanted, beside commits of other jobs: it is made
     batch = take(); sync = sync_due(batch, now)   while work_to_do; then the storage writes and syncs it
     committed(batch, sync, now, unmended)     or gave_up(error, batch, now)
 """
@@ -16,6 +18,7 @@ Call sequence (`services.logserver.committer` is the shell, and holds the server
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from services.logserver.failures import JobDamaged, SegmentGone, StorageBusy, StorageError, StorageFull
 from services.logserver.seam import Write
@@ -34,13 +37,12 @@ class Turn:
     records: int
     streams: int
     """Each is a file of its own to write and to sync."""
-    files: int
-    """... of which begin one: that is several syncs, and a manifest."""
 
 
-ALONE = Turn(bytes=16 << 20, records=1000, streams=1000, files=1000)
+ALONE = Turn(bytes=16 << 20, records=1000, streams=1000)
 """So much that a sync is shared, not so much that it is slow."""
-AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4, files=1)
+AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4)
+"""Each stream's file is there already: to begin one is several syncs, and a manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,6 @@ class Queued:
     stream: StreamState
     write: Write
     fsync: Fsync
-
-    @property
-    def begins_a_file(self) -> bool:
-        """Nothing of the stream is there yet, or there is a gap before it. (Any other file was full.)"""
-        stream, sequence = self.stream, self.write.sequence
-        behind = stream.holes[-1].end_sequence if stream.holes else 0
-        return sequence == behind or not stream.durable
 
 
 @dataclass(slots=True, eq=False)
@@ -70,13 +65,25 @@ class Line:
     """Up to here there are some that a sync is promised to, now or soon."""
     sync_target: int = 0
     """How many a sync is asked for."""
+    file_made: Write | None = None
+    """Its file was made ahead of it. If it could not be, its commit says why."""
 
     @property
     def over(self) -> bool:
         return self.settled == self.accepted and self.synced >= self.promised
 
+    @property
+    def underway(self) -> bool:
+        """Some have been taken, and their commit is not over."""
+        return self.settled + len(self.queue) < self.accepted
 
-Target = list[tuple[Line, int, int]]
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is waited for: so many settled, and so many synced, of each line."""
+
+    job: str | None
+    lines: list[tuple[Line, int, int]]
 
 
 class Commits:
@@ -89,6 +96,7 @@ class Commits:
         self._accepted = 0  # of all jobs together, for `progress`
         self._settled = 0
         self._synced = 0
+        self._making_file: Write | None = None
         self._unsynced_since: float | None = None
         self._unsynced: dict[int, StreamState] = {}
         """Stream tag -> a stream with records that are acknowledged to who wanted no sync, and not synced."""
@@ -116,11 +124,19 @@ class Commits:
         lines = self._lines.values() if job is None else [self._lines[job]] if job in self._lines else []
         for line in lines:
             line.sync_target = max(line.sync_target, line.promised)
-        return [(line, line.accepted, line.sync_target) for line in lines]
+        return Target(job, [(line, line.accepted, line.sync_target) for line in lines])
 
     def is_settled(self, target: Target) -> bool:
-        return bool(self._state.failed) or all(
-            line.settled >= settled and line.synced >= synced for line, settled, synced in target
+        if self._state.failed:
+            return True
+        making = self._making_file
+        if making is not None and target.job in (
+            None,
+            making.job,
+        ):  # who settles may be about to drop the job
+            return False
+        return all(
+            line.settled >= settled and line.synced >= synced for line, settled, synced in target.lines
         )
 
     def progress(self) -> tuple[int, int, int]:
@@ -137,27 +153,72 @@ class Commits:
 
     @property
     def work_to_do(self) -> bool:
-        return bool(self._awaiting) or not self.empty or self._sync_is_asked_for
+        if self._awaiting or self._next() is not None:
+            return True
+        return any(line.sync_target > line.synced < line.settled for line in self._lines.values())
+
+    def _is_alone(self, job: str) -> bool:
+        # By who writes as well as by who waits: somebody's record may come while a long turn has just begun. And whose
+        # these are may have gone already.
+        return all(other == job for other in chain(self._state.writers, self._lines))
+
+    def _lacks_file(self, write: Write) -> bool:
+        return not (write.mends or self._state.storage.has_file(write.job, write.stream, write.sequence))
+
+    def _may_begin(self, write: Write, turn: Turn) -> bool:
+        return turn is ALONE or not self._lacks_file(write)
+
+    def _next(self) -> str | None:
+        """Whose turn it is."""
+        for job, line in self._lines.items():
+            if not line.queue or (self._making_file is not None and self._making_file.job == job):
+                continue
+            first = line.queue[0].write
+            if line.file_made is first or self._is_alone(job) or not self._lacks_file(first):
+                return job
+        return None
+
+    @property
+    def file_wanted(self) -> Write | None:
+        """The record whose file is to be made ahead, if there is one."""
+        if self._making_file is not None:
+            return None
+        for job, line in self._lines.items():
+            if not line.queue or line.underway or self._is_alone(job):
+                continue
+            first = line.queue[0].write
+            if line.file_made is not first and self._lacks_file(first):
+                return first
+        return None
+
+    def take_file(self) -> Write:
+        """Of what is wanted. Nothing of its job is taken until `file_made`."""
+        self._making_file = self.file_wanted
+        assert self._making_file is not None
+        return self._making_file
+
+    def file_made(self, write: Write) -> None:
+        """It is there, or could not be made."""
+        self._making_file = None
+        if write.job in self._lines:
+            self._lines[write.job].file_made = write
 
     def take(self) -> list[Queued]:
         """What goes into the next commit: of the job whose turn it is."""
-        job = next((name for name, line in self._lines.items() if line.queue), None)
+        job = self._next()
         if job is None:
             return []
         line = self._lines[job]
-        # By who writes as well as by who waits: somebody's record may come while a long turn has just begun. And whose
-        # these are may have gone already.
-        turn = AMONG_OTHERS if (self._state.writers.keys() | self._lines.keys()) - {job} else ALONE
+        turn = ALONE if self._is_alone(job) else AMONG_OTHERS
         batch: list[Queued] = []
         streams: set[int] = set()
-        size = files = 0
+        size = 0
         while line.queue and size < turn.bytes and len(batch) < turn.records:
             queued = line.queue[0]
-            if queued.stream.tag not in streams:
-                streams.add(queued.stream.tag)
-                files += queued.begins_a_file
-            if batch and (len(streams) > turn.streams or files > turn.files):
+            another = bool(batch) and queued.stream.tag not in streams
+            if another and (len(streams) == turn.streams or not self._may_begin(queued.write, turn)):
                 break
+            streams.add(queued.stream.tag)
             batch.append(line.queue.popleft())
             size += queued.write.size
         return batch

@@ -1,4 +1,6 @@
-"""The one thread that writes: takes what waits, commits it as a group, then acknowledges it."""
+"""The thread that writes: takes what waits, commits it as a group, then acknowledges it. One beside it makes the files
+which records begin, so that the commits of other jobs do not wait for that.
+"""
 
 import logging
 import threading
@@ -20,11 +22,16 @@ class Committer:
         self._state = state
         self._clock = clock
         self._changed = state.changed
+        self._file_wanted = state.new_condition()
         self._stop = False
-        self._thread = threading.Thread(target=self._loop, name="committer", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._loop, name="committer", daemon=True),
+            threading.Thread(target=self._make_files, name="files", daemon=True),
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def settle(self, job: str | None = None) -> None:
         """(holding ``changed``) Waits until everything accepted so far, of one job or of all, is durable, or was given
@@ -34,13 +41,15 @@ class Committer:
         self._changed.wait_for(lambda: self.commits.is_settled(target))
 
     def stop(self) -> None:
-        """After settle. Ends the thread."""
+        """After settle. Ends the threads."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
-        self._thread.join()
+            self._file_wanted.notify_all()
+        for thread in self._threads:
+            thread.join()
 
-    # -- the thread -----------------------------------------------------------------------------------
+    # -- the threads ----------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while True:
@@ -48,7 +57,7 @@ class Committer:
             try:
                 with self._changed:
                     timeout_s = self.commits.next_sync_s(self._clock())
-                    self._changed.wait_for(lambda: self._stop or self.commits.work_to_do, timeout_s)
+                    self._changed.wait_for(self._has_work, timeout_s)
                     if self._stop and self.commits.empty:
                         return
                     batch = self.commits.take()
@@ -58,6 +67,28 @@ class Committer:
             except Exception as error:  # a bug: writers and fences must not wait for it in silence
                 logging.getLogger(__name__).exception("commit failed")
                 self._give_up(StorageFailed(f"internal error: {error!r}; start the server again"), batch)
+
+    def _has_work(self) -> bool:
+        if self.commits.file_wanted:
+            self._file_wanted.notify_all()
+        return self._stop or self.commits.work_to_do
+
+    def _make_files(self) -> None:
+        while True:
+            with self._changed:
+                self._file_wanted.wait_for(lambda: self._stop or self.commits.file_wanted)
+                if self._stop:
+                    return
+                write = self.commits.take_file()
+            try:
+                self._state.storage.make_file(write.job, write.stream, write.sequence)
+            except StorageError:  # its commit meets the same, and says so
+                pass
+            except Exception:  # a bug: the commit makes the file itself
+                logging.getLogger(__name__).exception("a file could not be made ahead")
+            with self._changed:
+                self.commits.file_made(write)
+                self._changed.notify_all()
 
     def _commit(self, batch: list[Queued], sync: bool) -> None:
         try:

@@ -40,11 +40,17 @@ class Place:
 
 
 class Storage(Protocol):
-    """Keeps frames and manifests. Raises StorageError. One caller writes; any may read."""
+    """Keeps frames and manifests. Raises StorageError. One caller writes; one makes files beside it; any may read."""
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         """Writes frames, in order; with ``sync`` all that was ever committed is durable after it. What mends is so at
         once; gives what does not fit its place."""
+
+    def has_file(self, job: str, stream: str, sequence: int) -> bool:
+        """Whether this record goes into a file that is there, with room in it. No I/O."""
+
+    def make_file(self, job: str, stream: str, sequence: int) -> None:
+        """Makes the file that this record will begin, durably, beside commits of other jobs."""
 
     def locate(self, job: str, stream: str, sequence: int) -> Place:
         """Where a record is. FileNotFoundError if it was removed."""

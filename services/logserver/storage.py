@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from services.logserver import graves
 from services.logserver.acked import Acked
 from services.logserver.book import Book
 from services.logserver.disk import NO_SPACE, Disk, File, RealDisk
@@ -35,7 +36,7 @@ from services.logserver.recovery import Recovery, is_nobodys
 from services.logserver.seam import Place, Write
 from services.logserver.segments import Segment, Unsound, place_of
 from swift.errors import UsageError
-from swift.log.directory import DROPPED, RESERVE, grave_of
+from swift.log.directory import RESERVE
 from swift.log.manifest import UID_BYTES, JobMeta, StreamMeta
 from swift.log.record import NAME_PATTERN
 from swift.log.segment import (
@@ -84,6 +85,9 @@ class DirectoryStorage:
         """Written since the last sync, in that order."""
         self._begun: dict[str, dict[str, int]] = {}
         """Job -> stream -> the first record of a file that its manifest does not know of."""
+        self._making = (
+            threading.Lock()
+        )  # (taken before `_writing`) one file ahead; no job is dropped meanwhile
         self._writing = threading.RLock()  # one commit, roll or removal at a time
         self._saving: dict[str, threading.Lock] = {}
         """By job: it saves one manifest at a time, and nobody's commit waits for another job's."""
@@ -228,7 +232,7 @@ class DirectoryStorage:
                 self._open[segment] = self._open.pop(segment)
                 self._check_there(stream, segment)
             for job in {stream[0] for stream in groups} & self._begun.keys():
-                self._note_begun(job)
+                self._note_begun(job, self._begun.pop(job))
         except (OSError, SegmentGone) as error:
             why: Exception = error
             try:
@@ -252,9 +256,9 @@ class DirectoryStorage:
             *stream, segment.first, f"{segment.path} was removed or replaced while it was written"
         )
 
-    def _note_begun(self, job: str) -> None:
-        """The manifest says which files of the job must be there. A full disk may do without."""
-        begun = self._begun.pop(job)
+    def _note_begun(self, job: str, begun: Mapping[str, int]) -> None:
+        """The manifest says which files of the job must be there: the first record of each. A full disk may do
+        without."""
         with self._saves(job):
             meta = self._metas[job]
             for name, first in begun.items():
@@ -281,19 +285,54 @@ class DirectoryStorage:
             raise StorageFailed(self._failed) from None
 
     def _segment_for(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
+        return self._open_for(stream, sequence) or self._new_segment(stream, sequence, sync)
+
+    def _open_for(self, stream: tuple[str, str], sequence: int) -> Segment | None:
         segments = self._streams.get(stream, [])
-        if segments and segments[-1].file is not None:
-            last = segments[-1]
-            if last.next_sequence == sequence and last.size < self.segment_bytes:
-                return last
-            if last.offsets:
-                self._seal(stream, last)
-            else:  # empty, it would be in the way of the record that it is named after, or of those before
-                self._disk.remove(last.path)
-                self._close(last)
-                with self._maps:
-                    segments.pop()
-        return self._new_segment(stream, sequence, sync)
+        last = segments[-1] if segments else None
+        if last is None or last.file is None:
+            return None
+        room = last.size < self.segment_bytes
+        return last if last.next_sequence == sequence and room else None
+
+    def _leave_last(self, stream: tuple[str, str]) -> None:
+        """Its last file gets no more."""
+        segments = self._streams.get(stream, [])
+        if not segments or segments[-1].file is None:
+            return
+        last = segments[-1]
+        if last.offsets:
+            self._seal(stream, last)
+        else:  # empty, it would be in the way of the record that it is named after, or of those before
+            self._disk.remove(last.path)
+            self._close(last)
+            with self._maps:
+                segments.pop()
+
+    def has_file(self, job: str, stream: str, sequence: int) -> bool:
+        with self._maps:
+            return self._open_for((job, stream), sequence) is not None
+
+    def make_file(self, job: str, stream: str, sequence: int) -> None:
+        of = (job, stream)
+        with self._making:
+            try:
+                with self._writing:
+                    known = job in self._book.lines
+                    if self._failed or not known or self._open_for(of, sequence) is not None:
+                        return
+                    self._seal_idle({of})
+                    self._leave_last(of)
+                segment = self._made(of, sequence, sync=False)
+                with self._writing:
+                    self._add(of, segment)
+                    begun = self._begun.pop(job)
+                self._note_begun(job, begun)
+            except OSError as error:
+                failure = as_storage_error(error, job)
+                if isinstance(failure, StorageFailed):
+                    self._failed = self._failed or str(failure)
+                raise failure from None
 
     def _seal_idle(self, wanted: Set[tuple[str, str]]) -> None:
         """Before these streams are written: a job that is over, or waits, keeps no descriptors that others need."""
@@ -326,6 +365,19 @@ class DirectoryStorage:
 
     def _new_segment(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
         """``sync``: one of all that is written follows, before anything in it is acknowledged."""
+        self._leave_last(stream)
+        segment = self._made(stream, sequence, sync)
+        self._add(stream, segment)
+        return segment
+
+    def _add(self, stream: tuple[str, str], segment: Segment) -> None:
+        with self._maps:
+            self._streams.setdefault(stream, []).append(segment)
+        self._open[segment] = stream
+        job, name = stream
+        self._begun.setdefault(job, {})[name] = segment.first
+
+    def _made(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
         job, name = stream
         line = self._book.lines.get(job)
         assert line is not None, "a generation is durable before anything is written under it"
@@ -350,10 +402,6 @@ class DirectoryStorage:
                     getattr(error, "errno", None), f"{error}, and {path} cannot be removed"
                 ) from None
             raise
-        with self._maps:
-            self._streams.setdefault(stream, []).append(segment)
-        self._open[segment] = stream
-        self._begun.setdefault(job, {})[name] = sequence
         return segment
 
     def _saves(self, job: str) -> threading.Lock:
@@ -427,8 +475,14 @@ class DirectoryStorage:
         return freed
 
     def drop(self, job: str) -> Callable[[], None]:
-        with self._writing, self._saves(job):
-            there = self._bury(job)
+        with self._making, self._writing, self._saves(job):
+            try:
+                there = graves.bury(self._disk, self.directory, job)
+            except StorageFailed as failed:
+                self._failed = str(failed)
+                raise
+            except OSError as error:
+                raise as_storage_error(error) from None
             self._let_go(job)
             self._forget(job)
         return self._remove_forgotten if there else lambda: None
@@ -444,29 +498,8 @@ class DirectoryStorage:
         with suppress(OSError):
             self._book.forget(job)
 
-    def _bury(self, job: str) -> bool:
-        """Puts its files where no job's are, durably; False: there are none."""
-        folder, grave = self.directory / job, grave_of(self.directory, job)
-        try:
-            self._disk.rename(folder, grave)
-        except FileNotFoundError:  # nothing of it was ever written
-            return False
-        except OSError as error:
-            raise as_storage_error(error) from None
-        try:
-            self._disk.sync_names(self.directory)
-        except OSError as error:
-            self._failed = f"a sync failed: {error.strerror}; replace the disk, then start again"
-            with suppress(OSError):
-                self._disk.rename(grave, folder)
-            raise StorageFailed(self._failed) from None
-        return True
-
     def _remove_forgotten(self) -> None:
-        for name, is_dir in self._disk.names(self.directory):
-            if name.startswith(DROPPED):
-                remove = self._disk.remove_tree if is_dir else self._disk.remove
-                remove(self.directory / name)
+        graves.empty(self._disk, self.directory)
         self._reserve()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from services.logserver.appends import Appends
 from services.logserver.commits import AMONG_OTHERS, Commits
 from services.logserver.disk import RealDisk
+from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.seam import Write
 from services.logserver.state import EngineConfig, ServerState, Session
 from services.logserver.storage import DirectoryStorage
@@ -24,7 +26,8 @@ from tests.unit.log.test_appends import Nowhere
 
 class World:
     def __init__(self) -> None:
-        self.state = ServerState(MemoryStorage(), EngineConfig(), Unlocked())
+        self.storage = MemoryStorage()
+        self.state = ServerState(self.storage, EngineConfig(), Unlocked())
         self.commits = Commits(self.state)
         self.appends = Appends(self.state, self.commits)
 
@@ -43,12 +46,23 @@ class World:
             one = frame(job, sequence, sequence, stream=stream, body=body)
             self.appends.accept(session, self.appends.parse(session, memoryview(one)))
 
+    def make_file(self) -> None:
+        write = self.commits.take_file()
+        with suppress(StorageFailed):
+            self.storage.make_file(write.job, write.stream, write.sequence)
+        self.commits.file_made(write)
+
     def commit(self, meanwhile: Callable[[], None] = lambda: None) -> list[Write]:
-        """One turn."""
+        """One turn; where nothing else is to be done, a file is made before it."""
+        if not self.commits.work_to_do:
+            self.make_file()
         batch = self.commits.take()
         meanwhile()
-        self.commits.committed(batch, self.commits.sync_due(batch, 0.0), 0.0)
-        return [queued.write for queued in batch]
+        writes = [queued.write for queued in batch]
+        sync = self.commits.sync_due(batch, 0.0)
+        self.storage.commit(writes, sync)
+        self.commits.committed(batch, sync, 0.0)
+        return writes
 
 
 def jobs(writes: list[Write]) -> set[str]:
@@ -109,6 +123,72 @@ def test_streams_that_are_there_share_a_turn_and_gaps_begin_files_as_new_streams
         assert len(world.commit()) == 1
 
 
+def test_files_are_made_beside_the_commits_of_others() -> None:
+    world = World()
+    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
+    world.put(neighbour, "neighbour", "s0", range(1))
+    world.commit()
+    world.put(enemy, "enemy", "s0", range(3))
+    making = world.commits.take_file()
+    assert (making.job, making.stream, making.sequence) == ("enemy", "s0", 0)
+    assert world.commits.file_wanted is None, "one at a time"
+    assert not world.commits.work_to_do
+    enemys = world.commits.ask_to_settle("enemy")
+    assert not world.commits.work_to_do, "no sync settles what is not written yet"
+    for sequence in range(1, 5):
+        world.put(neighbour, "neighbour", "s0", range(sequence, sequence + 1))
+        target = world.commits.ask_to_settle("neighbour")
+        assert jobs(world.commit()) == {"neighbour"}
+        assert world.commits.is_settled(target)
+    world.commits.file_made(making)
+    assert not world.commits.is_settled(enemys)
+    assert [write.sequence for write in world.commit()] == [0, 1, 2]
+    assert world.commits.is_settled(enemys)
+
+
+def test_a_job_whose_file_is_made_is_not_taken_when_the_others_go() -> None:
+    world = World()
+    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
+    world.put(neighbour, "neighbour", "s0", range(1))
+    world.commit()
+    world.put(enemy, "enemy", "s0", range(1))
+    making = world.commits.take_file()
+    world.appends.detach(neighbour)
+    assert world.commits.take() == []
+    world.commits.file_made(making)
+    assert jobs(world.commit()) == {"enemy"}
+
+
+def test_nothing_is_settled_while_a_file_of_the_job_is_made() -> None:
+    world = World()
+    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
+    world.put(neighbour, "neighbour", "s0", range(1))
+    world.commit()
+    world.put(enemy, "enemy", "s0", range(1))
+    making = world.commits.take_file()
+    world.commits.gave_up(StorageFull("made up"), [], 0.0)  # and who settles now may drop the job
+    targets = [world.commits.ask_to_settle(job) for job in ("enemy", None)]
+    world.commits.committed([], True, 0.0)
+    assert [world.commits.is_settled(target) for target in targets] == [False, False]
+    assert world.commits.is_settled(world.commits.ask_to_settle("neighbour"))
+    world.commits.file_made(making)
+    assert [world.commits.is_settled(target) for target in targets] == [True, True]
+
+
+def test_a_file_that_cannot_be_made_ahead_is_left_to_the_commit() -> None:
+    world = World()
+    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
+    world.put(neighbour, "neighbour", "s0", range(1))
+    world.commit()
+    for stream in ("s0", "s1"):
+        world.put(enemy, "enemy", stream, range(1))
+    world.storage.failing = "made up"
+    world.make_file()
+    world.storage.failing = ""
+    assert [(write.job, write.stream) for write in world.commit()] == [("enemy", "s0")]
+    assert [(write.job, write.stream) for write in world.commit()] == [("enemy", "s1")]
+
+
 def test_a_job_alone_shares_its_syncs() -> None:
     world = World()
     writer = world.writer("job")
@@ -143,6 +223,32 @@ class SlowName(RealDisk):
             self.reached.set()
             assert self.go_on.wait(BOUND_S)
         super().rename(path, target)
+
+
+def test_a_file_that_is_made_ahead_holds_up_no_other_jobs_records(tmp_path: Path) -> None:
+    disk = SlowName(tmp_path, "enemy")
+    storage = DirectoryStorage(tmp_path, 1 << 20, disk)
+    storage.recover()
+    storage.save("neighbour", JobMeta(generation=1))
+    disk.go_on.set()
+    storage.save("enemy", JobMeta(generation=1))
+    disk.go_on.clear()
+    disk.reached.clear()
+    assert not storage.has_file("enemy", "s0", 0)
+    making = threading.Thread(target=storage.make_file, args=("enemy", "s0", 0))
+    making.start()
+    assert disk.reached.wait(BOUND_S)
+    for sequence in range(2):
+        one = Write("neighbour", "s0", sequence, [frame("neighbour", sequence, 0)])
+        storage.commit([one], True)
+        assert storage.has_file("neighbour", "s0", sequence + 1)
+    disk.go_on.set()
+    making.join()
+    assert storage.has_file("enemy", "s0", 0)
+    disk.reached.clear()
+    storage.commit([Write("enemy", "s0", 0, [frame("enemy", 0, 0)])], True)
+    assert not disk.reached.is_set(), "its manifest names the file already"
+    storage.close()
 
 
 def test_a_manifest_that_is_saved_holds_up_no_other_jobs_records(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ class MemoryStorage:
         self.commits: list[tuple[int, bool]] = []
         self.closed = False
         self.given_back: list[str] = []
+        self.made: set[tuple[str, str, int]] = set()
+        """Files that were made ahead, and no record is in them."""
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
         self._check()
@@ -31,9 +33,17 @@ class MemoryStorage:
             stream = self.frames.setdefault((write.job, write.stream), {})
             assert write.mends or write.sequence not in stream, "a record is written once"
             stream[write.sequence] = b"".join(write.frame)
+            self.made.discard((write.job, write.stream, write.sequence))
         self.unsynced = 0 if sync else self.unsynced + len(writes)
         self.commits.append((len(writes), sync))
         return []
+
+    def has_file(self, job: str, stream: str, sequence: int) -> bool:
+        return (job, stream, sequence) in self.made or sequence - 1 in self.frames.get((job, stream), {})
+
+    def make_file(self, job: str, stream: str, sequence: int) -> None:
+        self._check()
+        self.made.add((job, stream, sequence))
 
     def locate(self, job: str, stream: str, sequence: int) -> Place:
         if sequence not in self.frames.get((job, stream), {}):

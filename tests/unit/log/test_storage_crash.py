@@ -1,8 +1,8 @@
 """A crash at every system call of a storage's life: nothing that was acknowledged is ever lost.
 
-The workload commits, rolls segments, trims and removes. Before each system call that changes the disk the
-directory is copied, twice: as a killed process leaves it (all that was written), and as a power cut may leave
-it (what was synced, and of the rest a part that a seed draws). A storage that starts on the copy must find
+The workload commits, rolls segments, makes some ahead, trims and removes. Before each system call that changes the
+disk the directory is copied, twice: as a killed process leaves it (all that was written), and as a power cut may
+leave it (what was synced, and of the rest a part that a seed draws). A storage that starts on the copy must find
 every acknowledged record, no hole, and the newest manifest that was acknowledged.
 """
 
@@ -108,6 +108,8 @@ def workload(storage: DirectoryStorage, recorder: Recorder) -> None:
             batch = [
                 Write(JOB, STREAM, sequence + index, [frame_of(sequence + index)[1]]) for index in range(size)
             ]
+            if size > 1:
+                storage.make_file(JOB, STREAM, sequence)
             storage.commit(batch, True)
             sequence += size
             recorder.acknowledged = sequence - 1
