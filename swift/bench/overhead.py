@@ -13,11 +13,12 @@ else INCONCLUSIVE: give more --rounds, or a quieter machine.
 Spare core: the trainer's thread is pinned to one core, everything else to another. None: all of it on one core.
 A round is thrown away and done again if somebody else has computed on the trainer's core during one of its slices
 (DISTURBED_SHARE of its time, in user mode); that is found without looking at the times of its steps.
+
+With --pipeline a whole session is measured instead, against the same pipeline in plain torch: see `pipeline`.
 """
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from swift.arguments import Parser
-from swift.bench import output
+from swift.bench import output, pipeline
+from swift.bench.intervals import interval, verdict
 from swift.bench.log import Server, served
 from swift.bench.overhead_ranks import GENERATION, LOAD_JOB, LOGGERS, RECORDS, TIMEOUT_S, TRAINER_JOB
 from swift.errors import ServiceError, UsageError
@@ -52,7 +54,6 @@ TRIES = 3
 """Times the rounds asked for, before it is given up to find undisturbed ones."""
 BURNED_SHARE = 0.25
 """Of a step: what the control "burn" computes in the trainer's thread."""
-_RESAMPLES = 2000
 _SETTLE_S, _STILL_S = 10.0, 0.2
 
 
@@ -271,26 +272,6 @@ def measure(case: Case, arguments: Any) -> dict[str, Any]:
 # --- what comes out ---
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap; the same for the same values."""
-    generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES))
-    return medians[round(0.025 * (_RESAMPLES - 1))], medians[round(0.975 * (_RESAMPLES - 1))]
-
-
-def verdict(low: float, high: float, goal: float | None, enough: bool = True) -> str:
-    """The interval against the goal. An interval wider than twice what the goal allows shows nothing but noise."""
-    if goal is None:
-        return ""
-    if not enough:
-        return "INCONCLUSIVE"
-    if low > goal:
-        return "missed"
-    if high <= goal and high - low <= 2 * (goal - 1):
-        return "met"
-    return "INCONCLUSIVE"
-
-
 def evaluate(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
     rounds = measured["rounds"]
     about = {
@@ -384,6 +365,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="of the log, on a disk (default: temporary)"
     )
+    pipeline.add_arguments(parser)
     return parser
 
 
@@ -394,6 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.rounds < 1 or arguments.slice_s <= 0 or min(rates) < 1:
         raise UsageError("--rounds and --rate take 1 or more, --slice-s more than 0")
     output.check_json(arguments.json)
+    if arguments.pipeline:
+        return pipeline.run(arguments)
     cases = [
         Case(kind=kind, dtype=dtype, spare=cores == "spare", rate=rate)
         for cores in arguments.cores or ("spare", "none")

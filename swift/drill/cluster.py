@@ -202,6 +202,11 @@ class Cluster:
         return [self._addresses[name] for name in self._log_servers]
 
     @property
+    def pids(self) -> dict[str, int]:
+        """Of the services and the launcher, by their names."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    @property
     def fault_directory(self) -> Path:
         return self.directory / "faults"
 
