@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift.log import link, link_core, ring, sidecar
+from swift.log import link, link_core, ring, ring_writer, sidecar
 from swift.log.ring import Word
 
 deaths = Path(os.environ["DIE_ONCE"])
@@ -77,11 +77,11 @@ ring.Entry.set_sequence = assign  # type: ignore[method-assign]
 original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")
-around(sidecar.RingWriter, "_take", "before-take", "after-take")
+around(ring_writer.RingWriter, "_take", "before-take", "after-take")
 around(link_core, "frames_message", "before-message", "after-message")
 around(link.Link, "_on_reply", "before-reply", "after-reply")
-around(sidecar.RingWriter, "_learn", "before-learn", "after-learn")
-around(sidecar.RingWriter, "discard", "before-discard", "after-discard")
+around(ring_writer.RingWriter, "_learn", "before-learn", "after-learn")
+around(ring_writer.RingWriter, "discard", "before-discard", "after-discard")
 
 if __name__ == "__main__":
     sidecar.main(sys.argv[1:])

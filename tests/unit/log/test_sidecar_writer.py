@@ -12,7 +12,7 @@ import pytest
 from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, UsageError
 from swift.log import ring
 from swift.log.reader import LogReader
-from swift.log.sidecar import RingWriter
+from swift.log.ring_writer import RingWriter
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.sidecar_messages import Message
 from tests.unit.log import test_writer_reader as inside
