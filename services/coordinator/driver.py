@@ -17,6 +17,7 @@ from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
 from services.coordinator.lives import starts_again
 from services.coordinator.logs import Answered, GenerationRefused, JobForgotten, LogControl, Unfit
+from services.coordinator.meeting import Meetings
 from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.sharing import Sharing
@@ -96,6 +97,7 @@ class Driver:
         """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
         self._looked_at_logs: dict[str, float] = {}
         self._sharing: dict[str, Sharing] = {}
+        self._meetings = Meetings(clock())
 
     def start(self) -> None:
         """Loads all jobs and says their effects again. StoreFailed, UsageError: a row does not fit."""
@@ -143,6 +145,7 @@ class Driver:
         for job in list(self._jobs.values()):
             self._step(job, m.Tick(), self._clock())
             self._look_at_logs(job)
+        self._meetings.look(self._clock(), self.timing.stall_s)
 
     def _look_at_logs(self, job: Job) -> None:
         """Whether the log servers are there, and how much room they have: asked all the time."""
@@ -220,6 +223,13 @@ class Driver:
         if name not in self._sharing:
             self._sharing[name] = Sharing(generation, job.row.world_size)
         return self._sharing[name]
+
+    def meet(self, name: str, request: pb.MeetRequest) -> pb.MeetReply:
+        """A launcher without a number. Refusal, TooMany."""
+        job = self._jobs.get(name)
+        if name not in self._meetings and len(self._meetings) >= self._jobs_max:
+            raise TooMany(f"machines of {self._jobs_max} jobs are here: no more (--jobs-max)")
+        return self._meetings.say(request, self._clock(), over=None if job is None else job.row.state.is_over)
 
     def generation_of(self, name: str) -> int:
         """0: nobody knows the job."""

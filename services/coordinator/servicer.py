@@ -25,6 +25,9 @@ LONGEST_ID = 128
 LONGEST_GROUPS = 1 << 16
 WORLD_SIZE_MAX = 1 << 16
 SHARE_WAIT_S_MAX = 2.0
+MACHINES_MAX = 1 << 12
+"""Of one job."""
+MEET_S_MAX = 3600.0
 CODES = {
     Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
     Refused.MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
@@ -195,6 +198,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
             more=more,
         )
 
+    async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
+        if wrong := _wrong_meeting(request):
+            self._refused(Refused.INVALID.name.lower())
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
+        return await self._answer(context, request.job, lambda: self._driver.meet(request.job, request))
+
     async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
         return await self._answer(context, request.job, lambda: self._driver.measurements(request.job))
 
@@ -316,6 +325,28 @@ def _unsaved(request: pb.HeartbeatRequest) -> m.Unsaved | None:
     return m.Unsaved(
         version=unsaved.version, generation=unsaved.generation, reason=unsaved.reason[:LONGEST_REASON]
     )
+
+
+def _wrong_meeting(request: pb.MeetRequest) -> str:
+    """What nobody can mean; empty: nothing is wrong."""
+    if not 0 < len(request.run) <= LONGEST_ID:
+        return "a launcher needs a name, and a short one"
+    if request.leaves:
+        return ""
+    held = request.held
+    for machine in (request.machine, *held.machines):
+        known = len(machine.address) <= LONGEST_ID and machine.port < 1 << 16
+        if not (known and 0 < machine.ranks <= WORLD_SIZE_MAX):
+            return f"a machine has an address, a port, and 1 to {WORLD_SIZE_MAX} ranks"
+    if not 0 < request.machines_min <= request.machines_max <= MACHINES_MAX:
+        return f"machines {request.machines_min} to {request.machines_max}: a job has 1 to {MACHINES_MAX}"
+    if not 0 < request.lease_s <= MEET_S_MAX or not 0 <= request.last_call_s <= MEET_S_MAX:
+        return f"a lease and a last call of at most {MEET_S_MAX:g} s"
+    if request.HasField("held") and not (
+        held.round > 0 and held.place < len(held.machines) <= request.machines_max
+    ):
+        return "a place that it has had is one of a round's machines"
+    return ""
 
 
 async def _check_name(context: Context, job: str) -> None:

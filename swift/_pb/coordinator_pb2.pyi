@@ -1255,6 +1255,125 @@ class StopRequest(_message.Message):
 Global___StopRequest: _TypeAlias = StopRequest  # noqa: Y015
 
 @_typing.final
+class Machine(_message.Message):
+    """One machine, as its launcher tells of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    port: _builtins.int
+    """where it makes a store for trainers that want one, if its place is the first"""
+    ranks: _builtins.int
+    """--nproc-per-node"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        port: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "port", b"port", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Machine: _TypeAlias = Machine  # noqa: Y015
+
+@_typing.final
+class MeetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
+    MACHINES_MIN_FIELD_NUMBER: _builtins.int
+    MACHINES_MAX_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    LAST_CALL_S_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    run: _builtins.str
+    """as in Join"""
+    machines_min: _builtins.int
+    """--nnodes"""
+    machines_max: _builtins.int
+    lease_s: _builtins.float
+    """it is lost once it was silent for so long"""
+    last_call_s: _builtins.float
+    """how long more machines are waited for, if there are enough to begin but not the most"""
+    leaves: _builtins.bool
+    """it ends; nothing else is told"""
+    @_builtins.property
+    def machine(self) -> Global___Machine:
+        """this one"""
+
+    @_builtins.property
+    def held(self) -> Global___MeetReply:
+        """the answer that gave it its place; absent: it has none"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        run: _builtins.str = ...,
+        machine: Global___Machine | None = ...,
+        machines_min: _builtins.int = ...,
+        machines_max: _builtins.int = ...,
+        lease_s: _builtins.float = ...,
+        last_call_s: _builtins.float = ...,
+        held: Global___MeetReply | None = ...,
+        leaves: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "machine", b"machine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "job", b"job", "last_call_s", b"last_call_s", "lease_s", b"lease_s", "leaves", b"leaves", "machine", b"machine", "machines_max", b"machines_max", "machines_min", b"machines_min", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetRequest: _TypeAlias = MeetRequest  # noqa: Y015
+
+@_typing.final
+class MeetReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    MACHINES_FIELD_NUMBER: _builtins.int
+    HERE_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """grows when there are more machines than before; 0: it has no place yet"""
+    place: _builtins.int
+    """in `machines`"""
+    here: _builtins.int
+    """machines that were heard of lately, those without a place as well"""
+    over: _builtins.str
+    """why it gets no place, or has it no more"""
+    @_builtins.property
+    def machines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Machine]: ...
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        place: _builtins.int = ...,
+        machines: _abc.Iterable[Global___Machine] | None = ...,
+        here: _builtins.int = ...,
+        over: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["here", b"here", "machines", b"machines", "over", b"over", "place", b"place", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetReply: _TypeAlias = MeetReply  # noqa: Y015
+
+@_typing.final
 class Sent(_message.Message):
     """What a stage gives to another one in a step, logged or not."""
 

@@ -119,6 +119,11 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.StopRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Meet',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.MeetRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.MeetReply.FromString,
+                _registered_method=True)
         self.Share = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Share',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.ShareRequest.SerializeToString,
@@ -277,6 +282,16 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """(launcher, every few seconds while it lives) Machines that were given no number meet: each gets a place among them, once
+        all are there. A machine that is lost leaves its place to one that comes; the others notice nothing. In memory alone:
+        everybody says what it holds, so a coordinator that begins anew soon knows it again.
+        INVALID_ARGUMENT: it wants another number of machines or of ranks than those that are here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Share(self, request, context):
         """(every rank, while its generation lasts) What the ranks of a generation tell each other: how they are to be
         connected, and the shapes of what passes between stages. In memory alone. Takes the changes, if there are any, and
@@ -397,6 +412,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.StopRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.MeetRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.MeetReply.SerializeToString,
             ),
             'Share': grpc.unary_unary_rpc_method_handler(
                     servicer.Share,
@@ -878,6 +898,33 @@ class Coordinator:
             '/swift.coordinator.v1.Coordinator/Stop',
             swift_dot___pb_dot_coordinator__pb2.StopRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Meet',
+            swift_dot___pb_dot_coordinator__pb2.MeetRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.MeetReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,12 @@ class CoordinatorStub:
     """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
     of the last ones have said so.
     """
+    Meet: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeetRequest, _coordinator_pb2.MeetReply]
+    """(launcher, every few seconds while it lives) Machines that were given no number meet: each gets a place among them, once
+    all are there. A machine that is lost leaves its place to one that comes; the others notice nothing. In memory alone:
+    everybody says what it holds, so a coordinator that begins anew soon knows it again.
+    INVALID_ARGUMENT: it wants another number of machines or of ranks than those that are here.
+    """
     Share: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ShareRequest, _coordinator_pb2.ShareReply]
     """(every rank, while its generation lasts) What the ranks of a generation tell each other: how they are to be
     connected, and the shapes of what passes between stages. In memory alone. Takes the changes, if there are any, and
@@ -174,6 +180,12 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Stop: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
     of the last ones have said so.
+    """
+    Meet: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MeetRequest, _coordinator_pb2.MeetReply]  # type: ignore[assignment]
+    """(launcher, every few seconds while it lives) Machines that were given no number meet: each gets a place among them, once
+    all are there. A machine that is lost leaves its place to one that comes; the others notice nothing. In memory alone:
+    everybody says what it holds, so a coordinator that begins anew soon knows it again.
+    INVALID_ARGUMENT: it wants another number of machines or of ranks than those that are here.
     """
     Share: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ShareRequest, _coordinator_pb2.ShareReply]  # type: ignore[assignment]
     """(every rank, while its generation lasts) What the ranks of a generation tell each other: how they are to be
@@ -349,6 +361,18 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
         of the last ones have said so.
+        """
+
+    @_abc_1.abstractmethod
+    def Meet(
+        self,
+        request: _coordinator_pb2.MeetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.MeetReply, _abc.Awaitable[_coordinator_pb2.MeetReply]]:
+        """(launcher, every few seconds while it lives) Machines that were given no number meet: each gets a place among them, once
+        all are there. A machine that is lost leaves its place to one that comes; the others notice nothing. In memory alone:
+        everybody says what it holds, so a coordinator that begins anew soon knows it again.
+        INVALID_ARGUMENT: it wants another number of machines or of ranks than those that are here.
         """
 
     @_abc_1.abstractmethod

@@ -9,7 +9,7 @@
                client.ready(...) or client.refuse(...)                     state RECOVERING
                client.share(generation, ...)                               while groups are built
                client.finish(version)                                      state RUNNING, after the last step
-(launcher)     client.member_exited(rank, pid, exit_code); client.fail(reason)
+(launcher)     client.meet(request); client.member_exited(rank, pid, exit_code); client.fail(reason)
 (anyone)       client.status(); client.watch()
 
 The calls of a rank name the member that `join` was given. All are idempotent, so they are simply said again
@@ -355,6 +355,10 @@ class CoordinatorClient:
         """(rank, launcher) The job cannot go on. Every member sees FAILED with the reason."""
         me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")
         self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason))
+
+    def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
+        """(launcher without a number) I am there: say it again all the time. See `swift.launch.meeting`."""
+        return self._call(self._stub.Meet, request)
 
     def ask_last_checkpoint(self, reason: str) -> None:
         """(launcher) A checkpoint of a version above all that ranks have done is needed soon. ServiceError after

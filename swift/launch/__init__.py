@@ -6,7 +6,8 @@ children    processes: start, hand a rank to, signal, reap
 forkserver  imports once what ranks need, and forks them
 decisions   what to do about an exit and a View; pure
 link        notices to the coordinator (own thread), Views from it
-rendezvous  the store of a one-machine job, on loopback only
+rendezvous  which machine is which: there is one, or they have numbers
+meeting     or they meet at the coordinator
 torch_names every private torch name, checked at import
 worker      what runs in each child before the script does
 """

@@ -1,7 +1,7 @@
 """torch's elastic agent, except that a dead rank is replaced and the others are left alone.
 
-From torch: the rendezvous (one machine or many), global ranks, the barrier at the end, and a restart of the
-local ranks when a new *node* changes their number. From here: the children, and everything about one rank's death.
+From torch: the frame, the books of workers, signals. From here: the rendezvous, the children, and everything about one
+rank's death.
 
     (kernel)  a child's pidfd becomes readable
     (agent)   notice to the coordinator, queued; a warm spare gets the rank; once the job runs again, a new
@@ -24,9 +24,16 @@ from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_ex
 from swift.launch.leaving import Leaving
 from swift.launch.link import CoordinatorLink
 from swift.launch.ranks import Job, Output, make_assignment, rank_env
-from swift.launch.rendezvous import NodeWatch, PlacedRendezvous
+from swift.launch.rendezvous import Rendezvous
 from swift.launch.signals import SignalGate
-from swift.launch.torch_names import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from swift.launch.torch_names import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from swift.views import Told, inexact_words
 
 SPARE_DELAY_S_MAX = 30.0
@@ -73,6 +80,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self,
         spec: WorkerSpec,
         *,
+        machines: Rendezvous,
         job: Job,
         output: Output,
         spare_count: int,
@@ -91,7 +99,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._link = link
         self._gate = gate
         self._leaving = Leaving(gate, link, last_checkpoint_s)
-        self._nodes = NodeWatch(spec.rdzv_handler, spec.monitor_interval, nursery.wake)
+        self._machines = machines
         self._ranks: dict[int, Child] = {}
         """By local rank: its living process."""
         self._done: dict[int, Child] = {}
@@ -133,7 +141,6 @@ class ReplacingAgent(SimpleElasticAgent):
                 self._notify(child)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
-        self._nodes.close()
         self._nursery.kill(self._nursery.spares)
         self._stop_workers(self._worker_group)
         self._nursery.close()
@@ -155,6 +162,8 @@ class ReplacingAgent(SimpleElasticAgent):
             self._spare_failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
         self._on_view(self._view)
+        if self._machines.lost and self.outcome is None:
+            self._end({1}, self._machines.lost)
         if self.outcome is not None:
             return RunResult(state=WorkerState.FAILED)
         self._replace_due()
@@ -178,14 +187,12 @@ class ReplacingAgent(SimpleElasticAgent):
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state == WorkerState.SUCCEEDED:
-                with self._gate.raising():
-                    self._exit_barrier()
                 self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
                 return result
             if result.state == WorkerState.FAILED:
                 self._stop_workers(group)
                 return result
-            if self._nodes.nodes_waiting:
+            if self._machines.is_new_round:
                 self._meet_again()
 
     def _summary(self) -> str:
@@ -195,31 +202,32 @@ class ReplacingAgent(SimpleElasticAgent):
         return f"swift: job {self._job.name}: {inexact}" if inexact else ""
 
     def _meet_again(self) -> None:
-        """A machine wants to join. If it takes a lost one's place, nobody else's ranks notice. If there are to be more
-        ranks or fewer, all are started anew, as with torchrun."""
+        """There are more machines. (One that takes a lost one's place is noticed by nobody.)"""
         events.emit("membership_change")
-        before = self._places()
-        self._join_rendezvous()
-        if self._places() == before:
-            say("another machine has joined: the ranks of this one stay")
-            for local_rank, child in self._ranks.items():
-                self._worker_group.workers[local_rank].id = child.pid
-            self._worker_group.state = WorkerState.HEALTHY
-            return
         say("another machine joins: the ranks of this one are started anew")
         self._stop_workers(self._worker_group)
+        self._join_rendezvous()
         self._start_ranks()
 
-    def _places(self) -> list[tuple[int, int]]:
-        return [(worker.global_rank, worker.world_size) for worker in self._worker_group.workers]
-
-    def _exit_barrier(self) -> None:
-        """Machines that have met in no store need not wait for each other either."""
-        if not isinstance(self._worker_group.spec.rdzv_handler, PlacedRendezvous):
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+    def _assign_worker_ranks(
+        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """By machine, in order. torch's own asks the others by a store."""
+        ranks_of = self._machines.ranks_of
+        before, world_size = sum(ranks_of[:group_rank]), sum(ranks_of)
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=before + local_rank,
+                role_rank=before + local_rank,
+                world_size=world_size,
+                role_world_size=world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
 
     def _join_rendezvous(self) -> None:
-        with self._gate.raising(), self._nodes.held():
+        with self._gate.raising():
             self._rendezvous(self._worker_group)
 
     def _start_ranks(self) -> None:

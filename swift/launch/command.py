@@ -1,6 +1,7 @@
 """`swift-ft run`: flags -> LaunchPlan -> run."""
 
 import argparse
+import enum
 import importlib.util
 import logging
 import os
@@ -10,7 +11,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -21,23 +22,20 @@ from swift.errors import ServiceError, SwiftError, UsageError
 from swift.launch.agent import Outcome, ReplacingAgent, say
 from swift.launch.children import Nursery
 from swift.launch.link import CoordinatorLink
+from swift.launch.meeting import MetRendezvous, NotNeeded, Terms
 from swift.launch.ranks import Job, Output, make_run_dir
-from swift.launch.rendezvous import FreshStoreRendezvous, LoopbackRendezvous, PlacedRendezvous
+from swift.launch.rendezvous import LOOPBACK, LoopbackRendezvous, PlacedRendezvous, Rendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
     AGENT_LOGGER,
     LaunchConfig,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
     SignalException,
     Std,
     WorkerSpec,
     config_from_args,
-    get_addr_and_port,
     get_args_parser,
-    get_rendezvous_handler,
     parse_min_max_nnodes,
+    parse_rendezvous_endpoint,
     to_map,
 )
 from swift.names import JOB_GRAMMAR, JOB_PATTERN
@@ -78,6 +76,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"run: {message} (see swift-ft run --help)")
 
 
+class Meeting(enum.Enum):
+    """How the machines of a job know of each other."""
+
+    ALONE = "alone"
+    """There is one: its store listens on loopback only."""
+    NUMBERED = "numbered"
+    """By --node-rank."""
+    COORDINATOR = "coordinator"
+    """They meet there."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
     """Everything that the flags say, checked."""
@@ -85,8 +94,8 @@ class LaunchPlan:
     config: LaunchConfig
     made_up: bool
     """The job's name was not given in so many letters."""
-    loopback: bool
-    """One machine and no rendezvous named: the store listens on loopback only."""
+    meeting: Meeting
+    terms: Terms
     job: Job
     output: Output
     spare_count: int
@@ -186,9 +195,13 @@ def made_up_name(script: str) -> str:
 
 def make_plan(argv: Sequence[str]) -> LaunchPlan:
     """Parses and checks. UsageError says what is wrong."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    # Whether these were given says whether machines have numbers.
+    unset = {name: os.environ.get(f"PET_{name.upper()}") for name in ("node_rank", "master_addr")}
+    parser.set_defaults(**unset)
+    args = parser.parse_args(argv)
     _check(args)
-    loopback = _choose_rendezvous(args)
+    meeting = _choose_meeting(args)
     # torch's own log handling would make a directory that nobody uses.
     log_dir, args.log_dir = args.log_dir, os.devnull
     if args.paranoid:
@@ -198,6 +211,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     try:
         config, _, _ = config_from_args(args)
         redirects = to_map(Std.from_str(args.redirects), config.nproc_per_node)
+        terms = Terms.of(config.rdzv_configs)
         signals = [signal.Signals[name.strip()] for name in config.signals_to_handle.split(",")]
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(f"run: {error}") from error
@@ -212,7 +226,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     return LaunchPlan(
         config=config,
         made_up=args.job is None,
-        loopback=loopback,
+        meeting=meeting,
+        terms=terms,
         job=Job(
             script=args.training_script,
             module=args.module,
@@ -267,60 +282,70 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: {args.training_script}: there is no such script")
 
 
-def _choose_rendezvous(args: argparse.Namespace) -> bool:
-    """torchrun's own choice, except that one machine alone gets our store on loopback: then true."""
+def _choose_meeting(args: argparse.Namespace) -> Meeting:
+    """Machines with numbers are torchrun's static rendezvous. All others meet at the coordinator: torch's own c10d
+    would be on one of them, and end with it."""
     try:
         max_nodes = parse_min_max_nnodes(args.nnodes)[1]
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"run: --nnodes {args.nnodes}: a number, or MIN:MAX") from error
-    unnamed = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
-    loopback: bool = args.standalone or (unnamed and max_nodes == 1)
-    if loopback:
-        args.rdzv_id = args.job or made_up_name(args.training_script)
+    if args.rdzv_backend not in ("static", "c10d"):
+        raise UsageError(
+            f"run: not supported: --rdzv-backend {args.rdzv_backend}: leave it out, machines meet at the coordinator"
+        )
+    static = args.rdzv_backend == "static"
+    where = (args.rdzv_endpoint, args.master_addr, args.master_port)
+    numbered = static and (args.node_rank is not None or any(where))
+    if args.standalone or (max_nodes == 1 and not (numbered and any(where))):
+        meeting = Meeting.ALONE
+        if args.standalone or args.rdzv_id == "none" or args.job is not None:
+            args.rdzv_id = args.job or made_up_name(args.training_script)
     elif args.rdzv_id == "none" and args.job is None:
         raise UsageError("run: name the job, the same on all machines: --job NAME or --rdzv-id ID")
-    if args.master_port is None:
-        args.master_port = 29500
-    return loopback
-
-
-def _make_spec(plan: LaunchPlan) -> WorkerSpec:
-    config = plan.config
-    master_addr = master_port = None
-    if plan.loopback:
-        handler: RendezvousHandler = LoopbackRendezvous(config.run_id, config.rdzv_configs["timeout"])
     else:
-        parameters = RendezvousParameters(
-            backend=config.rdzv_backend,
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
-            **config.rdzv_configs,
-        )
-        try:
-            master_addr, master_port = get_addr_and_port(parameters)
-            handler = get_rendezvous_handler(parameters)
-            if config.rdzv_backend != "static":
-                handler = FreshStoreRendezvous(handler)
-            else:
-                assert master_addr is not None
-                assert master_port is not None
-                place = int(config.rdzv_configs["rank"])
-                handler = PlacedRendezvous(config.run_id, place, config.max_nodes, master_addr, master_port)
-                os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks by machine, without asking
-        except ValueError as error:
-            raise UsageError(f"run: {' '.join(str(error).split())}") from error
+        meeting = Meeting.NUMBERED if numbered else Meeting.COORDINATOR
+        if meeting is Meeting.COORDINATOR and args.rdzv_endpoint:
+            say(f"machines meet at the coordinator: --rdzv-endpoint {args.rdzv_endpoint} is not needed")
+    args.node_rank = args.node_rank or 0
+    args.master_addr = args.master_addr or LOOPBACK
+    args.master_port = args.master_port or 29500
+    return meeting
+
+
+def _make_rendezvous(plan: LaunchPlan, wake: Callable[[], None]) -> Rendezvous:
+    config = plan.config
+    ranks = config.nproc_per_node
+    match plan.meeting:
+        case Meeting.ALONE:
+            return LoopbackRendezvous(config.run_id, ranks, float(config.rdzv_configs["timeout"]))
+        case Meeting.COORDINATOR:
+            return MetRendezvous(
+                config.run_id,
+                plan.job,
+                nodes=(config.min_nodes, config.max_nodes),
+                ranks=ranks,
+                address=config.local_addr or socket.getfqdn(),
+                terms=plan.terms,
+                wake=wake,
+                say=say,
+            )
+    place = int(config.rdzv_configs["rank"])
+    try:
+        address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
+        return PlacedRendezvous(config.run_id, ranks, place, config.max_nodes, address, port)
+    except ValueError as error:
+        raise UsageError(f"run: {' '.join(str(error).split())}") from error
+
+
+def _make_spec(plan: LaunchPlan, rendezvous: Rendezvous) -> WorkerSpec:
+    config = plan.config
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=plan.job.script,
-        rdzv_handler=handler,
+        rdzv_handler=rendezvous,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
-        master_addr=master_addr,
-        master_port=master_port,
         local_addr=config.local_addr,
         event_log_handler=config.event_log_handler,
         virtual_local_rank=config.virtual_local_rank,
@@ -349,11 +374,13 @@ def run(plan: LaunchPlan) -> Outcome:
     )
     gate = SignalGate(plan.signals, nursery.wake)
     link = CoordinatorLink(plan.job.coordinator, plan.job.name, nursery.wake)
+    rendezvous: Rendezvous | None = None
     try:
         with gate.raising():
-            spec = _make_spec(plan)
+            rendezvous = _make_rendezvous(plan, nursery.wake)
         agent = ReplacingAgent(
-            spec,
+            _make_spec(plan, rendezvous),
+            machines=rendezvous,
             job=plan.job,
             output=plan.output,
             spare_count=plan.spare_count,
@@ -364,17 +391,19 @@ def run(plan: LaunchPlan) -> Outcome:
             last_checkpoint_s=plan.last_checkpoint_s,
         )
         agent.run()
-        spec.rdzv_handler.shutdown()
+    except NotNeeded as reason:
+        return Outcome(exit_code=0, line=f"swift: this machine is not needed: {reason}")
     except SignalException as error:
-        # The rendezvous stays open: another launcher may take this one's place.
         link.stop(plan.job.run, f"{error.sigval.name} on {socket.gethostname()}")
         return Outcome(exit_code=128 + error.sigval, line=f"swift: stopped by {error.sigval.name}")
-    except (RendezvousError, DistError) as error:
-        raise ServiceError(f"run: rendezvous: {' '.join(str(error).split())}") from error
+    except DistError as error:
+        raise ServiceError(f"run: the store for trainers: {' '.join(str(error).split())}") from error
     finally:
         link.close()
-    # None: torch's rendezvous has no place for this machine, and says so without an error.
-    return agent.outcome or Outcome(exit_code=0, line="swift: this machine is not needed")
+        if rendezvous is not None:
+            rendezvous.leave()
+    assert agent.outcome is not None
+    return agent.outcome
 
 
 def main(argv: Sequence[str]) -> int:

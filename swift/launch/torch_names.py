@@ -13,10 +13,11 @@ AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 
 _NEEDED = {
     "torch.distributed.run": ["get_args_parser", "config_from_args", "parse_min_max_nnodes"],
-    "torch.distributed.launcher.api": ["LaunchConfig", "_get_addr_and_port"],
+    "torch.distributed.launcher.api": ["LaunchConfig"],
     AGENT_LOGGER: [
         "RunResult",
         "SimpleElasticAgent",
+        "Worker",
         "WorkerGroup",
         "WorkerSpec",
         "WorkerState",
@@ -25,18 +26,15 @@ _NEEDED = {
         "run",
         "_rendezvous",
         "_assign_worker_ranks",
-        "_exit_barrier",
         "_invoke_run",
     ],
     "torch.distributed.elastic.multiprocessing.api": ["SignalException", "Std", "to_map"],
     "torch.distributed.elastic.rendezvous": [
-        "RendezvousError",
         "RendezvousHandler",
         "RendezvousInfo",
-        "RendezvousParameters",
         "RendezvousStoreInfo",
     ],
-    "torch.distributed.elastic.rendezvous.registry": ["get_rendezvous_handler"],
+    "torch.distributed.elastic.rendezvous.utils": ["parse_rendezvous_endpoint"],
     "torch.distributed.elastic.utils.api": ["macros"],
 }
 
@@ -64,45 +62,41 @@ if _missing:
 from torch.distributed.elastic.agent.server.api import (  # noqa: E402
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException, Std, to_map  # noqa: E402
 from torch.distributed.elastic.rendezvous import (  # noqa: E402
-    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler  # noqa: E402
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: E402
 from torch.distributed.elastic.utils.api import macros  # noqa: E402
 from torch.distributed.launcher.api import LaunchConfig  # noqa: E402
-from torch.distributed.launcher.api import _get_addr_and_port as get_addr_and_port  # noqa: E402
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes  # noqa: E402
 
 __all__ = [
     "AGENT_LOGGER",
     "LaunchConfig",
-    "RendezvousError",
     "RendezvousHandler",
     "RendezvousInfo",
-    "RendezvousParameters",
     "RendezvousStoreInfo",
     "RunResult",
     "SignalException",
     "SimpleElasticAgent",
     "Std",
+    "Worker",
     "WorkerGroup",
     "WorkerSpec",
     "WorkerState",
     "config_from_args",
-    "get_addr_and_port",
     "get_args_parser",
-    "get_rendezvous_handler",
     "macros",
     "missing_names",
     "parse_min_max_nnodes",
+    "parse_rendezvous_endpoint",
     "to_map",
 ]

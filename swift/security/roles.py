@@ -48,6 +48,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "AskCheckpoint": _MEMBER,
         COORDINATOR + "Measure": _MEMBER,
         COORDINATOR + "Share": _MEMBER,
+        COORDINATOR + "Meet": _MEMBER,
         COORDINATOR + "Measurements": _SEE,
         COORDINATOR + "MemberExited": _MEMBER_OR_OPERATOR,
         COORDINATOR + "Suspect": _MEMBER,

@@ -58,6 +58,7 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     ),
     COORDINATOR + "Measure": lambda job: pb.MeasureRequest(job=job, incarnation="i"),
     COORDINATOR + "Share": lambda job: pb.ShareRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Meet": lambda job: pb.MeetRequest(job=job, run="r", leaves=True),
     COORDINATOR + "Measurements": lambda job: pb.MeasurementsRequest(job=job),
     COORDINATOR + "MemberExited": lambda job: pb.ExitRequest(job=job, incarnation="i", exit_code=1),
     COORDINATOR + "Suspect": lambda job: pb.SuspectRequest(job=job, incarnation="i", generation=1),

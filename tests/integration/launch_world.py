@@ -5,6 +5,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -14,11 +15,14 @@ from typing import Any, TypeVar
 import grpc
 import psutil
 
+from services.coordinator.meeting import Meetings
+from services.coordinator.messages import Refusal
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 
 Found = TypeVar("Found")
+STALL_S = 30.0
 
 # Says who it is, then waits for the file that ends it. `go.RANK` holds what it does in the end.
 RANK_SCRIPT = """\
@@ -57,6 +61,10 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
         self.stops: list[tuple[str, str, int]] = []
         """(launcher, why, how many exits it had told before)."""
         self._view: pb.View | None = None
+        self._meetings = Meetings(events.now())
+        self._meeting = threading.Lock()
+        self.met = 0
+        """Machines that it has told that they are here."""
         self._readers: list[queue.SimpleQueue[pb.View]] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
         pb_grpc.add_CoordinatorServicer_to_server(self, self._server)
@@ -82,6 +90,22 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
                 yield reader.get(timeout=0.1)
             except queue.Empty:
                 continue
+
+    def Meet(self, request: pb.MeetRequest, context: grpc.ServicerContext) -> pb.MeetReply:  # noqa: N802
+        with self._meeting:
+            over = None if self._view is None else self._view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED)
+            self._meetings.look(events.now(), STALL_S)
+            try:
+                reply = self._meetings.say(request, events.now(), over=over)
+            except Refusal as refusal:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refusal))
+            self.met = max(self.met, reply.here)
+            return reply
+
+    def restart(self) -> None:
+        """Of what is in memory alone nothing is left."""
+        with self._meeting:
+            self._meetings = Meetings(events.now())
 
     def MemberExited(self, request: pb.ExitRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
         self.exits.append(request)

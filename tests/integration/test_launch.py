@@ -12,7 +12,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.command import PRELOAD_DEFAULT
-from tests.integration.launch_world import Launch, ScriptedCoordinator, assert_all_gone, wait_until
+from tests.integration.launch_world import Launch, Rank, ScriptedCoordinator, assert_all_gone, wait_until
 from tests.integration.logserver_world import free_port
 
 Start = Callable[..., Launch]
@@ -293,9 +293,13 @@ def test_leaving_early_fails_the_job(start: Start, coordinator: ScriptedCoordina
     assert "rank 1: exit code 0 before the job was finished" in stderr
 
 
+MACHINES = ["--nnodes=2", "--nproc-per-node=1", "--job=two", "--local-addr=127.0.0.1", "--spares=0"]
+QUICK = "--rdzv-conf=keep_alive_interval=0.5,keep_alive_max_attempt=6,last_call_timeout=0.5"
+
+
 def test_two_machines_keep_their_ranks_when_one_rank_dies(start: Start, tmp_path: Path) -> None:
     flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two"]
-    flags += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    flags += ["--rdzv-endpoint=nowhere.invalid:1", "--local-addr=127.0.0.1"]
     # Both write their files into the same directory, as ranks 0 and 1.
     launches = [start(*flags), start(*flags)]
     first = {number: launches[0].rank(number) for number in (0, 1)}
@@ -324,53 +328,133 @@ def lose(launch: Launch) -> None:
     launch.process.wait(30)
 
 
-@pytest.mark.parametrize(("backend", "lost"), [("static", 0), ("static", 1), ("c10d", 1)])
+def by_place(launches: list[Launch], ranks: list[Rank]) -> list[Launch]:
+    """The launcher of each rank: who comes first is the first."""
+    parents = [psutil.Process(rank.pid).ppid() for rank in ranks]
+    return sorted(launches, key=lambda launch: parents.index(launch.process.pid))
+
+
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [
+        ("numbered", 0),
+        pytest.param("numbered", 1, marks=pytest.mark.matrix),
+        ("met", 0),
+        ("met", 1),
+        ("met, and the coordinator was started again", 0),
+        pytest.param("met, and the coordinator was started again", 1, marks=pytest.mark.matrix),
+    ],
+)
 def test_a_machine_is_lost_and_another_takes_its_place(
-    backend: str, lost: int, start: Start, coordinator: ScriptedCoordinator
+    how: str, lost: int, start: Start, coordinator: ScriptedCoordinator
 ) -> None:
-    coordinator.publish(state=pb.RUNNING, generation=1)
     port = free_port()
-    common = ["--nnodes=2", "--nproc-per-node=1", "--job=two", "--spares=0"]
-    flags = [
-        [*common, f"--node-rank={n}", "--master-addr=127.0.0.1", f"--master-port={port}"] for n in (0, 1)
-    ]
-    if backend == "c10d":
-        flags = 2 * [[*common, "--rdzv-backend=c10d", "--rdzv-id=two", "--local-addr=127.0.0.1"]]
-        conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4"
-        flags = [[*each, f"--rdzv-endpoint=127.0.0.1:{port}", conf] for each in flags]
-    launches = [start(*flags[0])]
-    if backend == "c10d":  # the first one has the rendezvous
-        wait_until(lambda: launches[0].events("worker_spawned"), "the first machine")
-    launches.append(start(*flags[1]))
+    flags = [[*MACHINES, QUICK], [*MACHINES, QUICK]]  # the same command
+    if how == "numbered":
+        flags = [[*MACHINES, f"--node-rank={n}", "--master-addr=127.0.0.1"] for n in (0, 1)]
+        flags = [[*each, f"--master-port={port}"] for each in flags]
+    launches = [start(*each) for each in flags]
     ranks = [launches[0].rank(number) for number in (0, 1)]
-    place = lost
-    if backend == "c10d":  # torch numbers machines as it likes
-        place = 1
-        below = {process.pid for process in psutil.Process(launches[1].process.pid).children(recursive=True)}
-        lost = next(number for number, rank in enumerate(ranks) if rank.pid in below)
-    lose(launches[place])
-    other = start(*flags[place])
+    launches = by_place(launches, ranks)
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    if "again" in how:
+        coordinator.restart()
+    lose(launches[lost])
+    other = start(*flags[lost])
     replacement = other.rank(lost, process=2)
     assert ranks[1 - lost].alive
     assert replacement.env["WORLD_SIZE"] == "2"
     assert replacement.env["GROUP_RANK"] == ranks[lost].env["GROUP_RANK"]
     for number in (0, 1):
         other.go(number)
-    assert [launch.wait()[0] for launch in (launches[1 - place], other)] == [0, 0]
+    assert [launch.wait()[0] for launch in (launches[1 - lost], other)] == [0, 0]
     assert ranks[1 - lost].pid == other.ranks(1 - lost)[-1].pid  # never started anew
+
+
+def test_a_machine_that_another_one_has_replaced_ends(start: Start, coordinator: ScriptedCoordinator) -> None:
+    """It was not lost, only silent: by the time it speaks again its ranks are fenced."""
+    launches = [start(*MACHINES, QUICK), start(*MACHINES, QUICK)]
+    ranks = [launches[0].rank(number) for number in (0, 1)]
+    first, second = by_place(launches, ranks)
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    first.process.send_signal(signal.SIGSTOP)
+    heir = start(*MACHINES, QUICK)
+    assert heir.rank(0, process=2).env["GROUP_RANK"] == "0"
+    first.process.send_signal(signal.SIGCONT)
+    code, stderr = first.wait()
+    assert code == 1
+    assert stderr.splitlines()[-1].endswith(" s, and another one has its place")
+    assert not ranks[0].alive
+    assert ranks[1].alive
+    assert not coordinator.failures
+    for number in (0, 1):
+        heir.go(number)
+    assert [launch.wait()[0] for launch in (second, heir)] == [0, 0]
+
+
+def test_a_machine_too_many_waits_and_is_not_needed(start: Start, coordinator: ScriptedCoordinator) -> None:
+    launches = [start(*MACHINES, QUICK), start(*MACHINES, QUICK)]
+    for number in (0, 1):
+        launches[0].rank(number)
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    third = start(*MACHINES, QUICK)
+    wait_until(lambda: coordinator.met == 3, "the third machine")
+    coordinator.publish(state=pb.FINISHED, generation=1)
+    code, stderr = third.wait()
+    assert code == 0
+    assert stderr.splitlines()[-2:] == [
+        "swift: 3 machines are here: waiting for a place",
+        "swift: this machine is not needed: the job is over",
+    ]
+    for number in (0, 1):
+        launches[0].go(number)
+    assert [launch.wait()[0] for launch in launches] == [0, 0]
+
+
+def test_machines_that_want_different_things_do_not_meet(
+    start: Start, coordinator: ScriptedCoordinator
+) -> None:
+    launch = start(*MACHINES)
+    wait_until(lambda: coordinator.met, "the first machine")
+    other = start("--nnodes=3", *MACHINES[1:])
+    assert other.wait() == (2, "swift: --nnodes is 3 here and 2 on another machine\n")
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.wait()[0] == 128 + signal.SIGTERM
+
+
+def test_a_machine_alone_does_not_wait_for_ever(start: Start) -> None:
+    code, stderr = start(*MACHINES, "--rdzv-conf=join_timeout=3").wait()
+    assert code == 3
+    assert stderr.splitlines() == [
+        "swift: 1 of 2 machines are here: waiting for the others",
+        "swift: run: 1 of 2 machines were here after 3 s: start the same command on all of them "
+        "(--rdzv-conf=join_timeout=SECONDS: waits longer)",
+    ]
+
+
+def test_machines_may_have_different_numbers_of_ranks(start: Start) -> None:
+    flags = [flag for flag in MACHINES if not flag.startswith("--nproc")]
+    launches = [start(*flags, f"--nproc-per-node={count}") for count in (1, 2)]
+    ranks = [launches[0].rank(number) for number in (0, 1, 2)]
+    assert [rank.env["WORLD_SIZE"] for rank in ranks] == ["3", "3", "3"]
+    assert sorted(rank.env["LOCAL_WORLD_SIZE"] for rank in ranks) == ["1", "2", "2"]
+    assert len({(rank.env["GROUP_RANK"], rank.env["LOCAL_RANK"]) for rank in ranks}) == 3
+    assert len({(rank.env["MASTER_ADDR"], rank.env["MASTER_PORT"]) for rank in ranks}) == 1
+    for number in (0, 1, 2):
+        launches[0].go(number)
+    assert [launch.wait()[0] for launch in launches] == [0, 0]
 
 
 def test_a_machine_that_joins_restarts_the_ranks(start: Start, coordinator: ScriptedCoordinator) -> None:
     coordinator.publish(state=pb.RUNNING, generation=1)
-    flags = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=grow"]
-    flags += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
-    flags += ["--rdzv-conf=last_call_timeout=1"]
+    flags = ["--nnodes=1:2", *MACHINES[1:], QUICK]
     launch = start(*flags)
     alone = launch.rank(0)
     assert alone.env["WORLD_SIZE"] == "1"
     other = start(*flags)
     ranks = [launch.rank(0, process=2), other.rank(1)]
     assert [rank.env["WORLD_SIZE"] for rank in ranks] == ["2", "2"]
+    assert ranks[0].env["MASTER_PORT"] == ranks[1].env["MASTER_PORT"] != alone.env["MASTER_PORT"]
     assert not alone.alive
     # The coordinator knows that the process before is gone, so that the new one can hold the rank.
     assert wait_until(lambda: coordinator.exits, "the notice")[0].pid == alone.pid
@@ -379,10 +463,10 @@ def test_a_machine_that_joins_restarts_the_ranks(start: Start, coordinator: Scri
     assert [machine.wait()[0] for machine in (launch, other)] == [0, 0]
 
 
-def test_a_signal_ends_a_launcher_that_waits_for_another_machine(start: Start) -> None:
-    flags = ["--nnodes=2", "--node-rank=1", "--job=alone", "--master-addr=127.0.0.1"]
-    launch = start(*flags, f"--master-port={free_port()}")
-    wait_until(lambda: len(launch.events("worker_spawned")) == 2, "the rendezvous")
-    time.sleep(0.5)  # by now it waits inside torch's store, where no Python code runs
+def test_a_signal_ends_a_launcher_that_waits_for_another_machine(
+    start: Start, coordinator: ScriptedCoordinator
+) -> None:
+    launch = start(*MACHINES)
+    wait_until(lambda: coordinator.met, "the rendezvous")
     launch.process.send_signal(signal.SIGINT)
     assert launch.wait(10)[0] == 130

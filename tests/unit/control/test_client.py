@@ -52,7 +52,7 @@ class Scripted:
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
     Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = _next
-    Differs = Jobs = Stop = Share = _next
+    Differs = Jobs = Stop = Share = Meet = _next
 
 
 class Served:

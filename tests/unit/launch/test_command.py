@@ -11,7 +11,8 @@ import pytest
 from swift.errors import UsageError
 from swift.launch import command, torch_names
 from swift.launch.agent import Outcome
-from swift.launch.command import job_name, make_plan
+from swift.launch.command import Meeting, job_name, make_plan
+from swift.launch.meeting import Terms
 from swift.launch.torch_names import Std
 from swift.names import JOB_PATTERN
 
@@ -30,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     plan = make_plan([COORDINATOR, "train.py", "--lr", "1"])
-    assert plan.loopback
+    assert plan.meeting is Meeting.ALONE
     assert (plan.spare_count, plan.config.max_restarts, plan.grace_s) == (1, 100, 5.0)
     assert (plan.job.script, plan.job.args, plan.job.module) == ("train.py", ["--lr", "1"], False)
     assert JOB_PATTERN.fullmatch(plan.job.name)
@@ -43,7 +44,7 @@ def test_torchruns_flags_pass_through() -> None:
     flags += ["--rdzv-id=Big Run!", "--rdzv-conf=timeout=60", "--role=trainer", "--monitor-interval=0.5"]
     plan = make_plan([COORDINATOR, *flags, "--max-restarts=7", "-m", "json.tool", "x"])
     config = plan.config
-    assert not plan.loopback
+    assert plan.meeting is Meeting.COORDINATOR
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 4, 3)
     assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("c10d", "host:29400", "Big Run!")
     assert config.rdzv_configs["timeout"] == "60"
@@ -54,9 +55,46 @@ def test_torchruns_flags_pass_through() -> None:
 
 def test_static_rendezvous_keeps_rank_and_address() -> None:
     flags = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=1234", "--job=j"]
-    config = make_plan([COORDINATOR, *flags, "train.py"]).config
+    plan = make_plan([COORDINATOR, *flags, "train.py"])
+    config = plan.config
+    assert plan.meeting is Meeting.NUMBERED
     assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", "10.0.0.1:1234")
     assert config.rdzv_configs["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "meeting"),
+    [
+        (["--nnodes=2", "--job=j"], Meeting.COORDINATOR),
+        (["--nnodes=2", "--job=j", "--rdzv-backend=c10d"], Meeting.COORDINATOR),
+        (["--nnodes=1:2", "--rdzv-id=j"], Meeting.COORDINATOR),
+        (["--nnodes=2", "--job=j", "--node-rank=0"], Meeting.NUMBERED),
+        (["--nnodes=2", "--job=j", "--master-addr=a01"], Meeting.NUMBERED),  # torchrun's node 0
+        (["--nnodes=2", "--job=j", "--rdzv-endpoint=a01:1"], Meeting.NUMBERED),
+        (["--nnodes=1", "--node-rank=0"], Meeting.ALONE),
+        (["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], Meeting.ALONE),
+        (["--nnodes=2", "--standalone"], Meeting.ALONE),
+    ],
+)
+def test_how_machines_know_of_each_other(flags: list[str], meeting: Meeting) -> None:
+    assert make_plan([COORDINATOR, *flags, "train.py"]).meeting is meeting
+
+
+def test_numbers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    monkeypatch.setenv("PET_MASTER_ADDR", "a01")
+    plan = make_plan([COORDINATOR, "--nnodes=2", "--job=j", "train.py"])
+    assert plan.meeting is Meeting.NUMBERED
+    assert (plan.config.rdzv_configs["rank"], plan.config.rdzv_endpoint) == (1, "a01:29500")
+
+
+def test_an_endpoint_that_nobody_needs_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--nnodes=2", "--job=j", "--rdzv-backend=c10d", "--rdzv-endpoint=a01:29400"]
+    flags += ["--rdzv-conf=join_timeout=60,keep_alive_interval=1,is_host=1"]
+    plan = make_plan([COORDINATOR, *flags, "train.py"])
+    said = capfd.readouterr().err
+    assert said == "swift: machines meet at the coordinator: --rdzv-endpoint a01:29400 is not needed\n"
+    assert plan.terms == Terms(join_timeout=60, keep_alive_interval=1)
 
 
 def test_threads_are_one_each_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +168,11 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ([COORDINATOR, "--log-dir=train.py/logs", "train.py"], "name a directory that can be written"),
         ([COORDINATOR, "--signals-to-handle=SIGWHAT", "train.py"], "SIGWHAT"),
         ([COORDINATOR, "--rdzv-conf=nonsense", "train.py"], "nonsense"),
+        ([COORDINATOR, "--rdzv-backend=etcd", "--nnodes=2", "--job=j", "train.py"], "--rdzv-backend etcd"),
+        (
+            [COORDINATOR, "--nnodes=2", "--job=j", "--rdzv-conf=last_call_timeout=-1", "train.py"],
+            "last_call_timeout=-1: 0.01 to 3600",
+        ),
         ([COORDINATOR, "--no-python", "train.py"], "not supported: --no-python"),
         (
             [COORDINATOR, "--start-method=forkserver", "train.py"],

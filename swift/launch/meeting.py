@@ -1,0 +1,227 @@
+"""The rendezvous of machines that were given no numbers: they meet at the coordinator, by the same command on each.
+
+torch's own keeps a store on one of the machines, and ends with it. Here each launcher tells the coordinator every few
+seconds that it is there and which place it holds (`services/coordinator/meeting.py`); so any machine may be lost, and
+one that comes takes its place, of which the others need not know.
+
+    (main thread)  ``next_rendezvous`` waits until there is a place; ``news`` while the ranks run; ``leave`` in the end
+    (own thread)   speaks to the coordinator, and wakes the main loop when there is something new
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from swift import events
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import AccessDenied, ServiceError, SwiftError, UsageError
+from swift.launch.ranks import Job
+from swift.launch.rendezvous import LOOPBACK, Rendezvous
+from swift.launch.torch_names import RendezvousInfo, RendezvousStoreInfo
+
+if TYPE_CHECKING:
+    from swift.control.client import CoordinatorClient
+
+POLL_S = 0.2
+"""Between two words to the coordinator, while there is no place yet."""
+LONGEST_S = 3600.0
+LEAVE_S = 2.0
+"""How long the end of a launcher waits until its place is given back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What `--rdzv-conf` can say of a meeting, by torch's names."""
+
+    join_timeout: float = 600.0
+    """Seconds that a machine waits for the others."""
+    last_call_timeout: float = 30.0
+    """Seconds that more machines are waited for, if there are enough to begin but not the most (`--nnodes MIN:MAX`)."""
+    keep_alive_interval: float = 5.0
+    keep_alive_max_attempt: float = 3.0
+    """A machine is lost that was silent for so many intervals."""
+
+    @classmethod
+    def of(cls, configs: Mapping[str, object]) -> "Terms":
+        """ValueError."""
+        given = {}
+        for name in cls.__dataclass_fields__:
+            if name in configs:
+                given[name] = float(str(configs[name]))
+                if not 0.01 <= given[name] <= LONGEST_S:
+                    raise ValueError(f"--rdzv-conf {name}={configs[name]}: 0.01 to {LONGEST_S:g}")
+        return cls(**given)
+
+    @property
+    def lease_s(self) -> float:
+        return min(LONGEST_S, self.keep_alive_interval * self.keep_alive_max_attempt)
+
+
+class NotNeeded(Exception):
+    """The job came to its end without this machine."""
+
+
+class MetRendezvous(Rendezvous):
+    """One machine of several."""
+
+    def __init__(
+        self,
+        run_id: str,
+        job: Job,
+        *,
+        nodes: tuple[int, int],
+        ranks: int,
+        address: str,
+        terms: Terms,
+        wake: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(run_id, [])
+        self._job = job
+        self._nodes = nodes
+        self._ranks = ranks
+        self._address = address
+        self._terms = terms
+        self._wake = wake
+        self._say = say
+        self._port = _reserve()
+        self._store: TCPStore | None = None
+        """Of the first machine: one for every round, since trainers would find the keys of the one before."""
+        self._taken = pb.MeetReply()
+        """The answer by which the ranks of this machine run."""
+        self._newest = pb.MeetReply()
+        self._error: SwiftError | None = None
+        self._answered = threading.Condition()
+        self._speaks = threading.Event()
+        """At once, instead of after the interval."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._keep_meeting, name="meeting", daemon=True)
+        self._thread.start()
+
+    def get_backend(self) -> str:
+        return "swift-coordinator"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for a place. NotNeeded, UsageError, AccessDenied, ServiceError (the others do not come)."""
+        taken = self._taken = self._await_place()
+        self.ranks_of = [machine.ranks for machine in taken.machines]
+        if taken.place == 0:
+            self._open_store(taken.machines[0].port)
+        master = RendezvousStoreInfo(taken.machines[0].address, taken.machines[0].port)
+        return RendezvousInfo(HashStore(), taken.place, len(taken.machines), master)
+
+    @property
+    def is_new_round(self) -> bool:
+        return self._newest.round > self._taken.round
+
+    @property
+    def lost(self) -> str:
+        return self._newest.over if self._taken.machines else ""
+
+    def leave(self) -> None:
+        self._closed = True
+        self._speaks.set()
+        self._thread.join(LEAVE_S)
+
+    # --- ---
+
+    def _open_store(self, port: int) -> None:
+        if (
+            self._port.getsockname()[1] != port
+        ):  # a round so soon after the last one that its store is still told of
+            return
+        reserved, self._port = self._port, _reserve()
+        self._speaks.set()  # of the next one's port
+        reserved.listen()
+        self._store = TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=self._terms.join_timeout),
+            wait_for_workers=False,
+            master_listen_fd=reserved.detach(),  # the store's from here on
+        )
+
+    def _await_place(self) -> pb.MeetReply:
+        deadline = time.monotonic() + self._terms.join_timeout
+        said = 0
+        with self._answered:
+            while not self._newest.machines:
+                if self._error is not None:
+                    raise self._error
+                if self._newest.over:
+                    raise NotNeeded(self._newest.over)
+                here, least = self._newest.here, self._nodes[0]
+                if here > said:
+                    said = here
+                    self._say(
+                        f"{here} of {least} machines are here: waiting for the others"
+                        if here < least
+                        else f"{here} machines are here: waiting for a place"
+                    )
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise ServiceError(
+                        f"run: {here} of {least} machines were here after {self._terms.join_timeout:g} s: start the "
+                        "same command on all of them (--rdzv-conf=join_timeout=SECONDS: waits longer)"
+                    )
+                self._answered.wait(min(1.0, left_s))
+            return self._newest
+
+    def _keep_meeting(self) -> None:
+        from swift.control.client import CoordinatorClient  # beside the main thread: grpc takes a while
+
+        with CoordinatorClient(self._job.coordinator, self._job.name) as client:
+            while not self._closed:
+                self._speak(client)
+                held = bool(self._newest.machines)
+                self._speaks.wait(self._terms.keep_alive_interval if held else POLL_S)
+                self._speaks.clear()
+            try:
+                client.meet(pb.MeetRequest(job=self._job.name, run=self._job.run, leaves=True))
+            except SwiftError as error:  # then its lease ends
+                events.emit("meeting_not_left", reason=str(error))
+
+    def _speak(self, client: "CoordinatorClient") -> None:
+        held = self._newest if self._newest.machines else None
+        request = pb.MeetRequest(
+            job=self._job.name,
+            run=self._job.run,
+            machine=pb.Machine(address=self._address, port=self._port.getsockname()[1], ranks=self._ranks),
+            machines_min=self._nodes[0],
+            machines_max=self._nodes[1],
+            lease_s=self._terms.lease_s,
+            last_call_s=self._terms.last_call_timeout,
+            held=held,
+        )
+        try:
+            reply = client.meet(request)
+        except (UsageError, AccessDenied) as error:
+            if held is None:
+                self._take(None, error)
+        except SwiftError:
+            pass  # nobody answers, as the link says as well: it is said again
+        else:
+            self._take(reply)
+
+    def _take(self, reply: pb.MeetReply | None, error: SwiftError | None = None) -> None:
+        with self._answered:
+            self._error = error
+            if reply is not None:
+                self._newest = reply
+            self._answered.notify_all()
+        if self.is_new_round or self.lost:
+            self._wake()
+
+
+def _reserve() -> socket.socket:
+    """A port of this machine that nobody else gets, and on which nobody listens yet."""
+    port = socket.socket()
+    port.bind(("", 0))
+    return port

@@ -1,0 +1,214 @@
+"""Machines without numbers: who gets which place, when, and what a lost one leaves behind."""
+
+from typing import Any
+
+import pytest
+
+from services.coordinator.meeting import Meetings
+from services.coordinator.messages import Refusal
+from services.coordinator.servicer import _wrong_meeting
+from swift._pb import coordinator_pb2 as pb
+
+LEASE_S = 15.0
+STALL_S = 5.0
+BEGAN = 100.0
+
+
+class World:
+    """Launchers and their coordinator, on a clock that a test moves."""
+
+    def __init__(self, machines: str = "2:2") -> None:
+        self.least, self.most = map(int, machines.split(":"))
+        self.now = BEGAN
+        self.over: bool | None = None
+        self.held: dict[str, pb.MeetReply] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.meetings = Meetings(self.now)
+
+    def request(self, run: str, ranks: int = 4, **fields: Any) -> pb.MeetRequest:
+        machine = pb.Machine(address=run, port=1, ranks=ranks)
+        wanted = {"machines_min": self.least, "machines_max": self.most, "lease_s": LEASE_S, "last_call_s": 3}
+        return pb.MeetRequest(job="j", run=run, machine=machine, held=self.held.get(run), **(wanted | fields))
+
+    def say(self, run: str, **fields: Any) -> tuple[int, list[str]] | str | int:
+        """Its place and all machines; or why it has none; or how many are here."""
+        request = self.request(run, **fields)
+        assert _wrong_meeting(request) == ""
+        reply = self.meetings.say(request, self.now, over=self.over)
+        if not reply.machines:
+            return reply.over or reply.here
+        self.held[run] = reply
+        return reply.place, [machine.address for machine in reply.machines]
+
+    def wait(self, seconds: float, *alive: str) -> None:
+        """`alive` speak meanwhile."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 1.0
+            for run in alive:
+                self.say(run)
+            self.meetings.look(self.now, STALL_S)
+
+
+@pytest.fixture
+def world() -> World:
+    """Two machines in their places, and a job that runs."""
+    world = World()
+    assert world.say("a") == 1
+    assert world.say("b") == (1, ["a", "b"])
+    assert world.say("a") == (0, ["a", "b"])
+    world.over = False
+    return world
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_comes_gets_the_place_of_a_lost_one_and_nobody_else_notices(
+    lost: int, world: World
+) -> None:
+    living = "ab"[1 - lost]
+    before = world.say(living)
+    world.wait(LEASE_S - 1.0, living)
+    assert world.say("c") == 3  # the other one may come back yet
+    world.wait(3.0, living, "c")
+    assert world.say("c") == (lost, ["c", "b"] if lost == 0 else ["a", "c"])
+    assert before == (1 - lost, ["a", "b"])
+    assert world.say(living)[0] == 1 - lost  # type: ignore[index]
+    assert world.held[living].round == world.held["c"].round == 1
+
+
+def test_a_machine_that_was_silent_keeps_its_place_until_another_one_has_it(world: World) -> None:
+    world.wait(2 * LEASE_S, "b")
+    assert world.say("a") == (0, ["a", "b"])
+    world.wait(2 * LEASE_S, "b")
+    assert world.say("c") == (0, ["c", "b"])
+    assert world.say("a") == "this machine was silent for more than 15 s, and another one has its place"
+
+
+def test_a_launcher_that_ends_leaves_its_place_at_once(world: World) -> None:
+    world.say("a", leaves=True)
+    assert world.say("c") == (0, ["c", "b"])
+
+
+def test_one_that_is_too_many_waits_for_a_place_and_ends_with_the_job(world: World) -> None:
+    assert world.say("c") == 3
+    world.wait(LEASE_S + 2.0, "b", "c")
+    assert world.say("c") == (0, ["c", "b"])
+    assert world.say("d") == 3
+    world.over = True
+    assert world.say("d") == "the job is over"
+
+
+def test_a_job_that_is_over_is_started_again_once_its_old_machines_have_left(world: World) -> None:
+    world.over = True
+    assert world.say("c") == 3
+    assert world.say("d") == 4
+    world.say("a", leaves=True)
+    assert world.say("c") == 3  # not beside one of before
+    world.say("b", leaves=True)
+    assert world.say("c") == (0, ["c", "d"])
+    assert world.say("d") == (1, ["c", "d"])
+
+
+def test_all_are_lost_and_all_come_again(world: World) -> None:
+    world.wait(LEASE_S + 2.0)
+    assert world.say("c") == 1
+    assert world.say("d") == (1, ["c", "d"])
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_coordinator_that_begins_anew_knows_everybodys_place_again(first: str, world: World) -> None:
+    world.restart()
+    assert world.say("c") == 1  # a spare, or one that comes for a lost one: those who hold a place come first
+    assert world.say("d") == 2
+    second = "ab".replace(first, "")
+    for run in (first, second):
+        assert world.say(run)[0] == "ab".index(run)  # type: ignore[index]
+    world.wait(2 * LEASE_S, "a", "c")
+    assert world.say("c") == (1, ["a", "c"])
+
+
+def test_a_coordinator_that_was_away_itself_takes_nobodys_place(world: World) -> None:
+    world.now += 10 * LEASE_S
+    world.meetings.look(world.now, STALL_S)
+    assert world.say("c") == 3
+    assert world.say("a") == (0, ["a", "b"])
+
+
+def test_enough_machines_begin_after_the_last_call_and_more_get_places_behind_them() -> None:
+    world = World("1:3")
+    assert world.say("a") == 1
+    world.wait(2.0, "a")
+    assert world.held == {}
+    world.wait(2.0, "a")
+    assert world.say("a") == (0, ["a"])
+    assert world.say("b") == 2
+    world.wait(4.0, "a", "b")
+    assert world.say("b") == (1, ["a", "b"])
+    assert world.say("a", ranks=4) == (0, ["a", "b"])
+    assert world.say("c") == (2, ["a", "b", "c"])  # the most: nobody else is waited for
+    assert world.say("a") == (0, ["a", "b", "c"])
+    assert world.held["a"].round == 3
+    assert world.say("d") == 4
+
+
+def test_a_round_that_a_silent_machine_has_missed_is_not_its_own() -> None:
+    world = World("2:3")
+    for run in "abca":
+        world.say(run)
+    assert world.held["a"].round == 1
+    world.held["d"] = pb.MeetReply(round=1, place=2, machines=world.held["a"].machines)
+    assert "another one has its place" in str(world.say("d"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"machines_max": 3}, "--nnodes is 2:3 here and 2 on another machine"),
+        ({"ranks": 8}, "--nproc-per-node is 8 here, and was 4 on the machine that was lost"),
+    ],
+)
+def test_a_machine_that_wants_something_else_is_refused(
+    fields: dict[str, Any], words: str, world: World
+) -> None:
+    world.say("a", leaves=True)
+    with pytest.raises(Refusal, match=words):
+        world.say("c", **fields)
+    assert world.say("d") == (0, ["d", "b"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"run": ""},
+        {"run": "r" * 1000},
+        {"machine": pb.Machine(address="a", port=1, ranks=0)},
+        {"machine": pb.Machine(address="a", port=1 << 16, ranks=1)},
+        {"machine": pb.Machine(address="a" * 1000, port=1, ranks=1)},
+        {"machines_min": 0},
+        {"machines_min": 3},
+        {"machines_max": 1 << 20},
+        {"lease_s": 0.0},
+        {"lease_s": float("nan")},
+        {"last_call_s": float("inf")},
+        {"held": pb.MeetReply(round=1, place=1, machines=[pb.Machine(ranks=1)])},
+        {"held": pb.MeetReply(round=0, place=0, machines=[pb.Machine(ranks=1)])},
+        {"held": pb.MeetReply(round=1, place=0, machines=[pb.Machine(ranks=1)] * 3)},
+        {"held": pb.MeetReply(round=1, place=0, machines=[pb.Machine()])},
+    ],
+)
+def test_what_nobody_can_mean(fields: dict[str, Any]) -> None:
+    request = World().request("a")
+    for name, value in fields.items():
+        if isinstance(value, str | int | float):
+            setattr(request, name, value)
+        else:
+            getattr(request, name).CopyFrom(value)
+    assert _wrong_meeting(request)
+
+
+def test_a_meeting_is_forgotten_when_nobody_is_there(world: World) -> None:
+    assert len(world.meetings) == 1
+    world.wait(LEASE_S + 2.0)
+    assert len(world.meetings) == 0
