@@ -17,7 +17,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -377,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on = output.machine()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
-        with tempfile.TemporaryDirectory(prefix="swift-hostile-", dir=arguments.directory) as directory:
+        with output.place(arguments.directory) as directory:
             seen = run(config, Path(directory))
     except KeyboardInterrupt:
         print("swift: stopped; nothing is judged", file=sys.stderr)

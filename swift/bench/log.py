@@ -16,7 +16,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -344,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flight = None if arguments.flight is None else wire.flight_environment(arguments.flight)
     try:
         for _ in range(arguments.rounds):
-            with tempfile.TemporaryDirectory(prefix="swift-bench-", dir=arguments.directory) as directory:
+            with output.place(arguments.directory) as directory:
                 rounds.append(measure(Path(directory), total, flight))
     except OSError as error:
         raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error

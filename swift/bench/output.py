@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from swift.arguments import Parser
@@ -25,6 +26,16 @@ def machine() -> str:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores ({cpu_model()}), {memory} GiB, loopback, load {os.getloadavg()[0]:.1f}"
+
+
+def place(directory: Path | None) -> "TemporaryDirectory[str]":
+    """Where a benchmark works, removed after it: within ``--directory``, which UsageError names if it cannot be."""
+    try:
+        return TemporaryDirectory(prefix="swift-bench-", dir=directory)
+    except OSError as error:
+        raise UsageError(
+            f"--directory {directory or '(none given)'}: {error.strerror}; give one that can be written"
+        ) from None
 
 
 def add_json(parser: Parser) -> None:

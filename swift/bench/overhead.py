@@ -22,7 +22,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -243,9 +242,7 @@ class Bench:
 def measure(case: Case, arguments: Any) -> dict[str, Any]:
     orders = list(permutations(MODES))
     with ExitStack() as stack:
-        place = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="swift-bench-", dir=arguments.directory)
-        )
+        place = stack.enter_context(output.place(arguments.directory))
         bench = Bench(case, arguments.logger, arguments.slice_s, Path(place), stack)
         bench.round(MODES)  # a warm-up
         rounds: list[dict[str, dict[str, float]]] = []

@@ -13,7 +13,6 @@ FAIL: a record that a writer was told is durable cannot be read, or differs; or 
 
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -179,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on, began = output.machine(), time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
-        with tempfile.TemporaryDirectory(prefix="swift-soak-", dir=arguments.directory) as directory:
+        with output.place(arguments.directory) as directory:
             found = soak(config, Path(directory))
     except KeyboardInterrupt:
         print(f"swift: stopped after {time.monotonic() - began:.0f} s; nothing is judged", file=sys.stderr)

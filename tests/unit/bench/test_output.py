@@ -33,3 +33,12 @@ def test_a_machine_in_words() -> None:
     assert "cores (" in words
     assert "load " in words
     assert output.cpu_model() in words
+
+
+def test_a_directory_that_cannot_be_worked_in_is_refused_in_one_line(tmp_path: Path) -> None:
+    with output.place(tmp_path) as place:
+        assert Path(place).parent == tmp_path
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(UsageError, match=f"^--directory {bad}: .*; give one that can be written$"):
+            output.place(bad)
