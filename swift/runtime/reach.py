@@ -4,14 +4,16 @@ Code of the trainer's own is read (its bytecode: which names it loads), and what
 packages are not read. A variable that is only ever assigned is not found: nothing in a step depends on it.
 """
 
+import abc
+import builtins
 import dis
 import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import numpy as np
 import torch
@@ -27,20 +29,25 @@ _NOT_READ = (
 _LOADS_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 _LOADS_CELL = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 _LOADS_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+_IMPORTS = {"IMPORT_NAME", "IMPORT_FROM"}
 _ALL_ATTRIBUTES = {"getattr", "vars", "__dict__", "asdict", "replace", "deepcopy", "copy"}
 """Whoever uses these may look at any attribute."""
 
+_WITHOUT_READERS = (object, abc.ABC, Generic, Protocol, torch.nn.Module, torch.utils.data.Dataset)
+"""Bases whose own code looks at no attribute of a class that derives from them."""
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, np.generic)
 _VISITED_MAX = 50_000
 
 Get = Callable[[], Any]
 _MISSING = object()
+_CODE = (types.FunctionType, types.MethodType, functools.partial, type)
 
 
 class Reach:
     """``variables``: by name, how to get the value that they have now. ``reads``: of an object's attributes."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], told: Container[int] = ()) -> None:
+        """`told`: ids of what the session was told of, which is no variable, though its code is read."""
         roots = list(roots)
         self.variables: dict[str, Get] = {}
         self._attributes: set[str] = set()
@@ -50,22 +57,32 @@ class Reach:
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
         for root in roots:
-            self._follow(root, getattr(root, "__name__", type(root).__name__))
+            name = getattr(root, "__name__", type(root).__name__)
+            if id(root) in told or isinstance(root, _CODE):
+                self._follow(root, name)
+            else:
+                self._variable(name, root)
         for name, module in self._modules.items():
             self._module(name, module)
         self._kept.clear()  # from here on nothing lives longer for having been looked at
 
     def reads(self, kind: type, attribute: str) -> bool:
         """Code that is read looks at the attribute, or code that is not may do so."""
-        if kind not in self._classes or not _ALL_ATTRIBUTES.isdisjoint(self._attributes):
-            return True
-        return attribute in self._attributes
+        return kind not in self._classes or self.loads(attribute)
+
+    def loads(self, attribute: str) -> bool:
+        """Code that is read loads it, or perhaps any attribute, from something."""
+        return attribute in self._attributes or not _ALL_ATTRIBUTES.isdisjoint(self._attributes)
 
     def _own(self, path: str | None) -> bool:
         """Code in that file is the trainer's: it is no installed package's, or the script is of the same package."""
         if not path or path.startswith("<frozen"):
             return False
         return not path.startswith((*_LIBRARIES, *_NOT_READ)) or path.startswith(self._packages)
+
+    def _is_own(self, kind: type) -> bool:
+        module = sys.modules.get(kind.__module__)
+        return module is not None and self._own(getattr(module, "__file__", None))
 
     def _follow(self, value: Any, name: str) -> None:
         """Reads the code that `value` is, or that its class is."""
@@ -121,8 +138,7 @@ class Reach:
         last = _arguments(function)[: function.__code__.co_argcount][-len(defaults) :]
         for argument, value in (*zip(last, defaults), *(function.__kwdefaults__ or {}).items()):
             self._variable(argument, value)
-        for key in [key for key in vars(function) if key != "__wrapped__"]:
-            self._variable(f"{name}.{key}", vars(function)[key], functools.partial(vars(function).get, key))
+        self._namespace(function.__name__, function, lambda key, _: not key.startswith("__"))
 
     def _code(self, code: types.CodeType, cells: dict[str, types.CellType], names: dict[str, Any]) -> None:
         for instruction in dis.get_instructions(code):
@@ -130,13 +146,18 @@ class Reach:
             if instruction.opname in _LOADS_ATTRIBUTE:
                 self._attributes.add(name)
             elif instruction.opname in _LOADS_CELL and name in cells:
-                value = _content(cells[name])
-                if value is not _MISSING:
-                    self._variable(name, value, functools.partial(_content, cells[name]))
+                self._variable(name, _content(cells[name]), functools.partial(_content, cells[name]))
             elif instruction.opname in _LOADS_GLOBAL:
                 self._attributes.add(name)  # of a module of the trainer's own, or `getattr`
-                if name in names:
-                    self._variable(name, names[name], functools.partial(names.get, name))
+                if name == "globals":
+                    for each in list(names):
+                        self._variable(each, names[each], functools.partial(names.get, each))
+                if name in names or not hasattr(builtins, name):  # perhaps a step makes it
+                    self._variable(name, names.get(name), functools.partial(names.get, name))
+            elif instruction.opname in _IMPORTS:
+                self._attributes.add(name)
+                if (module := sys.modules.get(name)) is not None:
+                    self._follow(module, name)
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 self._code(inner, cells, names)
@@ -144,24 +165,36 @@ class Reach:
     def _class(self, kind: type) -> None:
         """All of its methods: which one a step calls is not asked."""
         for each in kind.__mro__:
-            module = sys.modules.get(each.__module__)
             if id(each) in self._seen and each is not kind:
                 continue
             self._seen.add(id(each))
-            if module is None or not self._own(getattr(module, "__file__", None)):
+            if not self._is_own(each):
                 continue
-            self._classes.add(each)
+            if all(base in _WITHOUT_READERS or self._is_own(base) for base in each.__mro__):
+                self._classes.add(each)
             for name, value in list(vars(each).items()):
                 for function in _functions_of(value):
                     self._follow(function, name)
-                if not name.startswith("__") and not _functions_of(value) and not hasattr(value, "__get__"):
-                    self._variable(f"{each.__name__}.{name}", value, functools.partial(vars(each).get, name))
+            self._namespace(each.__name__, each, _is_attribute)
+
+    def _namespace(self, name: str, owner: Any, shows: Callable[[str, Any], bool]) -> None:
+        """The attributes that a function or a class has by then."""
+
+        def now() -> types.SimpleNamespace:
+            return types.SimpleNamespace(**{k: v for k, v in vars(owner).items() if shows(k, v)})
+
+        self._variable(name, now(), now)
 
     def _module(self, name: str, module: types.ModuleType) -> None:
         for attribute in list(vars(module)):
             if attribute in self._attributes and not attribute.startswith("__"):
                 get = functools.partial(vars(module).get, attribute)
                 self._variable(f"{name}.{attribute}", get(), get)
+
+
+def _is_attribute(name: str, value: Any) -> bool:
+    """Of a class: no method, and nothing that is another thing where it is looked up."""
+    return not name.startswith("__") and not _functions_of(value) and not hasattr(value, "__get__")
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:

@@ -12,6 +12,7 @@ are known to change in every step.
 """
 
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from swift import events
 from swift.runtime.reach import Reach
-from swift.runtime.signs import Look, Signs
+from swift.runtime.signs import Look, Signs, parts_of
 
 _STEPS_LOOKED_AT = 3
 _NAMED = 3
@@ -44,6 +45,7 @@ class Script:
         self._differs = differs
         self._warns = warns
         self._reach: Reach | None = None
+        self._code: Callable[[], Iterable[Any]] = tuple
         self._known: set[str] = set()  # names of what changes
         self._ids: set[int] = set()
         self._roots: set[str] = set()  # the variables that they are in
@@ -60,8 +62,8 @@ class Script:
     ) -> None:
         """`besides`: other code of the trainer's that the step runs (forwards, loss functions)."""
         if self._reach is None:
-            self._reach = Reach([train_step, *besides()])
-            self._all = self._look()
+            self._code = lambda: (train_step, *besides())
+            self._read()
         if step != self._next:
             why = "began anew with the process" if not self._steps else f"is of step {self._next}"
             self._stale = self._stale or (step, why)
@@ -78,6 +80,8 @@ class Script:
         self._steps += 1
         if self._steps <= _STEPS_LOOKED_AT or checkpoint:
             self.look()
+        if self._steps <= _STEPS_LOOKED_AT:
+            self._read()  # what a first step makes, imports, hangs upon a module
 
     def look(self) -> None:
         """At all of them, whether they have changed since the last time."""
@@ -100,6 +104,23 @@ class Script:
 
     # --- inside ---
 
+    def _read(self) -> None:
+        """Which variables there are by now; they are what they are."""
+        self._reach = Reach(self._code(), self._told_ids())
+        self._reach.variables["parameter"] = self._attributes_of_parameters
+        self._all = self._look()
+
+    def _attributes_of_parameters(self) -> types.SimpleNamespace:
+        """``p.mean``, ``p.seen``: the session keeps the values of parameters, and not what hangs on them."""
+        assert self._reach is not None
+        found: dict[str, list[Any]] = {}
+        for module in self._told():
+            for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
+                for name, value in parts_of(parameter):
+                    if self._reach.loads(name):
+                        found.setdefault(name, []).append(value)
+        return types.SimpleNamespace(**found)
+
     def _look(self, roots: set[str] | None = None) -> Signs:
         assert self._reach is not None
         if roots is not None and not roots:
@@ -109,7 +130,7 @@ class Script:
         look = Look(self._ids, self._reach.reads)
         for name, get in self._reach.variables.items():
             if roots is None or name in roots:
-                look.at(f"{name}\0", get())
+                look.variable(name, get())
         return look.signs
 
     def _told_ids(self) -> set[int]:
@@ -146,7 +167,7 @@ class Script:
             parts = rest.removeprefix(".").split(".")
             if self._transient.isdisjoint((root, *root.split("."), *parts, f"{root}.{parts[0]}")):
                 self._roots.add(root)
-                inside = not parts[0] or parts[0].isdigit() or parts[0] == "length"
+                inside = not parts[0] or parts[0].isdigit() or parts[0].startswith("#")
                 found.add(root if inside else f"{root}.{parts[0]}")
         return found
 

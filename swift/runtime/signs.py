@@ -1,17 +1,25 @@
 """What tells cheaply that a value has changed: numbers themselves, small tensors' bytes, large ones' ends and version.
 
-A sign is made of each leaf of a value, by its path (``hidden.items.0``). Things of which nothing can be told (files,
-locks, handles) have none.
+A sign is made of each leaf of a value, by its path (``hidden.0.mean``); what a container has besides its items (how
+many there are, in which order) has a path that begins with ``#``. Long containers have one sign for all of their items
+(`swift.runtime.bulk`). Things of which nothing can be told (locks, handles, files that are written) have none.
 """
 
+import array
+import contextvars
+import ctypes
+import io
 import itertools
 import logging
+import multiprocessing.shared_memory
+import multiprocessing.sharedctypes
 import operator
 import threading
 import types
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import weakref
+from collections import ChainMap, UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
@@ -21,30 +29,41 @@ import numpy as np
 import torch
 import xxhash
 
-from swift.runtime import _torch
+from swift.runtime import _torch, bulk
 from swift.runtime.before import attributes_of, generator_state, look, plain_tensor
 from swift.runtime.tensors import byte_view, plain
 
 # Observers, whose state no step depends on; and what has a home of its own.
 _OBSERVERS = {
     "aim", "asyncio", "comet_ml", "concurrent", "io", "_io", "logging", "mlflow", "multiprocessing", "neptune", "rich",
-    "socket", "swift", "tensorboard", "tensorboardX", "threading", "_thread", "tqdm", "wandb", "weakref",
+    "socket", "swift", "tensorboard", "tensorboardX", "threading", "_thread", "tqdm", "wandb",
 }  # fmt: skip
 _TORCH_OBSERVERS = (
     "torch._C", "torch._dynamo", "torch._inductor", "torch.distributed", "torch.multiprocessing", "torch.profiler",
     "torch.autograd.profiler", "torch.utils.hooks", "torch.utils.tensorboard",
 )  # fmt: skip
+_LOOKED_INTO = {"builtins", "collections", "contextvars", "itertools", "multiprocessing", "weakref"}
 _INERT = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, logging.Logger,
-    threading.Thread, torch.dtype, torch.device, torch.Size, range, slice,
+    torch.dtype, torch.device, torch.Size, range, slice,
 )  # fmt: skip
-_SMALL_BYTES = 16 << 10
+_MAPPINGS = (
+    dict, types.MappingProxyType, ChainMap, UserDict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
+)  # fmt: skip
+"""Others may load what they give from a file."""
+_BUFFERS = (
+    bytearray, array.array, memoryview, ctypes.Array, ctypes.Structure, ctypes.Union, type(ctypes.c_int()).__mro__[1],
+)  # fmt: skip
+_COMPILERS = "_dynamo"
+"""How attributes begin that torch.compile gives to tensors."""
+_SMALL_BYTES = 1 << 20
+"""Of tensors; of arrays, which have no version:"""
+_ARRAY_BYTES = 16 << 20
 _MANY = 256
-"""Of longer containers, the ends are looked at, and which items there are (numbers by their value), up to so many:"""
-_HASHED_MAX = 100_000
 _ENDS = 8
-_DEEP = 12
+_DEEP = 40
 LEAVES_MAX = 20_000
+"""Of one variable."""
 
 Sign = Any
 Signs = dict[str, Sign]
@@ -61,6 +80,12 @@ class Look:
         self._reads = reads
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # what is made while looking, so that no id is used twice
+        self._leaves_max = 0
+
+    def variable(self, name: str, value: Any) -> None:
+        """One variable does not hide what stands behind it, however large it is."""
+        self._leaves_max = len(self.signs) + LEAVES_MAX
+        self.at(f"{name}\0", value)
 
     def at(self, path: str, value: Any, depth: int = 0) -> None:
         if value is None or isinstance(value, bool | int | str | bytes | float | complex):
@@ -69,66 +94,101 @@ class Look:
             return
         if isinstance(value, _INERT) or id(value) in self._told or id(value) in self._seen:
             return
-        if depth > _DEEP or len(self.signs) > LEAVES_MAX:
+        if depth > _DEEP or len(self.signs) > self._leaves_max:
             return
         self._seen.add(id(value))
         self._kept.append(value)
-        if isinstance(value, torch.Tensor):
-            self.signs[path] = _of_tensor(value)
-        elif isinstance(value, np.ndarray | np.generic):
-            self.signs[path] = _of_array(np.asarray(value))
-        elif isinstance(value, Enum | PurePath):
-            self.signs[path] = str(value)
-        elif (state := generator_state(value)) is not None:
-            self.signs[path] = _of_state(state[0]())
-        else:
-            with suppress(Exception):  # anything may come out of somebody else's `__getattr__` or `__len__`
-                for name, part in parts_of(value, self._reads):
-                    self.at(f"{path}.{name}", part, depth + 1)
+        sign = leaf(value)
+        if sign is not None:
+            self.signs[path] = sign
+            if not isinstance(value, torch.Tensor) or not vars(value):
+                return
+        with suppress(Exception):  # anything may come out of somebody else's `__getattr__` or `__len__`
+            for name, part in parts_of(value, self._reads):
+                self.at(f"{path}.{name}", part, depth + 1)
+            if isinstance(value, (list, tuple, deque, *_MAPPINGS)) and len(value) > _MANY:
+                self.signs[f"{path}.#rest"] = bulk.digest(value, self._in_bulk)
+
+    def _in_bulk(self, value: Any) -> Any:
+        """(bulk) What stands for an object in a long container: its sign, or its parts."""
+        if isinstance(value, _INERT) or id(value) in self._told:
+            return None
+        sign = leaf(value)
+        return dict(parts_of(value, self._reads)) if sign is None else sign
+
+
+def leaf(value: Any) -> Sign:
+    """The sign of what has no parts; None: it has."""
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _of_array(value)
+    if isinstance(value, _BUFFERS):
+        return _of_buffer(value)
+    if isinstance(value, Enum | PurePath):
+        return str(value)
+    if isinstance(value, io.IOBase):
+        return _of_file(value)
+    if (state := generator_state(value)) is not None:
+        return _of_state(state[0]())
+    return None
 
 
 def parts_of(value: Any, reads: Reads = lambda _kind, _name: True) -> Iterator[tuple[str, Any]]:
     """What a container, an iterator, a module or another object consists of."""
     kind = type(value)
     root = kind.__module__.partition(".")[0]
-    if isinstance(value, dict | types.MappingProxyType):
+    if isinstance(value, torch.Tensor):
+        yield from ((name, part) for name, part in vars(value).items() if not name.startswith(_COMPILERS))
+    elif isinstance(value, _MAPPINGS):
         yield from _of_mapping(value)
     elif isinstance(value, list | tuple | deque):
-        yield "length", len(value)
+        yield "#length", len(value)
         yield from _ends(value)
     elif isinstance(value, set | frozenset):
-        yield "length", len(value)
-        if len(value) <= _MANY:
-            yield "items", sorted(map(repr, value))
+        yield "#length", len(value)
+        yield "#items", sorted(map(repr, value)) if len(value) <= _MANY else hash(frozenset(value))
     elif isinstance(value, torch.nn.Module):
         yield from _of_module(value, reads)
-    elif isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        yield "running", frame is not None and frame.f_lasti
-        if frame is not None:
-            snapshot = frame.f_locals
-            found = dict(snapshot)
-            snapshot.clear()  # the frame would keep them alive until somebody looks again
-            yield from found.items()
+    elif isinstance(value, types.GeneratorType | types.AsyncGeneratorType | types.CoroutineType):
+        yield from _of_frame(value)
+    elif isinstance(value, weakref.ref):
+        yield "", value()
+    elif isinstance(value, contextvars.ContextVar):
+        yield "", value.get(None)
+    elif isinstance(value, multiprocessing.sharedctypes.SynchronizedBase):
+        yield "", value.get_obj()
+    elif isinstance(value, multiprocessing.shared_memory.SharedMemory):
+        yield "", value.buf
+    elif isinstance(value, threading.local):
+        yield from vars(value).items()
+    elif isinstance(value, threading.Thread):
+        own = vars(threading.Thread())
+        yield from ((name, part) for name, part in vars(value).items() if name not in own)
     elif root in ("itertools", "builtins"):
         yield from _of_iterator(value)
-    elif root not in _OBSERVERS and not kind.__module__.startswith(_TORCH_OBSERVERS):
+    if (
+        root not in _LOOKED_INTO
+        and root not in _OBSERVERS
+        and not kind.__module__.startswith(_TORCH_OBSERVERS)
+    ):
         yield from _attributes(value, reads)
 
 
 def _of_mapping(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    yield "length", len(value)
+    yield "#length", len(value)
     try:
         if len(value) <= _MANY:
-            for number, (key, item) in enumerate(list(value.items())):
-                yield (key if isinstance(key, str) else str(number)), item
-                if not isinstance(key, str | torch.Tensor):
-                    yield f"{number}.key", repr(key)
+            items = list(value.items())
+            yield "#order", [key if isinstance(key, str | int) else id(key) for key, _ in items]
         else:
-            yield "items", _hash_of(value.values())
             keys = list(itertools.islice(value, _ENDS))
             keys += list(itertools.islice(reversed(value), _ENDS)) if hasattr(value, "__reversed__") else []
-            yield from ((str(key), value[key]) for key in keys)
+            items = [(key, value[key]) for key in keys]
+        for number, (key, item) in enumerate(items):
+            yield (key if isinstance(key, str) else str(number)), item
+            if not isinstance(key, str | torch.Tensor):
+                yield f"{number}.key", repr(key)
     except RuntimeError:  # another thread changes it
         return
 
@@ -137,20 +197,24 @@ def _ends(value: Any) -> Iterator[tuple[str, Any]]:
     count = len(value)
     places: Iterable[int] = range(count)
     if count > _MANY:
-        yield "items", _hash_of(value)
         places = itertools.chain(range(_ENDS), range(count - _ENDS, count))
     for place in places:
         yield str(place), value[place]
 
 
-def _hash_of(items: Collection[Any]) -> int:
-    """Numbers and strings count by their value, what else there is by which object it is."""
-    if len(items) > _HASHED_MAX:
-        return 0
-    try:
-        return hash(tuple(items))
-    except TypeError:
-        return hash(tuple(map(id, items)))
+def _of_frame(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of a generator or a coroutine: where it is, and its variables."""
+    frame = next(
+        found
+        for name in ("gi_frame", "ag_frame", "cr_frame")
+        if (found := getattr(value, name, value)) is not value
+    )
+    yield "running", frame is not None and frame.f_lasti
+    if frame is not None:
+        snapshot = frame.f_locals
+        found = dict(snapshot)
+        snapshot.clear()  # the frame would keep them alive until somebody looks again
+        yield from found.items()
 
 
 def _of_module(module: torch.nn.Module, reads: Reads) -> Iterator[tuple[str, Any]]:
@@ -198,25 +262,49 @@ def _names(slots: Any) -> Iterable[str]:
 
 
 def _of_tensor(tensor: torch.Tensor) -> Sign:
-    if not plain_tensor(tensor) or _torch.is_transformed(tensor):
-        return type(tensor).__name__
     about = (str(tensor.dtype), tuple(tensor.shape))
+    if _torch.is_transformed(tensor) or tensor.device.type == "meta":
+        return type(tensor).__name__
+    if tensor.layout is torch.sparse_coo:
+        return *about, *map(_of_tensor, (tensor._indices(), tensor._values()))
+    if not plain_tensor(tensor):
+        if (
+            type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            or tensor.layout is not torch.strided
+        ):
+            return type(tensor).__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = tensor.detach().as_subclass(torch.Tensor)
     if tensor.nbytes <= _SMALL_BYTES and tensor.device.type == "cpu":
         data = plain(tensor)
         return *about, xxhash.xxh3_64_intdigest(byte_view(data).data) if data.numel() else 0
     return *about, *look(tensor)
 
 
-def _of_array(array: "np.ndarray[Any, Any]") -> Sign:
-    if array.dtype.hasobject:
-        return array.shape
+def _of_array(value: "np.ndarray[Any, Any] | np.generic") -> Sign:
+    array = np.asarray(value)
+    about = (str(array.dtype), array.shape)
+    if isinstance(value, np.memmap) and not array.flags.writeable:
+        return about  # a data set
     flat = array.reshape(-1)
-    step = max(1, array.nbytes // _SMALL_BYTES)
-    return (
-        str(array.dtype),
-        array.shape,
-        xxhash.xxh3_64_intdigest(np.ascontiguousarray(flat[::step]).tobytes()),
-    )
+    if array.dtype.hasobject:
+        return *about, bulk.digest(flat.tolist(), leaf)
+    step = max(1, array.nbytes // _SMALL_BYTES) if array.nbytes > _ARRAY_BYTES else 1
+    return *about, xxhash.xxh3_64_intdigest(np.ascontiguousarray(flat[::step]).view(np.uint8).data)
+
+
+def _of_buffer(value: Any) -> Sign:
+    return _of_array(np.frombuffer(value, dtype=np.uint8)) if memoryview(value).nbytes else 0
+
+
+def _of_file(value: Any) -> Sign:
+    """Where it is read; what is written, nothing depends on."""
+    if value.closed or value.writable():
+        return ""
+    try:
+        return value.tell()
+    except OSError:  # "telling position disabled by next() call": it is read line by line
+        return object()
 
 
 def _of_state(state: Any) -> Sign:

@@ -25,6 +25,7 @@ from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import local
 from swift.runtime.param_groups import Groups, ParamGroups, become, told
 from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
+from swift.runtime.settings import Settings
 from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import byte_view, digest, plain
 from swift.runtime.updates import Updates
@@ -76,6 +77,7 @@ class TrainerState:
         self._steps_here = 0
         self._digests: dict[int, bytes] = {}
         self.beside = Beside()
+        self.settings = Settings()
         self.iterators = Iterators(self.randomness)
         self.drew: list[str] = []
         """Registered objects that drew random numbers while they loaded their state."""
@@ -161,20 +163,24 @@ class TrainerState:
         """(all is registered, and nothing is loaded yet) What a new process begins with."""
         modules = {key: stage.submod for key, stage in self.keyed().items()}
         self.beside.remember(modules, self.optimizers, self.objects.values())
+        self.settings.remember()
 
     def told(self) -> list[Any]:
         """What the session was told of: all of it is captured."""
         return [*(stage.submod for stage in self.stages), *self.optimizers, *self.schedules, *self._given]
 
     def code(self) -> list[Any]:
-        """The trainer's code that a step runs besides its own function: forwards and loss functions."""
+        """The trainer's code that a step runs besides its own function: forwards, hooks, optimizers, loss functions,
+        and what registered objects do."""
         modules = [part for stage in self.stages for part in stage.submod.modules()]
-        return [*modules, *_torch.loss_functions(self.schedules)]
+        hooks = _torch.hooks_of(modules, self.optimizers)
+        return [*modules, *hooks, *self.optimizers, *_torch.loss_functions(self.schedules), *self._given]
 
     # --- one step ---
 
     def begin_step(self) -> None:
         self.updates.begin_step(self.version)
+        self.settings.begin_step()
         self._gradients.begin(self._parameters())
         for stage in self.stages:
             stage.begin_step()
@@ -199,6 +205,7 @@ class TrainerState:
 
     def end_step(self) -> None:
         self._before, self._groups = None, []
+        self.settings.end_step()
         self._learn_changing()
         self._modules.forget()
         self._gradients.end(updated=self.updates.stepped > 0)
@@ -315,6 +322,8 @@ class TrainerState:
             "beside": self.beside.state(),
             "iterators": self.iterators.state(),
         }
+        if settings := self.settings.state():
+            state["settings"] = settings
         if left := self._gradients.state(self._named_parameters()):
             state["gradients"] = left
         groups = told(self._named_parameters(sharded_too=True), self.optimizers)
@@ -368,6 +377,7 @@ class TrainerState:
         for name, value in state["objects"].items():
             self._load_object(name, value)
         self.beside.load(state["beside"])
+        self.settings.load(state.get("settings", {}))
         self._gradients.load(self._named_parameters(), state.get("gradients", {}))
         self._before, self._groups = None, []
         self.version = int(state["version"])

@@ -1,0 +1,83 @@
+"""Which variables a step reaches: what hooks, parameters and modules that a step imports hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swift.runtime._torch import hooks_of
+from tests.unit.runtime.test_script import Job, Step, changes
+
+
+def imported_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+    (tmp_path / "of_ones_own.py").write_text("count = 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def train_step(step: int) -> None:
+        import of_ones_own  # type: ignore[import-not-found]
+
+        of_ones_own.count += 1
+
+    return train_step
+
+
+def test_what_a_first_step_imports_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert changes(imported_in_a_step(tmp_path, monkeypatch), capsys=capsys) == "of_ones_own.count"
+
+
+def counted() -> tuple[Callable[..., None], list[int]]:
+    count = [0]
+
+    def hook(*_: Any) -> None:
+        count[0] += 1
+
+    return hook, count
+
+
+def test_what_hooks_of_the_session_s_modules_keep_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    hang: list[Callable[[nn.Linear, torch.optim.Optimizer, Any], Any]] = [
+        lambda module, _, hook: module.register_forward_hook(hook),
+        lambda module, _, hook: module.register_forward_pre_hook(hook),
+        lambda module, _, hook: module.register_full_backward_hook(hook),
+        lambda module, _, hook: module.register_full_backward_pre_hook(hook),
+        lambda module, _, hook: module.weight.register_hook(hook),
+        lambda module, _, hook: module.weight.register_post_accumulate_grad_hook(hook),
+        lambda _, optimizer, hook: optimizer.register_step_pre_hook(hook),
+        lambda _, optimizer, hook: optimizer.register_step_post_hook(hook),
+        lambda _, __, hook: nn.modules.module.register_module_forward_hook(hook),
+    ]
+    for each in hang:
+        module = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        hook, count = counted()
+        handle = each(module, optimizer, hook)
+
+        def train_step(step: int, module: nn.Linear = module, optimizer: Any = optimizer) -> None:
+            module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+            optimizer.step()
+
+        job = Job(module, optimizer)
+        for step in range(4):
+            job.script.begin(step, train_step, lambda m=module, o=optimizer: [m, *hooks_of([m], [o])])
+            train_step(step)
+            job.script.end(step, checkpoint=False)
+        handle.remove()
+        assert count[0] >= 4
+        assert "changes count" in capsys.readouterr().err, each
+
+
+def test_attributes_of_parameters_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    module: Any = nn.Linear(2, 2)
+    module.weight.seen = 0
+
+    def train_step(step: int) -> None:
+        module.weight.seen += 1
+        module.weight._dynamo_of_torch_compile = step
+        setattr(module.bias, "of_a_package", step)  # noqa: B010  (which the trainer's own code does not look at)
+
+    assert changes(train_step, module, capsys=capsys) == "parameter.seen"
