@@ -1,6 +1,8 @@
 """One job that is started several times: the services stay, `swift-ft run` comes and goes."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +34,16 @@ class Again(Cluster):
         self._await_service(COORDINATOR)
 
     def run(
-        self, trainer: str, *arguments: object, flags: Sequence[str] = (), patience_s: float = _PATIENCE_S
+        self,
+        trainer: str,
+        *arguments: object,
+        flags: Sequence[str] = (),
+        job: str = JOB,
+        patience_s: float = _PATIENCE_S,
     ) -> int:
         """The exit code of one `swift-ft run`."""
         words = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
-        words += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB, *flags]
+        words += ["--coordinator", self._addresses[COORDINATOR], "--job", job, *flags]
         words += ["--checkpoint-dir", str(self.directory / "checkpoints")]
         output = self.directory / "output" / f"{LAUNCHER}.txt"
         output.unlink(missing_ok=True)
@@ -54,10 +61,24 @@ class Again(Cluster):
         *mishaps: dict[str, Any],
         replicas: int = 1,
         every: int = 5,
+        non_finite_loss: str = "warn",
         flags: Sequence[str] = (),
+        job: str = JOB,
     ) -> int:
-        arguments = (self.directory, steps, json.dumps(mishaps), replicas, every)
-        return self.run("unlucky.py", *arguments, flags=flags)
+        arguments = (self.directory, steps, json.dumps(mishaps), replicas, every, non_finite_loss)
+        return self.run("unlucky.py", *arguments, flags=flags, job=job)
+
+    def status(self, job: str = JOB) -> str:
+        """What `swift-ft status` prints."""
+        command = [sys.executable, "-P", "-m", "swift.cli", "status", "--job", job]
+        command += ["--coordinator", self._addresses[COORDINATOR]]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    def lines(self, job: str = JOB) -> list[list[dict[str, Any]]]:
+        """What each rank has given to `Session.log`."""
+        folder = self.directory / "checkpoints" / job / "metrics"
+        texts = [(folder / f"rank{rank}.jsonl").read_text() for rank in range(self._ranks)]
+        return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
     def events(self, name: str) -> Events:
         return [event for event in events.read(self.directory / "events") if event["event"] == name]

@@ -1,13 +1,16 @@
-"""A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY]]`.
+"""A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY [NON_FINITE_LOSS]]]`.
 
 MISHAPS is a JSON list of {"rank", "step", "at", "what", "times"}: `what` happens at that place of that step, so many
 times (default 1) in all processes of the rank together. Places: "step" (its begin), "forward", "backward", "vote" (in
 the optimizer), "replay" (of any step), "build" (while groups are connected), "made" (before `run`), "first" (before
-the session), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset.
+the session), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset; with
+"terminate" the launcher gets SIGTERM, the step goes on when a last checkpoint is agreed on, and `LEAVES_WITHIN` steps
+later the process stands still; with "nan" the data of the step are not numbers; "slow" takes a tenth of a second.
 """
 
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -28,8 +31,10 @@ DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 MISHAPS: list[dict[str, Any]] = json.loads(sys.argv[3])
 REPLICAS = int(sys.argv[4]) if sys.argv[4:] else 1
 EVERY = int(sys.argv[5]) if sys.argv[5:] else 5
+NON_FINITE_LOSS = sys.argv[6] if sys.argv[6:] else "warn"
 RANK = int(os.environ["RANK"])
 WIDTH, BATCH = 16, 8
+LEAVES_WITHIN = 15
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -92,6 +97,16 @@ def suffer(what: str, times: int) -> None:
             os.kill(os.getpid(), signal.SIGSEGV)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "terminate":
+            os.kill(os.getppid(), signal.SIGTERM)
+            session._member.watcher.wait_for(lambda view: view.HasField("checkpoint_at"), 60.0)
+            global stands_at
+            stands_at = now + LEAVES_WITHIN
+        case "nan":
+            global factor
+            factor = math.nan
+        case "slow":
+            time.sleep(0.1)
 
 
 def reset_while_building() -> None:
@@ -119,11 +134,15 @@ class Part(nn.Module):
 
 
 now = -1
+factor = 1.0
+stands_at = -1
 if __name__ == "__main__":
     happen("first")
     if any(m["rank"] == RANK and m.get("at") == "build" for m in MISHAPS):
         threading.Thread(target=reset_while_building, daemon=True).start()
-    session = swift.Session.from_env(seed=5, checkpoint_every=EVERY, replicas=REPLICAS)
+    session = swift.Session.from_env(
+        seed=5, checkpoint_every=EVERY, replicas=REPLICAS, non_finite_loss=NON_FINITE_LOSS
+    )
     torch.manual_seed(session.rank)
     module = Part()
     stages = session.pipeline_ranks
@@ -132,16 +151,19 @@ if __name__ == "__main__":
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.01))
     optimizer.register_step_post_hook(lambda *_: happen("vote", now))
     session.register(schedule=schedule)
+    session.transient("now", "factor", "stands_at")
     happen("made")
 
     def train_step(step: int) -> None:
-        global now
-        now = step
+        global now, factor
+        now, factor = step, 1.0
         happen("step", step)
+        if step == stands_at:
+            time.sleep(3600.0)
         if session.replaying:
             happen("replay")
         generator = torch.Generator().manual_seed(2 * step + session.column)
-        x = torch.randn(BATCH, WIDTH, generator=generator)
+        x = torch.randn(BATCH, WIDTH, generator=generator) * factor
         optimizer.zero_grad()
         if session.pipeline_rank == 0:
             schedule.step(x)
@@ -149,7 +171,8 @@ if __name__ == "__main__":
             schedule.step(target=x)
         else:
             schedule.step()
-        session.clip_grad_norm_(module.parameters(), 1.0)
+        norm = session.clip_grad_norm_(module.parameters(), 1.0)
+        session.log(norm=norm)
         optimizer.step()
 
     session.run(train_step, num_steps=STEPS)
