@@ -50,7 +50,11 @@ class Setbacks:
         row.refusals += 1
         if row.refusals <= REFUSALS_MAX:
             return ""
-        return f"{what} (no. {row.refusals} in a row without a version above {row.reached})"
+        ends = f"{what} (no. {row.refusals} in a row without a version above {row.reached})"
+        if row.inexact_since is None:
+            return ends
+        # Where bits differ again and again, this is why, and what its author can do.
+        return f"{ends}; not exact since version {row.inexact_since}: {row.inexact_reason}"
 
     def exit(self, rank: int, code: int) -> str:
         """A process of that rank has ended. Why the job ends with it; empty: it does not."""

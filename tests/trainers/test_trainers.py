@@ -103,6 +103,12 @@ def test_what_counts_as_a_miss(tmp_path: Path) -> None:
     )
     said = {"ends": {"rank0": other}, "stderr": "swift: restored version 5; not exact\n"}
     assert verdict.of_killed(calm, _outcome(tmp_path, **said), 1).word == verdict.NAMED
+    ended = "swift: job failed: rank 1 refused: parameters differ (no. 9 in a row)"
+    assert verdict.of_killed(calm, _outcome(tmp_path, code=1, stderr=ended), 1).word == verdict.MISS
+    ended += (
+        "; not exact since version 3: rank 0: ema of the script began anew: give it to session.register(...)"
+    )
+    assert verdict.of_killed(calm, _outcome(tmp_path, code=1, stderr=ended), 1).word == verdict.NAMED
 
 
 def test_replicas_that_differ_are_a_miss_without_any_kill(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A point is one kill that came about. Several share a run, one after the other, a
 trainer's run without any: bit by bit, losses and all. A seed stands for one run; `--only SEED` does it again.
 
 What is done is appended to the file of `--resume`: stop it (Ctrl-C, SIGTERM) and start it again as often as you like.
+A plan that missed is put into tests/trainers/pinned.txt once its cause is found.
 Exit codes: 0 all points done and none missed; 1 a miss; 2 usage; 3 stopped before the end.
 """
 

@@ -11,6 +11,10 @@ _OURS = re.compile(r"^swift: ?(.*)$", re.MULTILINE)
 _ADVICE = "train_step changes "
 _OF_FAILURES = re.compile(r"rank \d+: killed|not exact")
 """What a run says of its failures before it is refused for what they brought to light."""
+_ENDED_BY_NAME = re.compile(
+    r"job failed: .*; not exact since version \d+: .* of the script .*session\.register.*"
+)
+"""Replicas of other bits cannot go on as replicas: the job ends, and says with which variable that began."""
 USAGE = 2
 
 
@@ -59,7 +63,8 @@ def of_killed(undisturbed: Outcome, killed: Outcome, kills: int) -> Verdict:
     if killed.code == USAGE:
         return _refusal(killed)
     if killed.code != 0:
-        return Verdict(word=MISS, why=_end(killed))
+        by_name = _ENDED_BY_NAME.match((said(killed) or [""])[-1])
+        return Verdict(word=NAMED if by_name else MISS, why=by_name.group() if by_name else _end(killed))
     different = _differences(undisturbed, killed)
     if _is_named(killed):
         line = next((line for line in said(killed) if _NAMED.search(line)), "the plan says so")

@@ -115,7 +115,7 @@ class Job(World):
                 assert self.over, f"rank {rank} has ended by itself {times} times"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(actions=st.lists(ACTIONS, max_size=60))
 @example(actions=[("refuse", 0)] * (REFUSALS_MAX + 1))
 @example(actions=[("coordinator dies", 0), ("refuse", 0)] * (REFUSALS_MAX + 1))
@@ -133,3 +133,17 @@ def test_a_job_without_progress_ends_within_a_bound(actions: list[tuple[str, int
         if job.over:
             assert job.row.reason, "it says why"
             break
+
+
+def test_the_end_says_what_had_made_the_bits_differ() -> None:
+    job = Job()
+    job.join(0)
+    job.go_on()
+    job.row.inexact_since, job.row.inexact_reason = 3, "rank 0: ema of the script began anew: register it"
+    while not job.over:
+        job.do("other bytes", 1)
+        job.go_on()
+    assert job.row.reason.startswith("rank 1 refused: other bytes (no. 9 in a row ")
+    assert job.row.reason.endswith(
+        "; not exact since version 3: rank 0: ema of the script began anew: register it"
+    )
