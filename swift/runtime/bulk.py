@@ -11,8 +11,8 @@ from typing import Any
 
 import xxhash
 
-_BYTES_MAX = 32 << 20
-_OBJECTS_MAX = 20_000
+_BYTES_MAX = 8 << 20
+_OBJECTS_MAX = 5_000
 """Of a container with more than that, the beginning is told, and of the rest which things there are."""
 
 

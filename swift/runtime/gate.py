@@ -25,7 +25,7 @@ _INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gath
 class Gate:
     """In front of the groups that a trainer may use.
 
-    (session) ``step`` around the trainer's function, ``passing`` around what torch or the session communicates in it
+    (session) ``around`` the trainer's function, ``passing`` around what torch or the session communicates in it
     (groups) ``collective``, ``message``; (torch, before it pickles) ``pickles``; (default group) ``new_group``
     """
 
@@ -36,6 +36,14 @@ class Gate:
         self._passing = False
         self.over = False
         """`session.run` has returned."""
+
+    def around(self, train_step: Callable[[int], object]) -> Callable[[int], object]:
+        def step(number: int) -> object:
+            with self.step():
+                return train_step(number)
+
+        step.__wrapped__ = train_step  # type: ignore[attr-defined]
+        return step
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -54,14 +54,15 @@ class Reach:
         self._classes: set[type] = set()
         self._packages = tuple(filter(None, map(_package_of, roots)))
         self._modules: dict[str, types.ModuleType] = {}
+        self._places: set[tuple[int, str]] = set()
+        self._names: dict[str, int] = {}
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
         for root in roots:
-            name = getattr(root, "__name__", type(root).__name__)
-            if id(root) in told or isinstance(root, _CODE):
-                self._follow(root, name)
+            if id(root) in told:
+                self._follow(root, type(root).__name__)
             else:
-                self._variable(name, root)
+                self._called(root)
         for name, module in self._modules.items():
             self._module(name, module)
         self._kept.clear()  # from here on nothing lives longer for having been looked at
@@ -69,6 +70,11 @@ class Reach:
     def reads(self, kind: type, attribute: str) -> bool:
         """Code that is read looks at the attribute, or code that is not may do so."""
         return kind not in self._classes or self.loads(attribute)
+
+    def same_as(self, other: "Reach") -> bool:
+        """They see the same."""
+        mine, theirs = ((r.variables.keys(), r._attributes, r._classes) for r in (self, other))
+        return mine == theirs
 
     def loads(self, attribute: str) -> bool:
         """Code that is read loads it, or perhaps any attribute, from something."""
@@ -105,13 +111,26 @@ class Reach:
             if self._own(getattr(value, "__file__", None)):
                 self._modules[name] = value
         elif (inner := _wrapped(value)) is not None:
-            self._follow(inner, name)
+            self._called(inner)
         else:
             self._class(type(value))
 
-    def _variable(self, name: str, value: Any, get: Get | None = None) -> None:
-        if not isinstance(value, types.FunctionType | types.ModuleType | types.BuiltinFunctionType | type):
-            self.variables.setdefault(name, get or (lambda: value))
+    def _called(self, value: Any) -> None:
+        """By no name: a step, a hook, what a decorator calls."""
+        name = getattr(value, "__name__", type(value).__name__)
+        if isinstance(value, _CODE):
+            self._follow(value, name)
+        else:
+            self._variable(name, value)
+
+    def _variable(self, name: str, value: Any, get: Get | None = None, of: Any = None) -> None:
+        """`of`: the cell, or the names, that it is in; a variable of the same name in another place is another one."""
+        place = (id(value if of is None else of), name)
+        other = isinstance(value, types.FunctionType | types.ModuleType | types.BuiltinFunctionType | type)
+        if not other and place not in self._places:
+            self._places.add(place)
+            number = self._names[name] = self._names.get(name, 0) + 1
+            self.variables[name if number == 1 else f"{name} ({number})"] = get or (lambda: value)
         self._follow(value, name)
         self._objects_in(value, name)
 
@@ -126,11 +145,11 @@ class Reach:
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         if (inner := _wrapped(function)) is not None:
-            self._follow(inner, name)
+            self._called(inner)
         if not self._own(function.__code__.co_filename):
             for cell in function.__closure__ or ():  # a package's decorator that does not say what it wraps
-                if isinstance(inner := _content(cell), types.FunctionType | types.MethodType):
-                    self._follow(inner, name)
+                if callable(inner := _content(cell)) and not isinstance(inner, type):
+                    self._called(inner)
             return
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self._code(function.__code__, cells, function.__globals__)
@@ -146,14 +165,15 @@ class Reach:
             if instruction.opname in _LOADS_ATTRIBUTE:
                 self._attributes.add(name)
             elif instruction.opname in _LOADS_CELL and name in cells:
-                self._variable(name, _content(cells[name]), functools.partial(_content, cells[name]))
+                cell = cells[name]
+                self._variable(name, _content(cell), functools.partial(_content, cell), cell)
             elif instruction.opname in _LOADS_GLOBAL:
                 self._attributes.add(name)  # of a module of the trainer's own, or `getattr`
                 if name == "globals":
-                    for each in list(names):
-                        self._variable(each, names[each], functools.partial(names.get, each))
+                    for each in [each for each in names if not each.startswith("__")]:
+                        self._variable(each, names[each], functools.partial(names.get, each), names)
                 if name in names or not hasattr(builtins, name):  # perhaps a step makes it
-                    self._variable(name, names.get(name), functools.partial(names.get, name))
+                    self._variable(name, names.get(name), functools.partial(names.get, name), names)
             elif instruction.opname in _IMPORTS:
                 self._attributes.add(name)
                 if (module := sys.modules.get(name)) is not None:
@@ -183,13 +203,14 @@ class Reach:
         def now() -> types.SimpleNamespace:
             return types.SimpleNamespace(**{k: v for k, v in vars(owner).items() if shows(k, v)})
 
-        self._variable(name, now(), now)
+        if vars(now()):
+            self._variable(name, now(), now, owner)
 
     def _module(self, name: str, module: types.ModuleType) -> None:
         for attribute in list(vars(module)):
             if attribute in self._attributes and not attribute.startswith("__"):
                 get = functools.partial(vars(module).get, attribute)
-                self._variable(f"{name}.{attribute}", get(), get)
+                self._variable(f"{name}.{attribute}", get(), get, module)
 
 
 def _is_attribute(name: str, value: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from swift import events
+from swift.runtime.before import memory_of
 from swift.runtime.reach import Reach
 from swift.runtime.signs import Look, Signs, parts_of
 
@@ -48,6 +49,8 @@ class Script:
         self._code: Callable[[], Iterable[Any]] = tuple
         self._known: set[str] = set()  # names of what changes
         self._ids: set[int] = set()
+        self._memory: set[int] = set()
+        """Where tensors lie that the session was told of."""
         self._roots: set[str] = set()  # the variables that they are in
         self._all: Signs = {}  # when all was looked at last
         self._begun: Signs = {}
@@ -70,8 +73,7 @@ class Script:
             self._next = step
             self._say_stale(self._known)
         self._say()
-        thorough = self._steps < _STEPS_LOOKED_AT
-        self._begun = self._look(None if thorough else self._roots)
+        self._begun = self._all if self._steps < _STEPS_LOOKED_AT else self._look(self._roots)
 
     def end(self, step: int, *, checkpoint: bool) -> None:
         """The step is done. `checkpoint`: at the version that it has made."""
@@ -106,9 +108,10 @@ class Script:
 
     def _read(self) -> None:
         """Which variables there are by now; they are what they are."""
-        self._reach = Reach(self._code(), self._told_ids())
+        before, self._reach = self._reach, Reach(self._code(), self._told_ids())
         self._reach.variables["parameter"] = self._attributes_of_parameters
-        self._all = self._look()
+        if before is None or not self._reach.same_as(before):
+            self._all = self._look()
 
     def _attributes_of_parameters(self) -> types.SimpleNamespace:
         """``p.mean``, ``p.seen``: the session keeps the values of parameters, and not what hangs on them."""
@@ -127,7 +130,7 @@ class Script:
             return {}
         if roots is None:
             self._ids = self._told_ids()
-        look = Look(self._ids, self._reach.reads)
+        look = Look(self._ids, self._reach.reads, self._memory)
         for name, get in self._reach.variables.items():
             if roots is None or name in roots:
                 look.variable(name, get())
@@ -135,12 +138,16 @@ class Script:
 
     def _told_ids(self) -> set[int]:
         found: set[int] = set()
+        self._memory = set()
         for thing in self._told():
             found.add(id(thing))
             if isinstance(thing, torch.nn.Module):
                 for part in thing.modules():
-                    found.update(map(id, (part, *part._parameters.values(), *part._buffers.values())))
-                    found.update(map(id, vars(part).values()))
+                    tensors = [
+                        t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None
+                    ]
+                    found.update(map(id, (part, *tensors, *vars(part).values())))
+                    self._memory |= memory_of(tensors)
             elif isinstance(thing, torch.optim.Optimizer):
                 found.update(map(id, vars(thing).values()))
                 for group in thing.param_groups:
@@ -164,9 +171,10 @@ class Script:
             if before.get(path, Signs) == now.get(path, Signs):
                 continue
             root, _, rest = path.partition("\0")
+            self._roots.add(root)
             parts = rest.removeprefix(".").split(".")
+            root = root.partition(" (")[0]  # which of several of that name
             if self._transient.isdisjoint((root, *root.split("."), *parts, f"{root}.{parts[0]}")):
-                self._roots.add(root)
                 inside = not parts[0] or parts[0].isdigit() or parts[0].startswith("#")
                 found.add(root if inside else f"{root}.{parts[0]}")
         return found

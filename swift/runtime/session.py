@@ -394,12 +394,7 @@ class Session:
             )
         self._state.check_complete()
         self._state.remember()
-
-        def step(number: int) -> object:
-            with self._gate.step():
-                return train_step(number)
-
-        self._engine.run(step, num_steps)
+        self._engine.run(self._gate.around(train_step), num_steps)
         self._gate.over = True
 
     # --- inside a step ---

@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import ChainMap, UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
@@ -30,7 +30,7 @@ import torch
 import xxhash
 
 from swift.runtime import _torch, bulk
-from swift.runtime.before import attributes_of, generator_state, look, plain_tensor
+from swift.runtime.before import attributes_of, generator_state, look, memory_of, plain_tensor
 from swift.runtime.tensors import byte_view, plain
 
 # Observers, whose state no step depends on; and what has a home of its own.
@@ -45,7 +45,7 @@ _TORCH_OBSERVERS = (
 _LOOKED_INTO = {"builtins", "collections", "contextvars", "itertools", "multiprocessing", "weakref"}
 _INERT = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, logging.Logger,
-    torch.dtype, torch.device, torch.Size, range, slice,
+    torch.dtype, torch.device, torch.Size, range, slice, ctypes.CDLL,
 )  # fmt: skip
 _MAPPINGS = (
     dict, types.MappingProxyType, ChainMap, UserDict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary,
@@ -72,12 +72,13 @@ Reads = Callable[[type, str], bool]
 
 class Look:
     """One look at several values. ``told``: ids of what needs no sign; ``reads(class, attribute)``: somebody looks at
-    it."""
+    it; ``memory``: tensors that lie there (``p.data``, ``model.state_dict()``) need none either."""
 
-    def __init__(self, told: set[int], reads: Reads) -> None:
+    def __init__(self, told: set[int], reads: Reads, memory: Set[int] = frozenset()) -> None:
         self.signs: Signs = {}
         self._told = told
         self._reads = reads
+        self._memory = memory
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # what is made while looking, so that no id is used twice
         self._leaves_max = 0
@@ -98,6 +99,12 @@ class Look:
             return
         self._seen.add(id(value))
         self._kept.append(value)
+        if (
+            self._memory
+            and isinstance(value, torch.Tensor)
+            and not memory_of([value]).isdisjoint(self._memory)
+        ):
+            return
         sign = leaf(value)
         if sign is not None:
             self.signs[path] = sign

@@ -219,10 +219,10 @@ class TrainerState:
             _torch.clear_schedule(schedule)
         for stage in self.stages:
             _torch.reset_sharded(stage.submod)
-        self._gradients.put_back(self._parameters())
         before, self._before = self._before, None
-        if before is None:
+        if before is None:  # no step is under way
             return
+        self._gradients.put_back(self._parameters())
         for part, training in before.modes:
             part.training = training
         self.iterators.restore(before.iterators)

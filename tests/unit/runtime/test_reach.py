@@ -1,14 +1,16 @@
 """Which variables a step reaches: what hooks, parameters and modules that a step imports hold."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from swift.runtime._torch import hooks_of
+from swift.runtime.gate import Gate
 from tests.unit.runtime.test_script import Job, Step, changes
 
 
@@ -81,3 +83,61 @@ def test_attributes_of_parameters_are_seen(capsys: pytest.CaptureFixture[str]) -
         setattr(module.bias, "of_a_package", step)  # noqa: B010  (which the trainer's own code does not look at)
 
     assert changes(train_step, module, capsys=capsys) == "parameter.seen"
+
+
+def test_variables_of_one_name_in_several_places_are_all_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(moves: bool) -> Step:
+        best = 0
+
+        def watch(step: int) -> None:
+            nonlocal best
+            best += moves
+
+        return watch
+
+    still, moving = make(moves=False), make(moves=True)
+
+    def train_step(step: int) -> None:
+        still(step)
+        moving(step)
+
+    assert changes(train_step, capsys=capsys) == "best"
+    assert changes(train_step, capsys=capsys, transient=("best",)) == ""
+
+
+class Calls:
+    """As many people write a trainer: the step is its `__call__`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, step: int) -> None:
+        self.count += 1
+
+    def train_step(self, step: int) -> None:
+        self(step)
+
+
+def adds(totals: dict[str, int], step: int) -> None:
+    totals["all"] = totals.get("all", 0) + step + 1
+
+
+def test_a_step_is_found_behind_what_the_session_wraps_around_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, name in (
+        (Calls(), "Calls.count"),
+        (Calls().train_step, "self.count"),
+        (functools.partial(adds, {}), "totals, totals.all"),
+    ):
+        assert changes(Gate(cast(Any, None), cast(Any, None)).around(given), capsys=capsys) == name
+
+
+def test_what_lies_where_a_parameter_lies_is_captured_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    module = nn.Linear(2, 2)
+    state, weights = module.state_dict(), [p.data for p in module.parameters()]
+
+    def train_step(step: int) -> None:
+        assert state
+        for weight in weights:
+            weight += 1
+
+    assert changes(train_step, module, capsys=capsys) == ""

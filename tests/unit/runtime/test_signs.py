@@ -278,6 +278,13 @@ def test_a_data_set_that_is_mapped_is_not_read(tmp_path: Path) -> None:
     assert signs(tokens) == {"it\0": ("uint16", (1000,))}
 
 
+def test_a_library_is_no_other_for_having_been_called() -> None:
+    library = ctypes.CDLL(None)
+    before = signs([library])
+    library.abs(1)
+    assert signs([library]) == before
+
+
 def test_a_file_that_is_written_decides_nothing() -> None:
     file = io.StringIO()
     before = signs([file])

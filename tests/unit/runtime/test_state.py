@@ -102,6 +102,21 @@ def test_a_dropped_step_leaves_no_trace() -> None:
     assert stage.cleared == 1
 
 
+def test_gradients_that_a_step_leaves_outlive_a_failure_between_two_steps() -> None:
+    """A rank that meets its lost peer behind its step (comparing replicas, saving) drops no step."""
+    state, stage, _, counter = make()
+    for _ in range(2):
+        half_a_step(state, stage, counter)  # gradients are added to
+        state.end_step()
+    left = [p.grad.clone() for p in stage.submod.parameters() if p.grad is not None]
+    assert left
+    state.drop_step()
+    assert state.state_dict()["gradients"]["of"]
+    for parameter, gradient in zip(stage.submod.parameters(), left, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.equal(gradient)
+
+
 def test_a_validation_that_is_cut_short_leaves_every_module_as_it_was() -> None:
     """Also one that the trainer has set apart, and does not train."""
     state, stage, _, _ = make()
