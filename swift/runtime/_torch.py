@@ -348,6 +348,14 @@ def around_calls(schedule: Any, around: Any) -> None:
     schedule._step_microbatches = step_microbatches
 
 
+def forget_shapes(schedule: Any) -> None:
+    """Its next call learns them again."""
+    for name in ("_stage_forward_initialized", "_stages_forward_initialized"):
+        if hasattr(schedule, name):
+            setattr(schedule, name, False)
+            setattr(schedule, name.replace("forward", "backward"), False)
+
+
 def make_iterators_by(call: Any) -> None:
     """``iter(loader)`` of every DataLoader is ``call(loader, torch's own)`` from here on."""
 

@@ -308,6 +308,10 @@ class Channel:
         else:
             self._faults.at(_PHASES[direction], self._step, microbatch)
 
+    def inferring(self) -> None:
+        """A stage is about to learn its shapes: a place where tests kill."""
+        self._faults.at("shapes", self._step)
+
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """``now``: it may change after the call."""
         assert self._capture is not None

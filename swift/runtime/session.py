@@ -37,7 +37,7 @@ from swift.runtime.lines import Lines
 from swift.runtime.member import Member
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, is_ordered
-from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, logged_loss
+from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, inferred_whole, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.updates import Updates
 from swift.runtime.witness import watch_forwards
@@ -495,7 +495,7 @@ class Session:
         """Of the schedule with this number."""
         self._channel.shapes.schedule = schedule
         self._updates.communicates()
-        with self._updates.spoiling(), self._gate.passing():
+        with inferred_whole(self._state.schedules[schedule]), self._updates.spoiling(), self._gate.passing():
             yield
         self._channel.randomness.outside()
 

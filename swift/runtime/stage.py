@@ -369,6 +369,7 @@ class _Logged(_Base):
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self._inferring = True
+        self._channel.inferring()
         training, first = bool(self.has_backward), self.is_first
         self._channel.shapes.infer(self._channel.step, self.call, training=training, first=first)
         self._before_inference = Inference(self.submod)
@@ -394,11 +395,21 @@ class _Logged(_Base):
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
+        self._end_inference()
+
+    def _end_inference(self) -> None:
         _torch.reset_sharded(self.submod)
         if self._before_inference is not None:
             self.changes_buffers = self._before_inference.end() or self.changes_buffers
         self._before_inference = None
         self._inferring = False
+
+    def give_up_inference(self) -> bool:
+        """(a call has failed) True: it had been under way."""
+        inferring = self._inferring
+        if inferring:
+            self._end_inference()
+        return inferring
 
 
 class WholeModule:
@@ -468,6 +479,19 @@ def adopt(stage: Any, channel: Channel, updates: Updates) -> Any:
         )
     stage._attach(channel, updates)
     return stage
+
+
+@contextmanager
+def inferred_whole(schedule: Any) -> Iterator[None]:
+    """Around a call. A schedule notes that shapes are known once all of its stages have agreed on them: were it cut
+    short before that, buffers would be of training and the note of evaluation, or the other way round."""
+    try:
+        yield
+    except BaseException:
+        given_up = [stage.give_up_inference() for stage in _torch.schedule_stages(schedule)]
+        if any(given_up):
+            _torch.forget_shapes(schedule)
+        raise
 
 
 def logged_loss(stages: list[Any], channel: Channel) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -1,10 +1,13 @@
 """Which shapes hold in a call of a schedule, for processes that infer them there and for one that comes later."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from swift.runtime import shapes as module
 from swift.runtime.shapes import POINTS_MAX, Shapes
+from swift.runtime.stage import inferred_whole
 
 
 class Waits(Exception):
@@ -101,3 +104,34 @@ def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = of(store), of(store)
     calls(first, second, *[(step, 0, step % 2 == 0, str(step)) for step in range(50)])
     assert store.num_keys() <= 9 < POINTS_MAX
+
+
+class Cut:
+    """A stage that has begun to learn its shapes, or not."""
+
+    def __init__(self, inferring: bool) -> None:
+        self.inferring = inferring
+        self.given_up = 0
+
+    def give_up_inference(self) -> bool:
+        self.given_up += 1
+        return self.inferring
+
+
+@pytest.mark.parametrize("inferring", [False, True])
+@pytest.mark.parametrize("name", ["stage", "stages"])
+def test_a_call_that_is_cut_short_while_it_learns_shapes_learns_them_again(
+    name: str, inferring: bool
+) -> None:
+    """torch's schedule says of the last call whose shapes are known whole: it was an evaluation."""
+    stages = [Cut(False), Cut(inferring)] if name == "stages" else [Cut(inferring)]
+    flags = {f"_{name}_forward_initialized": True, f"_{name}_backward_initialized": False}
+    held = {"_stages": stages} if name == "stages" else {"_stage": stages[0]}
+    schedule = SimpleNamespace(**flags, **held)
+    with inferred_whole(schedule):
+        pass
+    assert [stage.given_up for stage in stages] == [0] * len(stages)
+    with pytest.raises(Waits), inferred_whole(schedule):
+        wait()
+    assert [stage.given_up for stage in stages] == [1] * len(stages)
+    assert [getattr(schedule, flag) for flag in flags] == [not inferring, False]
