@@ -1,9 +1,12 @@
 """What a View says, in words for people: `swift-ft status`, and the launcher's lines."""
 
+import math
 import re
 
 from swift._pb import coordinator_pb2 as pb
 
+LATE_S = 20.0
+"""After which a launcher says what the job waits for: longer than it takes to miss a rank and to start another one."""
 _REFUSED = re.compile(r"(rank \d+) refused(?: ([A-Z_]+))?: (.*)", re.DOTALL)
 
 
@@ -15,7 +18,8 @@ def inexact_words(view: pb.View) -> str:
 
 
 class Told:
-    """What a launcher tells of recoveries: those in which everybody restores a checkpoint, or that are not exact.
+    """What a launcher tells of recoveries: those in which everybody restores a checkpoint, or that are not exact; and
+    what one waits for that does not come to a plan.
 
     One line for each plan. Views may be skipped.
     """
@@ -23,6 +27,8 @@ class Told:
     def __init__(self) -> None:
         self._generation = 0
         self._inexact = False
+        self._waits_for = ""
+        self._late_at = math.inf
 
     def of(self, view: pb.View) -> list[str]:
         lines = self._plan(view)
@@ -31,6 +37,20 @@ class Told:
             if not (lines or (view.HasField("plan") and not view.plan.exact)):  # it was said with the plan
                 lines = [*lines, inexact_words(view)]
         return lines
+
+    def late(self, view: pb.View | None, now: float) -> str:
+        """What the job has waited for since `LATE_S`, once; empty: nothing, or that is not so long ago."""
+        waits = view is not None and view.state in (pb.FORMING, pb.FENCING, pb.PLANNING)
+        waits_for = view.waiting_for if view is not None and waits else ""
+        if waits_for != self._waits_for:
+            self._waits_for, self._late_at = waits_for, now + LATE_S
+        if not waits_for or now < self._late_at:
+            return ""
+        self._late_at = math.inf
+        hint = (
+            " (if a machine is lost, start the same command on another one)" if "to join" in waits_for else ""
+        )
+        return f"the job has waited for {LATE_S:g} s for {waits_for}{hint}"
 
     def _plan(self, view: pb.View) -> list[str]:
         plan = view.plan

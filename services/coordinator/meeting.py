@@ -7,9 +7,8 @@ it holds, so a coordinator that begins anew knows it within seconds.
     (launcher)  ``say`` every few seconds: the answer has its place, or how many are here
     (driver)    `Meetings`: of all jobs
 
-A *round* is a list of places. The first one begins when all machines are there (or enough, and no other one has come
-for a while). Another one begins when there are more machines than places, and there may be so many: everybody keeps its
-place in it. A machine that only takes a lost one's place begins none.
+Places are given when all machines are there (or enough, and no other one has come for a while). Then there are so many
+as long as a single one of them is held: a job's world size does not change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,6 @@ class Meeting:
         """`quiet_until`: before that nobody gets a place that it did not have; of a job that is under way, whose
         machines may not have spoken yet."""
         self._quiet_until = quiet_until
-        self._round = 0
         self._places: list[_Place] = []
         self._launchers: dict[str, _Launcher] = {}
         self._looked_at = quiet_until
@@ -94,7 +92,7 @@ class Meeting:
         if place is None:
             return pb.MeetReply(here=len(self._launchers), over=launcher.over)
         machines = [held.machine for held in self._places]
-        return pb.MeetReply(round=self._round, place=place, machines=machines, here=len(self._launchers))
+        return pb.MeetReply(place=place, machines=machines, here=len(self._launchers))
 
     # --- ---
 
@@ -124,10 +122,9 @@ class Meeting:
     def _reclaim(self, request: pb.MeetRequest) -> str:
         """It has had a place: of before this coordinator began, or of before it was silent. Why it has lost it."""
         held = request.held
-        if held.round > self._round or not self._places:
-            self._round = max(held.round, self._round)
+        if not self._places:
             self._places = [_Place(machine=machine, run=None) for machine in held.machines]
-        if held.round == self._round and held.place < len(self._places):
+        if held.place < len(self._places):
             place = self._places[held.place]
             if place.run is None:
                 place.machine, place.run = request.machine, request.run
@@ -135,31 +132,28 @@ class Meeting:
         return f"this machine was silent for more than {request.lease_s:g} s, and another one has its place"
 
     def _settle(self, now: float) -> None:
-        waiting = [(run, one) for run, one in self._launchers.items() if self._waits(run, one)]
-        for run, launcher in waiting:
+        waiting = {run: one for run, one in self._launchers.items() if self._waits(run, one)}
+        if not self._places:
+            self._begin(waiting, now)
+            return
+        for run, launcher in waiting.items():
             machine = launcher.request.machine
             free = (p for p in self._places if p.run is None and p.machine.ranks == machine.ranks)
             if place := next(free, None):
                 place.machine, place.run = machine, run
-        waiting = [(run, one) for run, one in waiting if self._waits(run, one)]
-        if not waiting or any(place.run is None for place in self._places):
-            return
-        least, most = (waiting[0][1].request.machines_min, waiting[0][1].request.machines_max)
-        count = min(most, len(self._places) + len(waiting))
-        last_came = max(launcher.came_at for _, launcher in waiting)
-        called = now - last_came >= max(launcher.request.last_call_s for _, launcher in waiting)
-        if count > len(self._places) and (count == most or (count >= least and called)):
-            self._begin_round(count, dict(waiting))
 
     def _waits(self, run: str, launcher: _Launcher) -> bool:
         return not launcher.over and self._place_of(run) is None
 
-    def _begin_round(self, count: int, waiting: Mapping[str, _Launcher]) -> None:
-        self._round += 1
-        for place in self._places:  # each has another store for a new round
-            if place.run is not None:
-                place.machine = self._launchers[place.run].request.machine
-        for run, launcher in list(waiting.items())[: count - len(self._places)]:
+    def _begin(self, waiting: Mapping[str, _Launcher], now: float) -> None:
+        """Who came first is the first."""
+        any_request = next(iter(waiting.values())).request
+        count = min(any_request.machines_max, len(waiting))
+        last_came = max(launcher.came_at for launcher in waiting.values())
+        last_call = now - last_came < max(launcher.request.last_call_s for launcher in waiting.values())
+        if count < any_request.machines_min or (count < any_request.machines_max and last_call):
+            return
+        for run, launcher in list(waiting.items())[:count]:
             self._places.append(_Place(machine=launcher.request.machine, run=run))
 
 

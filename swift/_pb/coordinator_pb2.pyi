@@ -1341,13 +1341,10 @@ Global___MeetRequest: _TypeAlias = MeetRequest  # noqa: Y015
 class MeetReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROUND_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     MACHINES_FIELD_NUMBER: _builtins.int
     HERE_FIELD_NUMBER: _builtins.int
     OVER_FIELD_NUMBER: _builtins.int
-    round: _builtins.int
-    """grows when there are more machines than before; 0: it has no place yet"""
     place: _builtins.int
     """in `machines`"""
     here: _builtins.int
@@ -1355,11 +1352,12 @@ class MeetReply(_message.Message):
     over: _builtins.str
     """why it gets no place, or has it no more"""
     @_builtins.property
-    def machines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Machine]: ...
+    def machines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Machine]:
+        """none: it has no place yet"""
+
     def __init__(
         self,
         *,
-        round: _builtins.int = ...,
         place: _builtins.int = ...,
         machines: _abc.Iterable[Global___Machine] | None = ...,
         here: _builtins.int = ...,
@@ -1367,7 +1365,7 @@ class MeetReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["here", b"here", "machines", b"machines", "over", b"over", "place", b"place", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["here", b"here", "machines", b"machines", "over", b"over", "place", b"place"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

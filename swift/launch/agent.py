@@ -166,6 +166,8 @@ class ReplacingAgent(SimpleElasticAgent):
             self._end({1}, self._machines.lost)
         if self.outcome is not None:
             return RunResult(state=WorkerState.FAILED)
+        if late := self._told.late(self._view, now):
+            say(late)
         self._replace_due()
         if not self._ranks and not self._due:
             done = {worker.global_rank: None for worker in worker_group.workers}
@@ -192,22 +194,12 @@ class ReplacingAgent(SimpleElasticAgent):
             if result.state == WorkerState.FAILED:
                 self._stop_workers(group)
                 return result
-            if self._machines.is_new_round:
-                self._meet_again()
 
     def _summary(self) -> str:
         """The last line of a run that came to its end, if there is something to say."""
         view = self._link.view
         inexact = "" if view is None else inexact_words(view)
         return f"swift: job {self._job.name}: {inexact}" if inexact else ""
-
-    def _meet_again(self) -> None:
-        """There are more machines. (One that takes a lost one's place is noticed by nobody.)"""
-        events.emit("membership_change")
-        say("another machine joins: the ranks of this one are started anew")
-        self._stop_workers(self._worker_group)
-        self._join_rendezvous()
-        self._start_ranks()
 
     def _assign_worker_ranks(
         self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec

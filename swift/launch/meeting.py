@@ -4,10 +4,11 @@ torch's own keeps a store on one of the machines, and ends with it. Here each la
 seconds that it is there and which place it holds (`services/coordinator/meeting.py`); so any machine may be lost, and
 one that comes takes its place, of which the others need not know.
 
-    (main thread)  ``next_rendezvous`` waits until there is a place; ``news`` while the ranks run; ``leave`` in the end
+    (main thread)  ``next_rendezvous`` waits until there is a place; `lost` while the ranks run; ``leave`` in the end
     (own thread)   speaks to the coordinator, and wakes the main loop when there is something new
 """
 
+import os
 import socket
 import threading
 import time
@@ -92,7 +93,7 @@ class MetRendezvous(Rendezvous):
         self._say = say
         self._port = _reserve()
         self._store: TCPStore | None = None
-        """Of the first machine: one for every round, since trainers would find the keys of the one before."""
+        """Of the first machine, for trainers that want one."""
         self._taken = pb.MeetReply()
         """The answer by which the ranks of this machine run."""
         self._newest = pb.MeetReply()
@@ -112,13 +113,9 @@ class MetRendezvous(Rendezvous):
         taken = self._taken = self._await_place()
         self.ranks_of = [machine.ranks for machine in taken.machines]
         if taken.place == 0:
-            self._open_store(taken.machines[0].port)
+            self._open_store()
         master = RendezvousStoreInfo(taken.machines[0].address, taken.machines[0].port)
         return RendezvousInfo(HashStore(), taken.place, len(taken.machines), master)
-
-    @property
-    def is_new_round(self) -> bool:
-        return self._newest.round > self._taken.round
 
     @property
     def lost(self) -> str:
@@ -131,21 +128,16 @@ class MetRendezvous(Rendezvous):
 
     # --- ---
 
-    def _open_store(self, port: int) -> None:
-        if (
-            self._port.getsockname()[1] != port
-        ):  # a round so soon after the last one that its store is still told of
-            return
-        reserved, self._port = self._port, _reserve()
-        self._speaks.set()  # of the next one's port
-        reserved.listen()
+    def _open_store(self) -> None:
+        port = self._port.getsockname()[1]
+        self._port.listen()
         self._store = TCPStore(
             LOOPBACK,
             port,
             is_master=True,
             timeout=timedelta(seconds=self._terms.join_timeout),
             wait_for_workers=False,
-            master_listen_fd=reserved.detach(),  # the store's from here on
+            master_listen_fd=os.dup(self._port.fileno()),  # the store's from here on
         )
 
     def _await_place(self) -> pb.MeetReply:
@@ -216,7 +208,7 @@ class MetRendezvous(Rendezvous):
             if reply is not None:
                 self._newest = reply
             self._answered.notify_all()
-        if self.is_new_round or self.lost:
+        if self.lost:
             self._wake()
 
 

@@ -23,11 +23,6 @@ class Rendezvous(RendezvousHandler):
         """How many ranks each machine has, by place; true after `next_rendezvous`."""
 
     @property
-    def is_new_round(self) -> bool:
-        """There are more machines than before: all ranks are to be started anew."""
-        return False
-
-    @property
     def lost(self) -> str:
         """Why this machine has no place any more; empty: it has one."""
         return ""

@@ -23,7 +23,7 @@ def skip_where_impossible() -> None:
         if shutil.which(program) is None:
             pytest.skip(f"no {program}: network namespaces cannot be made")
     tried = subprocess.run(
-        ["unshare", "--net", "ip", "link", "add", "b0", "type", "bridge"],
+        ["unshare", "--net", "--uts", "ip", "link", "add", "b0", "type", "bridge"],
         capture_output=True,
         text=True,
         check=False,
@@ -35,7 +35,8 @@ def skip_where_impossible() -> None:
 class Network:
     """One namespace for each machine and one for the switch between them."""
 
-    def __init__(self, *machines: str) -> None:
+    def __init__(self, *machines: str, named: bool = False) -> None:
+        """`named`: each has its name for a host name, by which services tell machines apart."""
         self._number = {name: number for number, name in enumerate(machines, start=1)}
         self._keepers: dict[str, subprocess.Popen[bytes]] = {}
         try:
@@ -46,6 +47,8 @@ class Network:
             self.ip("switch", "link", "set", "b0", "up")
             for name in machines:
                 self._plug(name)
+            for name in machines if named else ():
+                self._name(name)
         except BaseException:
             self.close()
             raise
@@ -53,7 +56,7 @@ class Network:
     @staticmethod
     def _keep() -> "subprocess.Popen[bytes]":
         """A process in a new namespace, which ends at the end of its input."""
-        keeper = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE)
+        keeper = subprocess.Popen(["unshare", "--net", "--uts", "cat"], stdin=subprocess.PIPE)
         mine, its = (Path(f"/proc/{who}/ns/net") for who in ("self", keeper.pid))
         deadline = time.monotonic() + TIMEOUT_S
         while os.readlink(its) == os.readlink(mine):
@@ -69,6 +72,10 @@ class Network:
         self.ip(name, "address", "add", f"{self.host(name)}/24", "dev", "e0")
         self.ip(name, "link", "set", "e0", "up")
 
+    def _name(self, name: str) -> None:
+        named = ["sh", "-c", "echo $0 > /proc/sys/kernel/hostname", name]
+        subprocess.run([*self.inside(name), *named], timeout=TIMEOUT_S, check=True)
+
     def _port(self, name: str) -> str:
         return f"p{self._number[name]}"
 
@@ -77,7 +84,8 @@ class Network:
 
     def inside(self, name: str) -> Sequence[str]:
         """Words that let a command run on that machine."""
-        return ("nsenter", f"--net=/proc/{self._keepers[name].pid}/ns/net")
+        own = f"/proc/{self._keepers[name].pid}/ns"
+        return ("nsenter", f"--net={own}/net", f"--uts={own}/uts")
 
     def ip(self, name: str, *words: str) -> None:
         done = subprocess.run(

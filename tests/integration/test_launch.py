@@ -411,6 +411,7 @@ def test_a_machine_too_many_waits_and_is_not_needed(start: Start, coordinator: S
     assert [launch.wait()[0] for launch in launches] == [0, 0]
 
 
+@pytest.mark.matrix
 def test_machines_that_want_different_things_do_not_meet(
     start: Start, coordinator: ScriptedCoordinator
 ) -> None:
@@ -432,6 +433,7 @@ def test_a_machine_alone_does_not_wait_for_ever(start: Start) -> None:
     ]
 
 
+@pytest.mark.matrix
 def test_machines_may_have_different_numbers_of_ranks(start: Start) -> None:
     flags = [flag for flag in MACHINES if not flag.startswith("--nproc")]
     launches = [start(*flags, f"--nproc-per-node={count}") for count in (1, 2)]
@@ -445,22 +447,21 @@ def test_machines_may_have_different_numbers_of_ranks(start: Start) -> None:
     assert [launch.wait()[0] for launch in launches] == [0, 0]
 
 
-def test_a_machine_that_joins_restarts_the_ranks(start: Start, coordinator: ScriptedCoordinator) -> None:
-    coordinator.publish(state=pb.RUNNING, generation=1)
+@pytest.mark.matrix
+def test_fewer_machines_begin_and_one_more_waits_for_a_place(
+    start: Start, coordinator: ScriptedCoordinator
+) -> None:
     flags = ["--nnodes=1:2", *MACHINES[1:], QUICK]
     launch = start(*flags)
     alone = launch.rank(0)
     assert alone.env["WORLD_SIZE"] == "1"
+    coordinator.publish(state=pb.RUNNING, generation=1)
     other = start(*flags)
-    ranks = [launch.rank(0, process=2), other.rank(1)]
-    assert [rank.env["WORLD_SIZE"] for rank in ranks] == ["2", "2"]
-    assert ranks[0].env["MASTER_PORT"] == ranks[1].env["MASTER_PORT"] != alone.env["MASTER_PORT"]
-    assert not alone.alive
-    # The coordinator knows that the process before is gone, so that the new one can hold the rank.
-    assert wait_until(lambda: coordinator.exits, "the notice")[0].pid == alone.pid
-    for number in (0, 1):
-        launch.go(number)
-    assert [machine.wait()[0] for machine in (launch, other)] == [0, 0]
+    wait_until(lambda: coordinator.met == 2, "the second machine")
+    lose(launch)
+    assert other.rank(0, process=2).env["WORLD_SIZE"] == "1"
+    other.go(0)
+    assert other.wait()[0] == 0
 
 
 def test_a_signal_ends_a_launcher_that_waits_for_another_machine(

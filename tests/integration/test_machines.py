@@ -15,22 +15,26 @@ import psutil
 import pytest
 
 from swift.drill.cluster import EventTail
-from tests.integration.logserver_world import REPOSITORY
+from tests.integration.coordinator_world import Coordinator
+from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.integration.namespaces import Network, skip_where_impossible
-from tests.integration.test_partitions import World
+from tests.integration.test_partitions import PORT, World
 
 pytestmark = pytest.mark.matrix
 
 STEPS = 60
 TIMEOUT_S = 200.0
 MACHINES = ("meta", "log", "a", "b", "c")
+LOG_LOST_S = 12.0
 
 
 class Machines:
-    """`swift-ft run` on two machines, a stage on each."""
+    """`swift-ft run` on two machines, with one or more stages on each."""
 
-    def __init__(self, world: World, directory: Path, flags: Callable[[str, int], list[str]]) -> None:
-        self._world, self._directory, self._flags = world, directory, flags
+    def __init__(
+        self, world: World, directory: Path, flags: Callable[[str, int], list[str]], stages: int
+    ) -> None:
+        self._world, self._directory, self._flags, self._stages = world, directory, flags, stages
         for name in ("events", "digests", "checkpoints"):
             (directory / name).mkdir(parents=True)
         self._tail = EventTail(directory / "events")
@@ -39,10 +43,19 @@ class Machines:
 
     def start(self, machine: str, number: int) -> None:
         command = [*self._world.network.inside(machine), sys.executable, "-m", "swift.launch", "--nnodes=2"]
-        command += ["--nproc-per-node=1", "--spares=0", "--coordinator", self._world.meta]
+        command += [f"--nproc-per-node={self._stages // 2}", "--spares=0", "--coordinator", self._world.meta]
         command += ["--job", self._directory.name, *self._flags(machine, number)]
         command += ["--checkpoint-dir", str(self._directory / "checkpoints"), "-m", "swift.drill.trainer"]
-        command += ["--stages", "2", "--steps", str(STEPS), "--model", "tiny", "--microbatches", "4"]
+        command += [
+            "--stages",
+            str(self._stages),
+            "--steps",
+            str(STEPS),
+            "--model",
+            "tiny",
+            "--microbatches",
+            "4",
+        ]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -66,6 +79,13 @@ class Machines:
             assert time.monotonic() < deadline, f"waited for {what}\n{self.output()}"
             time.sleep(0.02)
 
+    def start_both(self) -> None:
+        """The one after the other: who comes first is the first."""
+        self.start("a", 0)
+        begun = self._directory / "output-a"
+        self.until(lambda: self.said("script_start") or "1 of 2" in begun.read_text(), "the first machine")
+        self.start("b", 1)
+
     def lose(self, machine: str) -> None:
         self._world.network.isolate(machine)
         launcher = self.launchers.pop(machine)
@@ -87,7 +107,7 @@ class Machines:
         codes = {machine: launcher.wait(TIMEOUT_S) for machine, launcher in self.launchers.items()}
         assert set(codes.values()) == {0}, self.output()
         found = list((self._directory / "digests").glob(f"*-v{STEPS}.json"))
-        assert len(found) == 2, found
+        assert len(found) == self._stages, found
         return {path.name: json.loads(path.read_text()) for path in found}
 
     def output(self) -> str:
@@ -106,38 +126,92 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     skip_where_impossible()
     monkeypatch.setenv("SWIFT_INSECURE", "1")
     with contextlib.ExitStack() as stack:
-        network = Network(*MACHINES)
+        network = Network(*MACHINES, named=True)
         stack.callback(network.close)
         yield World(network, tmp_path, stack)
 
 
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(("backend", "lost"), [("static", 0), ("static", 1), ("c10d", 1)])
-def test_a_lost_machine_is_replaced_and_the_run_ends_with_the_same_bits(
-    backend: str, lost: int, world: World, tmp_path: Path
-) -> None:
-    world.log_server()
-    world.coordinator(lease_s=10.0)
+def meeting(world: World, backend: str) -> Callable[[str, int], list[str]]:
+    """The flags of a machine, by its number."""
     first = world.network.host("a")
 
     def flags(machine: str, number: int) -> list[str]:
         if backend == "static":
             return [f"--node-rank={number}", f"--master-addr={first}"]
-        here = [f"--local-addr={world.network.host(machine)}", f"--rdzv-conf=is_host={int(machine == 'a')}"]
-        return ["--rdzv-backend=c10d", "--rdzv-id=run", f"--rdzv-endpoint={first}:29400", *here]
+        here = f"--local-addr={world.network.host(machine)}"
+        if backend == "c10d":  # as for torchrun
+            return [here, "--rdzv-backend=c10d", "--rdzv-id=run", f"--rdzv-endpoint={first}:29400"]
+        return [here]
 
+    return flags
+
+
+@contextlib.contextmanager
+def twins(
+    world: World, directory: Path, backend: str, stages: int = 2
+) -> Iterator[tuple[Machines, dict[str, Any]]]:
+    """A run, some steps behind its checkpoint, and the bits of one that never fails."""
     with contextlib.ExitStack() as stack:
-        twin, run = (Machines(world, tmp_path / name, flags) for name in ("twin", "run"))
+        flags = meeting(world, backend)
+        twin, run = (Machines(world, directory / name, flags, stages) for name in ("twin", "run"))
         for machines in (twin, run):
             stack.callback(machines.close)
-        twin.start("a", 0)
-        twin.start("b", 1)
+        twin.start_both()
         wanted = twin.digests()
         twin.launchers.clear()
-        run.start("a", 0)
-        run.start("b", 1)
-        run.until(lambda: any(event["step"] >= 10 for event in run.said("loss")), "step 10")
+        run.start_both()
+        run.until(lambda: any(event["step"] >= 15 for event in run.said("loss")), "step 15")
+        yield run, wanted
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("backend", ["static", "c10d", ""])
+def test_a_lost_machine_is_replaced_and_the_run_ends_with_the_same_bits(
+    backend: str, lost: int, world: World, tmp_path: Path
+) -> None:
+    world.log_server()
+    world.coordinator(lease_s=10.0)
+    with twins(world, tmp_path, backend) as (run, wanted):
         run.lose("ab"[lost])
         run.start("c", lost)
         assert run.digests() == wanted
         assert sorted(len(pids) for pids in run.pids().values()) == [1, 2]  # the other one's process stayed
+
+
+class Logs:
+    """A log server on each machine that trains; the coordinator knows their machines."""
+
+    def __init__(self, world: World, directory: Path, stack: contextlib.ExitStack, copies: int) -> None:
+        self.servers: dict[str, LogServer] = {}
+        for machine in "ab":
+            server = LogServer(directory / f"log-{machine}", "--insecure")
+            server.address = f"{world.network.host(machine)}:{PORT}"
+            server.prefix = world.network.inside(machine)
+            self.servers[machine] = stack.enter_context(server)
+        named = ",".join(f"{machine}={server.address}" for machine, server in self.servers.items())
+        flags = ["--insecure", "--heartbeat-s=0.2", "--lease-s=10", f"--log-lost-s={LOG_LOST_S:g}"]
+        coordinator = Coordinator(directory / "meta", *flags, f"--copies={copies}", "--log-servers", named)
+        coordinator.address = world.meta
+        coordinator.prefix = world.network.inside("meta")
+        stack.callback(coordinator.stop)
+        coordinator.start()
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("stages", "copies", "lost"), [(2, 1, 0), (2, 2, 1), (4, 1, 0), (4, 1, 1)])
+def test_a_machine_is_lost_with_its_log_server_and_its_stages_are_replayed(
+    stages: int, copies: int, lost: int, world: World, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        logs = Logs(world, tmp_path, stack, copies)
+        run, wanted = stack.enter_context(twins(world, tmp_path, "", stages))
+        machine = "ab"[lost]
+        logs.servers[machine].kill()
+        run.lose(machine)
+        run.start("c", lost)
+        assert run.digests() == wanted
+        half = stages // 2
+        assert sorted(len(pids) for pids in run.pids().values()) == half * [1] + half * [2]
+        replayed = {event["rank"] for event in run.said("replay_begin")}
+        assert replayed == set(range(lost * half, (lost + 1) * half))

@@ -75,7 +75,6 @@ def test_a_machine_that_comes_gets_the_place_of_a_lost_one_and_nobody_else_notic
     assert world.say("c") == (lost, ["c", "b"] if lost == 0 else ["a", "c"])
     assert before == (1 - lost, ["a", "b"])
     assert world.say(living)[0] == 1 - lost  # type: ignore[index]
-    assert world.held[living].round == world.held["c"].round == 1
 
 
 def test_a_machine_that_was_silent_keeps_its_place_until_another_one_has_it(world: World) -> None:
@@ -136,29 +135,32 @@ def test_a_coordinator_that_was_away_itself_takes_nobodys_place(world: World) ->
     assert world.say("a") == (0, ["a", "b"])
 
 
-def test_enough_machines_begin_after_the_last_call_and_more_get_places_behind_them() -> None:
-    world = World("1:3")
-    assert world.say("a") == 1
-    world.wait(2.0, "a")
-    assert world.held == {}
-    world.wait(2.0, "a")
-    assert world.say("a") == (0, ["a"])
-    assert world.say("b") == 2
-    world.wait(4.0, "a", "b")
-    assert world.say("b") == (1, ["a", "b"])
-    assert world.say("a", ranks=4) == (0, ["a", "b"])
-    assert world.say("c") == (2, ["a", "b", "c"])  # the most: nobody else is waited for
-    assert world.say("a") == (0, ["a", "b", "c"])
-    assert world.held["a"].round == 3
-    assert world.say("d") == 4
-
-
-def test_a_round_that_a_silent_machine_has_missed_is_not_its_own() -> None:
+def test_enough_machines_begin_after_the_last_call_and_more_wait_for_a_place() -> None:
     world = World("2:3")
-    for run in "abca":
-        world.say(run)
-    assert world.held["a"].round == 1
-    world.held["d"] = pb.MeetReply(round=1, place=2, machines=world.held["a"].machines)
+    assert world.say("a") == 1
+    world.wait(5.0, "a")
+    assert world.say("b") == 2
+    world.wait(2.0, "a", "b")
+    assert world.held == {}
+    world.wait(2.0, "a", "b")
+    assert world.say("b") == (1, ["a", "b"])
+    assert world.say("c") == 3
+    world.wait(LEASE_S + 2.0, "b", "c")
+    assert world.say("c") == (0, ["c", "b"])
+
+
+def test_the_most_machines_begin_at_once() -> None:
+    world = World("1:2")
+    assert world.say("a") == 1
+    assert world.say("b") == (1, ["a", "b"])
+
+
+def test_a_place_that_there_is_no_more_is_lost() -> None:
+    world = World("1:3")
+    world.say("a")
+    world.wait(4.0, "a")
+    machines = [pb.Machine(address=name, port=1, ranks=4) for name in "abc"]
+    world.held["d"] = pb.MeetReply(place=2, machines=machines)
     assert "another one has its place" in str(world.say("d"))
 
 
@@ -192,10 +194,9 @@ def test_a_machine_that_wants_something_else_is_refused(
         {"lease_s": 0.0},
         {"lease_s": float("nan")},
         {"last_call_s": float("inf")},
-        {"held": pb.MeetReply(round=1, place=1, machines=[pb.Machine(ranks=1)])},
-        {"held": pb.MeetReply(round=0, place=0, machines=[pb.Machine(ranks=1)])},
-        {"held": pb.MeetReply(round=1, place=0, machines=[pb.Machine(ranks=1)] * 3)},
-        {"held": pb.MeetReply(round=1, place=0, machines=[pb.Machine()])},
+        {"held": pb.MeetReply(place=1, machines=[pb.Machine(ranks=1)])},
+        {"held": pb.MeetReply(place=0, machines=[pb.Machine(ranks=1)] * 3)},
+        {"held": pb.MeetReply(place=0, machines=[pb.Machine()])},
     ],
 )
 def test_what_nobody_can_mean(fields: dict[str, Any]) -> None:
@@ -212,3 +213,19 @@ def test_a_meeting_is_forgotten_when_nobody_is_there(world: World) -> None:
     assert len(world.meetings) == 1
     world.wait(LEASE_S + 2.0)
     assert len(world.meetings) == 0
+
+
+def test_the_first_machine_of_a_new_start_is_no_spare(world: World) -> None:
+    world.over = True
+    for run in "ab":
+        world.say(run, leaves=True)
+    for _ in range(2):
+        assert world.say("c") == 1
+    assert world.say("d") == (1, ["c", "d"])
+
+
+def test_a_spare_with_other_ranks_gets_no_place(world: World) -> None:
+    assert world.say("c", ranks=8) == 3
+    world.say("a", leaves=True)
+    assert world.say("c", ranks=8) == 2
+    assert world.say("d") == (0, ["d", "b"])
