@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from services.coordinator.messages import Refusal, Refused
 from swift._pb import coordinator_pb2 as pb
 
-MACHINES_MAX = 1 << 14
+MACHINES_MAX = 1 << 13
 """That are heard of at once."""
 
 
@@ -80,6 +80,7 @@ class Meeting:
             self._launchers[request.run] = launcher
             if request.HasField("held"):
                 launcher.over = self._reclaim(request)
+        request.ClearField("held")  # known by now, and long
         launcher.request, launcher.seen_at = request, now
         place = self._place_of(request.run)
         if place is None and not launcher.over:

@@ -174,6 +174,9 @@ def test_a_lost_machine_is_replaced_and_the_run_ends_with_the_same_bits(
     world.coordinator(lease_s=10.0)
     with twins(world, tmp_path, backend) as (run, wanted):
         run.lose("ab"[lost])
+        if not backend:
+            words = f"waited for 20 s for rank {lost} to join (if a machine is lost, start the same command"
+            run.until(lambda: words in run.output(), "the word that a machine is missed")
         run.start("c", lost)
         assert run.digests() == wanted
         assert sorted(len(pids) for pids in run.pids().values()) == [1, 2]  # the other one's process stayed

@@ -1,13 +1,19 @@
 """Machines without numbers: who gets which place, when, and what a lost one leaves behind."""
 
-from typing import Any
+from typing import Any, cast
 
+import grpc
 import pytest
 
+from services.coordinator import meeting as meeting_module
+from services.coordinator.driver import Driver, TooMany
 from services.coordinator.meeting import Meetings
 from services.coordinator.messages import Refusal
-from services.coordinator.servicer import _wrong_meeting
+from services.coordinator.servicer import Context, Servicer, _wrong_meeting
+from services.coordinator.store import MemoryStore
+from services.coordinator.timing import Timing
 from swift._pb import coordinator_pb2 as pb
+from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, run_to_running, scenario
 
 LEASE_S = 15.0
 STALL_S = 5.0
@@ -29,8 +35,15 @@ class World:
 
     def request(self, run: str, ranks: int = 4, **fields: Any) -> pb.MeetRequest:
         machine = pb.Machine(address=run, port=1, ranks=ranks)
-        wanted = {"machines_min": self.least, "machines_max": self.most, "lease_s": LEASE_S, "last_call_s": 3}
-        return pb.MeetRequest(job="j", run=run, machine=machine, held=self.held.get(run), **(wanted | fields))
+        wanted: dict[str, Any] = {
+            "machines_min": self.least,
+            "machines_max": self.most,
+            "lease_s": LEASE_S,
+            "last_call_s": 3,
+            "job": "j",
+            "held": self.held.get(run),
+        }
+        return pb.MeetRequest(run=run, machine=machine, **(wanted | fields))
 
     def say(self, run: str, **fields: Any) -> tuple[int, list[str]] | str | int:
         """Its place and all machines; or why it has none; or how many are here."""
@@ -229,3 +242,78 @@ def test_a_spare_with_other_ranks_gets_no_place(world: World) -> None:
     world.say("a", leaves=True)
     assert world.say("c", ranks=8) == 2
     assert world.say("d") == (0, ["d", "b"])
+
+
+def test_what_is_kept_of_a_machine_is_short(world: World) -> None:
+    request = world.request("a")
+    assert request.held.machines
+    world.meetings.say(request, world.now, over=False)
+    assert not request.HasField("held")
+
+
+def test_machines_of_a_job_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_module, "MACHINES_MAX", 2)
+    world = World("1:5")
+    for run in "ab":
+        world.say(run)
+    with pytest.raises(Refusal, match="2 machines are here: no more"):
+        world.say("c")
+
+
+# -- through the service ------------------------------------------------------------------------------------
+
+
+class Aborted(Exception):
+    pass
+
+
+class Call:
+    async def abort(self, code: grpc.StatusCode, words: str) -> None:
+        raise Aborted(code, words)
+
+
+@scenario
+async def test_launchers_meet_through_the_service(logs: FakeLogs, store: MemoryStore) -> None:
+    clock = FakeClock()
+    driver = Driver(store, logs, Timing(), [], clock=clock, jobs_max=1)
+    world = World()
+
+    async def meet(run: str, **fields: Any) -> pb.MeetReply:
+        return await Servicer(driver).Meet(world.request(run, **fields), cast("Context", Call()))
+
+    assert (await meet("a")).here == 1
+    assert (await meet("b")).place == 1
+    with pytest.raises(Aborted, match="another machine") as refused:
+        await meet("c", machines_max=3)
+    assert refused.value.args[0] is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(Aborted, match="a launcher needs a name"):
+        await meet("")
+    with pytest.raises(TooMany):
+        driver.meet("other", world.request("c"))
+    clock.now += 2 * LEASE_S
+    driver.tick()  # it was away itself
+    driver.tick()
+    assert (await meet("c")).here == 3
+    for _ in range(8):
+        clock.now += Timing().stall_s / 2
+        driver.tick()
+    assert driver.meet("other", world.request("c", job="other")).here == 1
+    driver.stop()
+
+
+@scenario
+async def test_of_a_job_under_way_a_new_coordinator_waits_for_those_who_hold_a_place(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    clock = FakeClock()
+    driver = Driver(store, logs, Timing(), [], clock=clock)
+    world = World("1:1")
+    assert driver.meet("j", world.request("a")).machines
+    await run_to_running(driver)
+    driver.stop()
+    again = Driver(store, logs, Timing(), [], clock=clock)
+    again.start()
+    assert not again.meet("j", world.request("b")).machines
+    clock.now += LEASE_S
+    assert again.meet("j", world.request("b")).machines
+    again.stop()
