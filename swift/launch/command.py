@@ -55,6 +55,9 @@ PRELOAD_DEFAULT = (
     "swift.control.client,swift.runtime.session"
 )
 
+# torchrun's flags that say where machines meet, or which one this is.
+_PLACES = ("rdzv_endpoint", "node_rank", "master_addr", "master_port")
+
 # torchrun's flags that make no sense with children of our own, or are not built.
 _UNSUPPORTED = {
     "no_python": "--no-python: ranks start as warm Python processes, so the script must be Python",
@@ -304,11 +307,15 @@ def _choose_meeting(args: argparse.Namespace) -> Meeting:
         raise UsageError("run: name the job, the same on all machines: --job NAME or --rdzv-id ID")
     else:
         meeting = Meeting.NUMBERED if numbered else Meeting.COORDINATOR
-        if meeting is Meeting.COORDINATOR and args.rdzv_endpoint:
-            say(f"machines meet at the coordinator: --rdzv-endpoint {args.rdzv_endpoint} is not needed")
+        unneeded = [name for name in _PLACES if getattr(args, name) is not None and getattr(args, name) != ""]
+        if meeting is Meeting.COORDINATOR and unneeded:
+            flags = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in unneeded)
+            say(f"machines meet at the coordinator: nobody needs {flags}")
     args.node_rank = args.node_rank or 0
     args.master_addr = args.master_addr or LOOPBACK
     args.master_port = args.master_port or 29500
+    if not static:  # else torch warns of them, whether they were given or not
+        del args.node_rank, args.master_addr
     return meeting
 
 

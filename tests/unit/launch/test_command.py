@@ -92,8 +92,14 @@ def test_an_endpoint_that_nobody_needs_is_named(capfd: pytest.CaptureFixture[str
     flags = ["--nnodes=2", "--job=j", "--rdzv-backend=c10d", "--rdzv-endpoint=a01:29400"]
     flags += ["--rdzv-conf=join_timeout=60,keep_alive_interval=1,is_host=1"]
     plan = make_plan([COORDINATOR, *flags, "train.py"])
+    assert plan.meeting is Meeting.COORDINATOR
     said = capfd.readouterr().err
-    assert said == "swift: machines meet at the coordinator: --rdzv-endpoint a01:29400 is not needed\n"
+    assert said == "swift: machines meet at the coordinator: nobody needs --rdzv-endpoint a01:29400\n"
+    make_plan([COORDINATOR, *flags[:3], "--node-rank=0", "--master-addr=a01", "train.py"])
+    words = "nobody needs --node-rank 0, --master-addr a01"
+    assert capfd.readouterr().err == f"swift: machines meet at the coordinator: {words}\n"
+    make_plan([COORDINATOR, *flags[:3], "train.py"])
+    assert capfd.readouterr().err == ""
     assert plan.terms == Terms(join_timeout=60, keep_alive_interval=1)
 
 
