@@ -30,11 +30,15 @@ class Audit:
         self._group = group
         self._state = state
 
-    def compare(self) -> None:
-        """Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas."""
+    def compare(self, untold: str = "") -> None:
+        """Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas.
+
+        `untold`: variables of the script that are of another step than this rank's state, in words.
+        """
         parts = self._state.parts()
-        own = _tensor(b"".join(map(_digest, parts.values())))
+        own = _tensor(b"".join(map(_digest, parts.values())) + bytes([bool(untold)]))
         gathered = self._group.gathered(own)
+        elsewhere = any(bool(each[-1]) for each in gathered)
         for index, name in enumerate(parts):
             place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
             others = [
@@ -43,7 +47,7 @@ class Audit:
                 if not torch.equal(digests[place], own[place])
             ]
             if others:
-                self._differs(name, others)
+                self._differs(name, others, untold or ("variables" if elsewhere else ""))
         self._compare_attributes()
 
     def _compare_attributes(self) -> None:
@@ -72,9 +76,14 @@ class Audit:
             )
         self._state.apart = apart
 
-    def _differs(self, name: str, others: list[int]) -> None:
+    def _differs(self, name: str, others: list[int], untold: str) -> None:
         ranks = ", ".join(map(str, others))
         if name in ("parameters", "optimizer"):
+            if untold:
+                raise UsageError(
+                    f"{name} of this rank are not the same as on rank {ranks}, a replica: train_step changes {untold} "
+                    "of the script, which a failure has left at another step; give them to session.register(...)"
+                )
             raise ReplicaDiffers(
                 f"{name} at version {self._state.version} differ from those of rank {ranks}, a replica"
             )

@@ -420,7 +420,7 @@ class Engine:
         self._script.end(step, checkpoint=due)
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
-            self._audit.compare()
+            self._audit.compare(self._script.amiss)
         # On the way to a target that all save, no other version of this history is ever complete.
         passing = replaying and self._view is not None and self._view.plan.saves
         # Compared or not: only who knows of it saves it.

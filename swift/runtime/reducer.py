@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from swift.errors import UsageError
 from swift.runtime.groups import LastingGroup
 from swift.runtime.transport import Messages, operation
 
@@ -67,6 +68,11 @@ class Reducer:
         # that nobody has used stay without one, or the optimizer would decay them.
         used = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        if any(grad.layout is not torch.strided for grad in grads):
+            raise UsageError(
+                "a sparse gradient cannot be averaged over replicas: give the embedding sparse=False (and Adam in the "
+                "place of SparseAdam), or train it on one replica"
+            )
         parts = [grad.detach().reshape(-1) for grad in grads] + [used]
         sizes = [part.numel() for part in parts]
         # Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept.

@@ -58,6 +58,7 @@ class Script:
         self._next = 0  # the step that the variables are at
         self._stale: tuple[int, str] | None = None
         """From where on they are of another step than the state, and why."""
+        self._amiss: set[str] = set()
         self._to_say: list[tuple[int, str]] = []
 
     def begin(
@@ -103,6 +104,11 @@ class Script:
         if changed:
             self._learn(changed)
             self._to_say.append((step, self._words(changed, "was changed by a step that was cut short")))
+
+    @property
+    def amiss(self) -> str:
+        """The names of what is of another step than the state."""
+        return _listed(sorted(self._amiss))
 
     # --- inside ---
 
@@ -200,6 +206,7 @@ class Script:
             self._to_say.append((step, self._words(changed, why)))
 
     def _words(self, names: set[str], why: str) -> str:
+        self._amiss |= names
         return (
             f"{_listed(sorted(names))} of the script {why}: give it to session.register(...), or its name to "
             "session.transient('NAME')"

@@ -310,7 +310,7 @@ class Session:
 
         Its `step` is carried out bucket by bucket from here on, with the same bits. Make it after the stages.
         """
-        self._updates.add(optimizer)
+        self._state.add_optimizer(optimizer)
         return optimizer
 
     def tie(self, parameter: torch.nn.Parameter, ranks: Sequence[int]) -> None:

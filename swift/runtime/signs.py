@@ -174,11 +174,9 @@ def parts_of(value: Any, reads: Reads = lambda _kind, _name: True) -> Iterator[t
         yield from ((name, part) for name, part in vars(value).items() if name not in own)
     elif root in ("itertools", "builtins"):
         yield from _of_iterator(value)
-    if (
-        root not in _LOOKED_INTO
-        and root not in _OBSERVERS
-        and not kind.__module__.startswith(_TORCH_OBSERVERS)
-    ):
+    if isinstance(value, torch.Tensor | torch.nn.Module) or root in _LOOKED_INTO or root in _OBSERVERS:
+        return
+    if not kind.__module__.startswith(_TORCH_OBSERVERS):
         yield from _attributes(value, reads)
 
 

@@ -2,9 +2,10 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -78,6 +79,9 @@ class TrainerState:
         self._digests: dict[int, bytes] = {}
         self.beside = Beside()
         self.settings = Settings()
+        self._at_begin: list[torch.nn.Parameter] = []
+        """Parameters, when the process began: a step makes none and removes none."""
+        self._names_at_begin: Iterable[str] = ()
         self.iterators = Iterators(self.randomness)
         self.drew: list[str] = []
         """Registered objects that drew random numbers while they loaded their state."""
@@ -92,6 +96,7 @@ class TrainerState:
 
     def add_stage(self, stage: Any) -> None:
         """Raises UsageError for a stage, or a module, that is there already."""
+        self._check_early("a module")
         whole = isinstance(stage, WholeModule)
         for other in self.stages:
             if other.submod is stage.submod:
@@ -114,7 +119,20 @@ class TrainerState:
         word = "module" if keys else ""
         return keys | {f"{word}{number}": stage for number, stage in enumerate(whole)}
 
+    def _check_early(self, what: str) -> None:
+        """Raises UsageError behind the begin of `session.run`: a process that takes over a rank would not have it."""
+        if self.beside.remembered:
+            raise UsageError(
+                f"the session was told of {what} in train_step: a process that replaces a lost rank begins without it; "
+                "make all of them before session.run, and let steps choose which they use"
+            )
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_early("an optimizer")
+        self.updates.add(optimizer)
+
     def add_object(self, name: str, value: Any) -> None:
+        self._check_early(f"register({name}=...)")
         if name in self.objects:
             raise UsageError(f"register({name}=...) was called twice; use another name")
         given, value = value, as_registered(value)
@@ -164,6 +182,7 @@ class TrainerState:
         modules = {key: stage.submod for key, stage in self.keyed().items()}
         self.beside.remember(modules, self.optimizers, self.objects.values())
         self.settings.remember()
+        self._at_begin, self._names_at_begin = self._parameters(), self._named_parameters(sharded_too=True)
 
     def told(self) -> list[Any]:
         """What the session was told of: all of it is captured."""
@@ -204,6 +223,7 @@ class TrainerState:
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 
     def end_step(self) -> None:
+        self._check_parameters()
         self._before, self._groups = None, []
         self.settings.end_step()
         self._learn_changing()
@@ -211,6 +231,22 @@ class TrainerState:
         self._gradients.end(updated=self.updates.stepped > 0)
         self.version += 1
         self.updates.begin_step(self.version)
+
+    def _check_parameters(self) -> None:
+        """Raises UsageError for a step that has made or removed parameters."""
+        now = self._parameters()
+        if not self.beside.remembered:
+            return
+        if len(now) == len(self._at_begin) and all(map(is_, now, self._at_begin)):
+            return
+        before, after = set(self._names_at_begin), set(self._named_parameters(sharded_too=True))
+        if before != after:
+            raise UsageError(
+                f"train_step has made or removed parameters ({', '.join(sorted(before ^ after)[:3])}): a process that "
+                "replaces a lost rank makes the modules as they are before session.run, and cannot load them; make all "
+                "parameters there, frozen (requires_grad_(False)) and out of use until a step wants them"
+            )
+        self._at_begin = now
 
     def drop_step(self) -> None:
         """Takes the half-done step back, but for the buckets that are applied: `undo` does that."""

@@ -151,20 +151,23 @@ class Updates:
         self._version = version
         self._launched = self._finished = 0
         self._reduced = self.voting = self.committed = self.begun = False
-        # A replay has nobody to vote with; what this process has learned counts there.
-        self.held = self._needs_hold if self.replaying() else self.hold_next
         self.stepped, self.spoiled, self._ending = 0, None, False
         for stage in self._stages:
             self.ready_in_backward(stage)  # what was frozen until now may be trained from here on
         self.ties.begin_step()
-        for journal in self.journals:
-            before = journal.buckets
-            journal.begin(version, held=self.held)
-            if journal.buckets is not before:
-                self._cut(journal)
+        # A replay has nobody to vote with; what this process has learned counts there.
+        self._begin_journals(held=self._needs_hold if self.replaying() else self.hold_next)
         for bucket in self._buckets:
             bucket.reduction, bucket.reduced = None, False
             bucket.awaited = {p for p in bucket.parameters if p in self._hooked and p.requires_grad}
+
+    def _begin_journals(self, *, held: bool) -> None:
+        self.held = held  # it can be taken back until the vote, which comes at its end
+        for journal in self.journals:
+            before = journal.buckets
+            journal.begin(self._version, held=self.held)
+            if journal.buckets is not before:
+                self._cut(journal)
 
     def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """The gradients of this optimizer, or all, are averages over the columns from here on, until it has stepped; of
@@ -269,7 +272,9 @@ class Updates:
         if journal.whole and closure is not None:
             self.ties.check_closure(p for group in optimizer.param_groups for p in group["params"])
             closure = self._averaged(closure, optimizer)
-            self._needs_hold = True  # it is called again behind the vote
+            self._needs_hold = True  # it is called again and again, with the others
+            if not (self.stepped or self.held):  # nothing is applied yet
+                self._begin_journals(held=True)
         else:
             self.reduce(optimizer)
         if not self.stepped:
@@ -396,10 +401,8 @@ class Updates:
             self._needs_hold = True
 
     def _between(self, journal: Journal) -> Callable[[int], None]:
-        half = max(1, len(journal.buckets) // 2)
-
         def between(applied: int) -> None:
-            if applied == half:
+            if applied == max(1, len(journal.buckets) // 2):
                 self._fault("optimizer")
 
         return between

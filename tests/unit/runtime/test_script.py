@@ -547,3 +547,12 @@ def test_a_name_that_is_only_assigned_is_no_variable_of_the_step() -> None:
         counter = step
 
     assert "counter" not in Reach([train_step]).variables
+
+
+def test_what_is_amiss_is_told_to_whoever_compares_replicas() -> None:
+    job = Job()
+    job.run(closure_number(), 0, 8)
+    assert job.script.amiss == ""
+    taken_over = Job()
+    taken_over.run(closure_number(), 5, 8)
+    assert taken_over.script.amiss == "count"

@@ -1,14 +1,15 @@
 """What a dropped step takes back, and what a trainer is told when it forgot something."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from swift.errors import ServiceError, UsageError
-from swift.runtime.audit import _digest
+from swift.errors import ReplicaDiffers, ServiceError, UsageError
+from swift.runtime.audit import _DIGEST_BYTES, Audit, _digest
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.stage import WholeModule
@@ -299,3 +300,75 @@ def test_the_same_stage_twice_is_refused_in_one_line() -> None:
     state.add_stage(Stage(nn.Linear(1, 1), index=1))
     state.add_stage(WholeModule(nn.Linear(1, 1)))
     assert list(state.keyed()) == ["0", "1", "module0"]
+
+
+def test_what_the_session_is_told_of_in_a_step_is_refused() -> None:
+    state, stage, _, counter = make()
+    state.remember()
+    half_a_step(state, stage, counter)
+    for late in (
+        lambda: state.add_stage(Stage(Model())),
+        lambda: state.add_optimizer(torch.optim.SGD(stage.submod.parameters(), lr=0.1)),
+        lambda: state.add_object("late", Counter()),
+    ):
+        with pytest.raises(
+            UsageError, match="in train_step: a process that replaces a lost rank begins without it"
+        ):
+            late()
+
+
+def test_parameters_that_a_step_makes_or_removes_are_refused() -> None:
+    for change in (
+        lambda module: module.append(nn.Linear(2, 2)),
+        lambda module: prune.l1_unstructured(module[0], "weight", 0.5),
+    ):
+        state = TrainerState(1, make_updates())
+        stage = Stage(nn.Sequential(nn.Linear(2, 2)))
+        state.stages.append(stage)
+        state.remember()
+        state.begin_step()
+        state.end_step()
+        state.begin_step()
+        change(stage.submod)
+        with pytest.raises(UsageError, match="has made or removed parameters"):
+            state.end_step()
+
+
+def test_other_parameters_of_the_same_names_are_the_trainer_s() -> None:
+    state, stage, _, _ = make()
+    state.remember()
+    state.begin_step()
+    stage.submod.load_state_dict(stage.submod.state_dict(), assign=True)
+    state.end_step()
+    assert state.version == 1
+
+
+class Others:
+    """A group of two replicas, of which the other one says what it is told to."""
+
+    ranks = (0, 1)
+
+    def __init__(self, change: Any) -> None:
+        self._change = change
+
+    def gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+        other = own.clone()
+        self._change(other)
+        return [own, other]
+
+
+@pytest.mark.parametrize(("amiss", "elsewhere"), [("count", 0), ("", 1)])
+def test_replicas_that_a_variable_has_parted_are_refused_at_once(amiss: str, elsewhere: int) -> None:
+    """A checkpoint would not help: the variable stays what it is."""
+    state, _, _, _ = make()
+
+    def differs(other: torch.Tensor) -> None:
+        other[_DIGEST_BYTES] += 1  # of the parameters
+        other[-1] = elsewhere
+
+    audit = Audit(cast(Any, Others(differs)), state)
+    with pytest.raises(UsageError, match=f"train_step changes {amiss or 'variables'} of the script"):
+        audit.compare(amiss)
+    elsewhere = 0
+    with pytest.raises(ReplicaDiffers):
+        audit.compare()

@@ -28,6 +28,9 @@ class Columns:
     def __init__(self, breaks_at: int | None = None):
         self.breaks_at, self.launched = breaks_at, 0
 
+    def mean(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
     def launch(self, bucket: Any) -> Reduction:
         self.launched += 1
         return Reduction(bucket)
@@ -186,3 +189,23 @@ def test_two_optimizers_vote_once() -> None:
     second.step()
     assert len(world.votes) == 1
     assert torch.equal(other.detach(), torch.full((3,), 0.75))
+
+
+def test_an_optimizer_that_computes_gradients_in_its_first_step_votes_behind_it() -> None:
+    """LBFGS from step 6 on: a column that is lost in its first step leaves nobody with an update that only it could
+    have finished."""
+    world = World(Columns(breaks_at=2))
+    lbfgs = torch.optim.LBFGS(world.model.parameters(), max_iter=3)
+    world.updates.add(lbfgs)
+    world.updates.begin_step(6)
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss: torch.Tensor = world.model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        lbfgs.step(closure)
+    assert world.votes == []
+    assert world.updates.standing(6).forward_to is None
