@@ -47,10 +47,7 @@ class Told:
         if not waits_for or now < self._late_at:
             return ""
         self._late_at = math.inf
-        hint = (
-            " (if a machine is lost, start the same command on another one)" if "to join" in waits_for else ""
-        )
-        return f"the job has waited for {LATE_S:g} s for {waits_for}{hint}"
+        return f"the job has waited for {LATE_S:g} s for {waits_for}{_way_on(waits_for)}"
 
     def _plan(self, view: pb.View) -> list[str]:
         plan = view.plan
@@ -64,6 +61,15 @@ class Told:
         if restores:
             return [f"{_cause(plan.ranks[0].reason)}; restored version {plan.target_version}; {exactly}"]
         return [f"{plan.reason}; {exactly}"]
+
+
+def _way_on(waits_for: str) -> str:
+    ways = []
+    if "to join" in waits_for:
+        ways.append("if a machine is lost, start the same command on another one")
+    if waits_for.startswith("log server "):
+        ways.append("if a log server is lost for good, swift-ft logs --lost names it, and --add another one")
+    return f" ({'; '.join(ways)})" if ways else ""
 
 
 def _cause(reason: str) -> str:

@@ -41,7 +41,7 @@ class Terms:
     """What `--rdzv-conf` can say of a meeting, by torch's names."""
 
     join_timeout: float = 600.0
-    """Seconds that a machine waits for the others."""
+    """Seconds that a machine waits for the others, while there are too few of them."""
     last_call_timeout: float = 30.0
     """Seconds that more machines are waited for, if there are enough to begin but not the most (`--nnodes MIN:MAX`)."""
     keep_alive_interval: float = 5.0
@@ -86,12 +86,11 @@ class MetRendezvous(Rendezvous):
         super().__init__(run_id, [])
         self._job = job
         self._nodes = nodes
-        self._ranks = ranks
-        self._address = address
         self._terms = terms
         self._wake = wake
         self._say = say
         self._port = _reserve()
+        self._machine = pb.Machine(address=address, port=self._port.getsockname()[1], ranks=ranks)
         self._store: TCPStore | None = None
         """Of the first machine, for trainers that want one."""
         self._taken = pb.MeetReply()
@@ -125,15 +124,15 @@ class MetRendezvous(Rendezvous):
         self._closed = True
         self._speaks.set()
         self._thread.join(LEAVE_S)
+        self._port.close()
 
     # --- ---
 
     def _open_store(self) -> None:
-        port = self._port.getsockname()[1]
         self._port.listen()
         self._store = TCPStore(
             LOOPBACK,
-            port,
+            self._machine.port,
             is_master=True,
             timeout=timedelta(seconds=self._terms.join_timeout),
             wait_for_workers=False,
@@ -157,13 +156,12 @@ class MetRendezvous(Rendezvous):
                         if here < least
                         else f"{here} machines are here: waiting for a place"
                     )
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                if here < least and time.monotonic() >= deadline:
                     raise ServiceError(
                         f"run: {here} of {least} machines were here after {self._terms.join_timeout:g} s: start the "
                         "same command on all of them (--rdzv-conf=join_timeout=SECONDS: waits longer)"
                     )
-                self._answered.wait(min(1.0, left_s))
+                self._answered.wait(POLL_S)
             return self._newest
 
     def _keep_meeting(self) -> None:
@@ -185,7 +183,7 @@ class MetRendezvous(Rendezvous):
         request = pb.MeetRequest(
             job=self._job.name,
             run=self._job.run,
-            machine=pb.Machine(address=self._address, port=self._port.getsockname()[1], ranks=self._ranks),
+            machine=self._machine,
             machines_min=self._nodes[0],
             machines_max=self._nodes[1],
             lease_s=self._terms.lease_s,

@@ -183,15 +183,13 @@ def test_a_lost_machine_is_replaced_and_the_run_ends_with_the_same_bits(
 
 
 class Logs:
-    """A log server on each machine that trains; the coordinator knows their machines."""
+    """Log servers on machines that train; the coordinator knows their machines."""
 
-    def __init__(self, world: World, directory: Path, stack: contextlib.ExitStack, copies: int) -> None:
-        self.servers: dict[str, LogServer] = {}
-        for machine in "ab":
-            server = LogServer(directory / f"log-{machine}", "--insecure")
-            server.address = f"{world.network.host(machine)}:{PORT}"
-            server.prefix = world.network.inside(machine)
-            self.servers[machine] = stack.enter_context(server)
+    def __init__(
+        self, world: World, directory: Path, stack: contextlib.ExitStack, machines: str, copies: int = 1
+    ) -> None:
+        self._world, self._directory, self._stack = world, directory, stack
+        self.servers = {machine: self.start(machine) for machine in machines}
         named = ",".join(f"{machine}={server.address}" for machine, server in self.servers.items())
         flags = ["--insecure", "--heartbeat-s=0.2", "--lease-s=10", f"--log-lost-s={LOG_LOST_S:g}"]
         coordinator = Coordinator(directory / "meta", *flags, f"--copies={copies}", "--log-servers", named)
@@ -200,6 +198,25 @@ class Logs:
         stack.callback(coordinator.stop)
         coordinator.start()
 
+    def start(self, machine: str) -> LogServer:
+        server = LogServer(self._directory / f"log-{machine}", "--insecure")
+        server.address = f"{self._world.network.host(machine)}:{PORT}"
+        server.prefix = self._world.network.inside(machine)
+        return self._stack.enter_context(server)
+
+    def operate(self, *words: str) -> None:
+        """`swift-ft logs`, where the coordinator is."""
+        command = [*self._world.network.inside("meta"), sys.executable, "-m", "swift.cli", "logs"]
+        done = subprocess.run(
+            [*command, "--coordinator", self._world.meta, *words],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(("stages", "copies", "lost"), [(2, 1, 0), (2, 2, 1), (4, 1, 0), (4, 1, 1)])
@@ -207,7 +224,7 @@ def test_a_machine_is_lost_with_its_log_server_and_its_stages_are_replayed(
     stages: int, copies: int, lost: int, world: World, tmp_path: Path
 ) -> None:
     with contextlib.ExitStack() as stack:
-        logs = Logs(world, tmp_path, stack, copies)
+        logs = Logs(world, tmp_path, stack, "ab", copies)
         run, wanted = stack.enter_context(twins(world, tmp_path, "", stages))
         machine = "ab"[lost]
         logs.servers[machine].kill()
@@ -218,3 +235,24 @@ def test_a_machine_is_lost_with_its_log_server_and_its_stages_are_replayed(
         assert sorted(len(pids) for pids in run.pids().values()) == half * [1] + half * [2]
         replayed = {event["rank"] for event in run.said("replay_begin")}
         assert replayed == set(range(lost * half, (lost + 1) * half))
+
+
+@pytest.mark.timeout(500)
+def test_a_machine_is_lost_with_the_only_log_server_and_all_go_on_from_the_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        logs = Logs(world, tmp_path, stack, "a")
+        run, wanted = stack.enter_context(twins(world, tmp_path, ""))
+        lost = logs.servers["a"]
+        lost.kill()
+        run.lose("a")
+        words = f"waited for 20 s for log server {lost.address}: "
+        run.until(lambda: words in run.output(), "the word that the log server is missed")
+        logs.operate("--job", "run", "--lost", lost.address, "--add", f"c={logs.start('c').address}")
+        run.start("c", 0)
+        assert run.digests() == wanted
+        assert sorted(len(pids) for pids in run.pids().values()) == [1, 2]
+        assert not run.said("replay_begin")
+        (word,) = [line for line in run.output().splitlines() if "restored version" in line]
+        assert "restored version 10; exact" in word

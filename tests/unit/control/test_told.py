@@ -21,10 +21,13 @@ def test_what_a_job_waits_for_is_said_once_when_it_takes_long() -> None:
     assert told.late(join, 2 * LATE_S) == ""
     log = waiting("log server l0: connection refused")
     assert told.late(log, 3 * LATE_S) == ""
-    assert (
-        told.late(log, 4 * LATE_S)
-        == f"the job has waited for {LATE_S:g} s for log server l0: connection refused"
+    assert told.late(log, 4 * LATE_S) == (
+        f"the job has waited for {LATE_S:g} s for log server l0: connection refused "
+        "(if a log server is lost for good, swift-ft logs --lost names it, and --add another one)"
     )
+    report = waiting("rank 0 to report", pb.PLANNING)
+    told.late(report, 5 * LATE_S)
+    assert told.late(report, 6 * LATE_S) == f"the job has waited for {LATE_S:g} s for rank 0 to report"
 
 
 def test_a_job_that_goes_on_waits_for_nothing() -> None:
