@@ -233,8 +233,10 @@ def test_a_machine_is_lost_with_its_log_server_and_its_stages_are_replayed(
         assert run.digests() == wanted
         half = stages // 2
         assert sorted(len(pids) for pids in run.pids().values()) == half * [1] + half * [2]
-        replayed = {event["rank"] for event in run.said("replay_begin")}
-        assert replayed == set(range(lost * half, (lost + 1) * half))
+        # A survivor that the others are a step ahead of does that step again, from what it holds.
+        mine = set(range(lost * half, (lost + 1) * half))
+        assert mine <= {event["rank"] for event in run.said("replay_begin")}
+        assert {event["rank"] for event in run.said("restore_end")} == mine
 
 
 @pytest.mark.timeout(500)
@@ -254,5 +256,6 @@ def test_a_machine_is_lost_with_the_only_log_server_and_all_go_on_from_the_check
         assert run.digests() == wanted
         assert sorted(len(pids) for pids in run.pids().values()) == [1, 2]
         assert not run.said("replay_begin")
-        (word,) = [line for line in run.output().splitlines() if "restored version" in line]
-        assert "restored version 10; exact" in word
+        words = [line for line in run.output().splitlines() if "restored version" in line]
+        assert words
+        assert all("restored version 10; exact" in line for line in words), words
