@@ -119,7 +119,7 @@ def test_a_machine_too_many_waits_as_long_as_the_job_takes(launcher: World) -> N
 
 
 def test_the_first_machine_has_a_store_for_trainers_that_want_one(launcher: World) -> None:
-    launcher(pb.MeetReply(here=1), pb.MeetReply(place=0, machines=MACHINES))
+    launcher(pb.MeetReply(here=1), pb.MeetReply(place=0, machines=MACHINES), terms=Terms())
     info = launcher.launchers[0].next_rendezvous()
     assert info.rank == 0
     port = launcher.coordinator.requests[0].machine.port
