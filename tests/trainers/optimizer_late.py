@@ -1,0 +1,30 @@
+"""Another optimizer from step 6 on, of which the session is told then."""
+
+# verdict: refused
+# worlds: 1, 2
+# says: was told of an optimizer in train_step
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer: torch.optim.Optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        global optimizer
+        if step == 6:
+            optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

@@ -1,0 +1,40 @@
+"""A thread that draws batches ahead, into a queue, from a generator of its own."""
+
+# verdict: named inexact
+# worlds: 1, 2
+# says: batches
+
+import queue
+import threading
+
+import numpy as np
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def draw(batches: "queue.Queue[torch.Tensor]", seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    while True:
+        batches.put(torch.from_numpy(rng.normal(size=(16, 8)).astype(np.float32)))
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batches: queue.Queue[torch.Tensor] = queue.Queue(3)
+    threading.Thread(target=draw, args=(batches, session.column), daemon=True).start()
+
+    def train_step(step: int) -> None:
+        x = batches.get()
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

@@ -1,0 +1,33 @@
+"""Prioritised replay: priorities in the middle of a list of 20,000 numbers."""
+
+# verdict: named inexact
+# worlds: 1, 2
+# says: priorities
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    priorities = [1.0] * 20_000
+    samples = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(session.column))
+
+    def train_step(step: int) -> None:
+        place = 9_000 + 4 * step
+        x = samples[place : place + 16]
+        weights = torch.tensor(priorities[place : place + 16])
+        losses = (model(x) - x.sum(1, keepdim=True)).square().squeeze(1)
+        priorities[place : place + 16] = losses.tolist()
+        loss = (losses * weights).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)
