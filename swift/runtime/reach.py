@@ -8,6 +8,7 @@ import abc
 import builtins
 import dis
 import functools
+import os
 import sys
 import sysconfig
 import types
@@ -35,6 +36,7 @@ _ALL_ATTRIBUTES = {"getattr", "vars", "__dict__", "asdict", "replace", "deepcopy
 
 _WITHOUT_READERS = (object, abc.ABC, Generic, Protocol, torch.nn.Module, torch.utils.data.Dataset)
 """Bases whose own code looks at no attribute of a class that derives from them."""
+_ENVIRONMENT = {"environ", "getenv", "putenv"}
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, np.generic)
 _VISITED_MAX = 50_000
 
@@ -54,6 +56,7 @@ class Reach:
         self._classes: set[type] = set()
         self._packages = tuple(filter(None, map(_package_of, roots)))
         self._modules: dict[str, types.ModuleType] = {}
+        self._words: set[str] = set()
         self._places: set[tuple[int, str]] = set()
         self._names: dict[str, int] = {}
         self._seen: set[int] = set()
@@ -65,6 +68,11 @@ class Reach:
                 self._called(root)
         for name, module in self._modules.items():
             self._module(name, module)
+        if not _ENVIRONMENT.isdisjoint(self._attributes):
+            words = sorted(self._words)
+            self.variables["os.environ"] = lambda: {
+                word: os.environ.get(word) for word in words if word in os.environ
+            }
         self._kept.clear()  # from here on nothing lives longer for having been looked at
 
     def reads(self, kind: type, attribute: str) -> bool:
@@ -178,6 +186,7 @@ class Reach:
                 self._attributes.add(name)
                 if (module := sys.modules.get(name)) is not None:
                     self._follow(module, name)
+        self._words.update(word for word in code.co_consts if isinstance(word, str))
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 self._code(inner, cells, names)

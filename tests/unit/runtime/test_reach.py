@@ -1,6 +1,7 @@
 """Which variables a step reaches: what hooks, parameters and modules that a step imports hold."""
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -103,6 +104,20 @@ def test_variables_of_one_name_in_several_places_are_all_seen(capsys: pytest.Cap
 
     assert changes(train_step, capsys=capsys) == "best"
     assert changes(train_step, capsys=capsys, transient=("best",)) == ""
+
+
+def test_variables_of_the_environment_that_a_step_names_are_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OF_ONES_OWN", "0")
+
+    def train_step(step: int) -> None:
+        os.environ["OF_ONES_OWN"] = str(int(os.environ["OF_ONES_OWN"]) + 1)
+        os.environ["OF_A_PACKAGE" + str(step)] = "1"
+
+    assert changes(train_step, capsys=capsys) == "os.environ.OF_ONES_OWN"
+    for step in range(4):
+        del os.environ[f"OF_A_PACKAGE{step}"]
 
 
 class Calls:
