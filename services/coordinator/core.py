@@ -32,9 +32,11 @@ from services.coordinator.checks import (
     check_ready,
     is_stale,
 )
+from services.coordinator.endings import UNLIKE_CODE
 from services.coordinator.lives import begin_again, check_start, note_run, note_stop, starts_again
 from services.coordinator.log_end import ends_next, is_ready
 from services.coordinator.messages import Effect, Refusal, Refused
+from services.coordinator.origins import begin, check_origin
 from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
 from services.coordinator.row import Holder, JobRow, LogServer, State
 from services.coordinator.setbacks import launcher_code
@@ -53,7 +55,9 @@ class Job(Transitions):
     ) -> "Job":
         """The job that a first Join makes. `step` it with that Join."""
         check_first(join)
-        return Job(JobRow.first(job, log_servers, join, copies), timing, now, log_servers)
+        row = JobRow.first(job, log_servers, join, copies)
+        begin(row, join.origin)
+        return Job(row, timing, now, log_servers)
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """The effects of a command. Refusal: it was not taken, and nothing has changed."""
@@ -140,8 +144,11 @@ class Job(Transitions):
         row = self.row
         if starts_again(row, join):
             check_start(row, join)
+            if row.checkpoints:
+                check_origin(row, join)
             return [*self._start_again(join, now), *self._join(join, now)]
         check_join(row, join)
+        check_origin(row, join)
         if join.rank in row.holders:
             return []
         first = row.revision == 0
@@ -164,6 +171,8 @@ class Job(Transitions):
         row = self.row
         if self._log_servers:
             self.places.forget_all()
+        if not row.checkpoints:
+            begin(row, join.origin)
         reason = begin_again(row, join, self._log_servers)
         note_run(row, join.run, join.rank)
         self.places.start_afresh(now)
@@ -294,9 +303,20 @@ class Job(Transitions):
             raise Refusal(Refused.INVALID, "finish before the job runs")
         if row.state is not State.RUNNING or finish.sender.rank in row.finished:
             return []
-        row.finished[finish.sender.rank] = finish.version
+        rank = finish.sender.rank
+        if unlike := self.endings.unlike(finish):
+            return self.become_failed(unlike, UNLIKE_CODE)
+        row.finished[rank] = finish.version
+        if finish.called is not None:
+            row.called[rank] = finish.called
+        ends = self.endings.hear(finish)
         if len(row.finished) < row.world_size:
-            return [self._persist(), self._event("rank_finished", rank=finish.sender.rank)]
+            told = [self._event("rank_finished", rank=rank)]
+            if ends:
+                told.append(
+                    self._event("ends_early", rank=rank, version=finish.version, reason=finish.reason)
+                )
+            return [self._persist(), *told, *([m.PublishView()] if ends else [])]
         if len(set(row.finished.values())) > 1:
             return self.become_failed(f"ranks finished at different versions: {versions_words(row.finished)}")
         return self.become_finished()
@@ -361,8 +381,8 @@ class Job(Transitions):
         late = self.leases.overdue(there, self._timing.lease_s, now)
         lost = self.places.overdue(now) if self.row.state is not State.FORMING else {}
         if not late and not lost:
-            suspicion = self.suspicions.due(self.row, self._timing.suspicion_s, now)
-            return self._without_death(suspicion) if suspicion else []
+            why = self.suspicions.due(self.row, self._timing.suspicion_s, now) or self.endings.due(now)
+            return self._without_death(why) if why else []
         events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
         return [*self._deaths(late, lost), *events]
 

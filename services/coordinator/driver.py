@@ -9,9 +9,11 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from services.coordinator import messages as m
+from services.coordinator import origins
 from services.coordinator.checks import is_stale
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
@@ -170,12 +172,17 @@ class Driver:
 
     # --- for the servicer ---
 
-    def join(self, name: str, join: m.Join) -> pb.View:
+    def join(self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True) -> pb.View:
+        """`may_see`: whether the caller may know of another job."""
         job = self._jobs.get(name)
         if job is None or starts_again(job.row, join):
             live = sum(not other.row.state.is_over for other in self._jobs.values())
             if live >= self._jobs_max:
                 raise TooMany(f"{live} jobs are under way here: no more (--jobs-max)")
+            if origin := origins.wanted(None if job is None else job.row, join):
+                other = self._jobs.get(origin) if may_see(origin) else None
+                chosen = origins.chosen(name, origin, None if other is None else other.row, join)
+                join = replace(join, origin=chosen)
         if job is None:
             job = Job.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
             self._step(job, join, self._clock())

@@ -74,12 +74,12 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
     ]
     ended = ended_words(row)
     at = f"at version {max(row.checkpoints)}" if row.checkpoints else "from its beginning"
-    if not row.checkpoints:
-        row.inexact_since, row.inexact_reason = None, ""
-    elif changed and row.inexact_since is None:
+    if row.checkpoints and changed and row.inexact_since is None:
         row.inexact_since, row.inexact_reason = max(row.checkpoints), f"started again: {'; '.join(changed)}"
     row.config, row.fingerprint = dict(join.config), dict(join.fingerprint)
     row.runs, row.run_of, row.exit_code, row.final = [], {}, 0, None
+    if row.state is not State.FINISHED:
+        row.end = None  # its trainer will come to it again
     row.refused, row.distrusted, row.unloadable, row.differed = Refusals(), [], [], ""
     row.refusals, row.setbacks, row.exits = 0, 0, {}
     row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.coordinator.row import State
+from services.coordinator.row import Origin, State
 from swift.recovery import RankMeasured, StreamSummary
 
 # --- commands ---
@@ -29,6 +29,12 @@ class Join:
     fingerprint: Mapping[str, str]
     run: str = ""
     """The launcher that started the process; empty: there is none."""
+    from_job: str = ""
+    """The job with whose checkpoint this one is to begin; empty: nothing was said of it."""
+    from_version: int | None = None
+    """Of which version; None: the newest."""
+    origin: Origin | None = None
+    """(driver) What that is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +161,12 @@ class Suspect:
 class Finish:
     sender: Sender
     version: int
+    num_steps: int = 0
+    """So many were to be done; 0: not said."""
+    called: bool | None = None
+    """Its trainer has ended the job in the last step, before all were done; None: it has not done that step itself."""
+    reason: str = ""
+    """The trainer's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

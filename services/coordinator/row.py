@@ -99,6 +99,27 @@ class RankLogs:
     """Why older records are gone: all servers that had them are lost."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """A checkpoint of another job, with which this one begins."""
+
+    job: str
+    version: int
+    inexact: str = ""
+    """Why it is not what a run that never failed has; empty: it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """Where a trainer has ended the job, before its last step."""
+
+    version: int
+    num_steps: int
+    """So many there were to be."""
+    rank: int
+    reason: str
+
+
 @dataclass(kw_only=True, slots=True)
 class JobRow:
     """All durable state of a job."""
@@ -142,6 +163,10 @@ class JobRow:
     """Of this generation: those that are ready, but not with what the log leads to."""
     finished: dict[int, int] = field(default_factory=dict)
     """Of this generation: the version each rank finished at."""
+    called: dict[int, bool] = field(default_factory=dict)
+    """Of those that have done the last step: whether it was ended there by their own trainer's word."""
+    end: End | None = None
+    """Before the last step; None: nobody has ended it."""
     plan: Plan | None = None
     """Of this generation, since PLANNING."""
     sources: dict[str, list[int]] = field(default_factory=dict)
@@ -172,6 +197,8 @@ class JobRow:
     """The checkpoint behind which the log begins anew is complete, or the log is empty already: it goes, with
     whatever it holds by then, before the job runs."""
 
+    origin: Origin | None = None
+    """What the job has begun with; None: with version 0 of its own."""
     checkpoints: list[int] = field(default_factory=list)
     """Complete versions, ascending; the newest two."""
     shards: dict[int, list[int]] = field(default_factory=dict)
@@ -252,6 +279,7 @@ class JobRow:
             "reports",
             "ready",
             "finished",
+            "called",
             "shards",
             "groups_from",
             "exits",
@@ -265,6 +293,10 @@ class JobRow:
             reason=values["refused"]["reason"],
             help=values["refused"].get("help", False),
         )
+        if values.get("end") is not None:
+            values["end"] = End(**values["end"])
+        if values.get("origin") is not None:
+            values["origin"] = Origin(**values["origin"])
         if values["plan"] is not None:
             values["plan"] = _plan({"groups": values["groups"], **values["plan"]})
         return JobRow(**values)

@@ -58,6 +58,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
             config=dict(request.config),
             fingerprint=dict(request.fingerprint),
             run=request.run[:LONGEST_ID],
+            from_job=request.from_job[:LONGEST_ID],
+            from_version=request.from_version if request.HasField("from_version") else None,
         )
         if not 0 < len(member.incarnation) <= LONGEST_ID:
             await context.abort(
@@ -68,7 +70,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks",
             )
-        return await self._answer(context, request.job, lambda: self._driver.join(request.job, join))
+        may_see = visit_of().covers
+        return await self._answer(context, request.job, lambda: self._driver.join(request.job, join, may_see))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
         await _check_name(context, request.job)
@@ -245,7 +248,13 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return await self._ack(context, request.job, command)
 
     async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.Ack:
-        command = m.Finish(sender=_sender(request), version=request.version)
+        command = m.Finish(
+            sender=_sender(request),
+            version=request.version,
+            num_steps=request.num_steps,
+            called=request.called if request.HasField("called") else None,
+            reason=request.reason[:LONGEST_REASON],
+        )
         return await self._ack(context, request.job, command)
 
     async def Fail(self, request: pb.FailRequest, context: Context) -> pb.Ack:

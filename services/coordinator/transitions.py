@@ -5,7 +5,7 @@ Each changes the row, and its effects begin with Persist.
 
 from collections.abc import Mapping, Sequence
 
-from services.coordinator import exactness
+from services.coordinator import endings, exactness
 from services.coordinator import messages as m
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.hang import StepClock, Suspicions
@@ -35,6 +35,7 @@ class Transitions:
         self.checkpoints = Checkpoints(row, self.steps, timing)
         self.places = Places(row, timing, now)
         self.regroup = Regroup(row)
+        self.endings = endings.Endings(row, self.steps, timing)
         self.setbacks = Setbacks(row, self.steps)
         self.leases = Leases(row.holders, now)
         self._timing = timing
@@ -79,6 +80,7 @@ class Transitions:
         row.generation += 1
         row.reason = reason
         row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
+        row.called = {}
         events = []
         for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
             holder = row.holders.pop(rank)
@@ -131,8 +133,8 @@ class Transitions:
     def become_finished(self) -> list[Effect]:
         self._enter(State.FINISHED)
         row = self.row
-        row.reason = ""
         version = max(row.finished.values())
+        row.reason = endings.reason(row, version)
         row.final = version if version in row.checkpoints else None
         return self._transition()
 

@@ -50,6 +50,10 @@ def view_of(row: JobRow) -> pb.View:
         setbacks=row.setbacks,
         exit_code=row.exit_code,
         final_version=row.final,
+        ends_at=row.end.version if row.end is not None else None,
+        ends_of=row.end.num_steps if row.end is not None else 0,
+        from_job=row.origin.job if row.origin is not None else "",
+        from_version=row.origin.version if row.origin is not None else 0,
     )
 
 

@@ -506,6 +506,10 @@ class View(_message.Message):
     SETBACKS_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     FINAL_VERSION_FIELD_NUMBER: _builtins.int
+    FROM_JOB_FIELD_NUMBER: _builtins.int
+    FROM_VERSION_FIELD_NUMBER: _builtins.int
+    ENDS_AT_FIELD_NUMBER: _builtins.int
+    ENDS_OF_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -539,6 +543,16 @@ class View(_message.Message):
     """State FAILED: what `swift-ft run` ends with, if it is not 1."""
     final_version: _builtins.int
     """State FINISHED: the version of which there is a complete checkpoint. Without it nobody can come back."""
+    from_job: _builtins.str
+    """The job has begun with that checkpoint of another job; empty: with version 0 of its own. In FORMING every rank loads
+    it, is Ready at its version, and saves it as this job's first checkpoint.
+    """
+    from_version: _builtins.int
+    ends_at: _builtins.int
+    """A rank's trainer has ended the job at that version, of so many steps: whoever was told to do no more than those does
+    no step from there on.
+    """
+    ends_of: _builtins.int
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -605,19 +619,27 @@ class View(_message.Message):
         setbacks: _builtins.int = ...,
         exit_code: _builtins.int = ...,
         final_version: _builtins.int | None = ...,
+        from_job: _builtins.str = ...,
+        from_version: _builtins.int = ...,
+        ends_at: _builtins.int | None = ...,
+        ends_of: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "ends_at", b"ends_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "runs", b"runs", "setbacks", b"setbacks", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "runs", b"runs", "setbacks", b"setbacks", "state", b"state", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
+    _WhichOneofReturnType__ends_at: _TypeAlias = _typing.Literal["ends_at"]  # noqa: Y015
+    _WhichOneofArgType__ends_at: _TypeAlias = _typing.Literal["_ends_at", b"_ends_at"]  # noqa: Y015
     _WhichOneofReturnType__final_version: _TypeAlias = _typing.Literal["final_version"]  # noqa: Y015
     _WhichOneofArgType__final_version: _TypeAlias = _typing.Literal["_final_version", b"_final_version"]  # noqa: Y015
     _WhichOneofReturnType__inexact_since: _TypeAlias = _typing.Literal["inexact_since"]  # noqa: Y015
     _WhichOneofArgType__inexact_since: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_at) -> _WhichOneofReturnType__checkpoint_at | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ends_at) -> _WhichOneofReturnType__ends_at | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__final_version) -> _WhichOneofReturnType__final_version | None: ...
     @_typing.overload
@@ -675,10 +697,18 @@ class JoinRequest(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    FROM_JOB_FIELD_NUMBER: _builtins.int
+    FROM_VERSION_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     world_size: _builtins.int
     run: _builtins.str
     """The `swift-ft run` that started the process. A job that is over is started again by one that it does not know."""
+    from_job: _builtins.str
+    """A job that has no checkpoint yet begins with one of that job (View.from_job), of that version or the newest.
+    FAILED_PRECONDITION: there is no such checkpoint, it is of another world size or of other replicas or shards, or this
+    job has begun otherwise.
+    """
+    from_version: _builtins.int
     @_builtins.property
     def member(self) -> Global___Member: ...
     @_builtins.property
@@ -698,12 +728,16 @@ class JoinRequest(_message.Message):
         config: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         run: _builtins.str = ...,
+        from_job: _builtins.str = ...,
+        from_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_version", b"_from_version", "from_version", b"from_version", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "fingerprint", b"fingerprint", "job", b"job", "member", b"member", "run", b"run", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_version", b"_from_version", "config", b"config", "fingerprint", b"fingerprint", "from_job", b"from_job", "from_version", b"from_version", "job", b"job", "member", b"member", "run", b"run", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__from_version: _TypeAlias = _typing.Literal["from_version"]  # noqa: Y015
+    _WhichOneofArgType__from_version: _TypeAlias = _typing.Literal["_from_version", b"_from_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_version) -> _WhichOneofReturnType__from_version | None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
@@ -1179,10 +1213,21 @@ class FinishRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    CALLED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
     version: _builtins.int
+    num_steps: _builtins.int
+    """so many were to be done"""
+    called: _builtins.bool
+    """This rank's trainer has ended the job in its last step, before all were done: the View says so to all (ends_at).
+    Absent: this process has not done that step itself. Replicas that do not agree fail the job.
+    """
+    reason: _builtins.str
+    """the trainer's"""
     def __init__(
         self,
         *,
@@ -1190,12 +1235,17 @@ class FinishRequest(_message.Message):
         rank: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         version: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        called: _builtins.bool | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_called", b"_called", "called", b"called"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_called", b"_called", "called", b"called", "incarnation", b"incarnation", "job", b"job", "num_steps", b"num_steps", "rank", b"rank", "reason", b"reason", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__called: _TypeAlias = _typing.Literal["called"]  # noqa: Y015
+    _WhichOneofArgType__called: _TypeAlias = _typing.Literal["_called", b"_called"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__called) -> _WhichOneofReturnType__called | None: ...
 
 Global___FinishRequest: _TypeAlias = FinishRequest  # noqa: Y015
 

@@ -79,6 +79,15 @@ class CheckpointStore:
         self.generation: Callable[[], int] = lambda: 0
         """(any thread) In which this process acts. What is of a newer one is its heir's."""
 
+    @property
+    def directory(self) -> Path:
+        """The job's own."""
+        return self._directory
+
+    def of_job(self, job: str) -> "CheckpointStore":
+        """This rank's checkpoints of another job in the same place, to load from."""
+        return CheckpointStore(self._directory.with_name(job), self._rank)
+
     def check(self) -> None:
         """(before the job begins) Raises UsageError if nothing can be written here."""
         try:

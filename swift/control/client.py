@@ -134,10 +134,13 @@ class CoordinatorClient:
         *,
         takeover_s: float = 15.0,
         run: str = "",
+        from_job: str = "",
+        from_version: int | None = None,
     ) -> pb.View:
         """Become the holder of `member.rank`. JoinRefused: another fingerprint or configuration, or the rank
         still has a live holder after `takeover_s`; the message is the coordinator's. `run`: the launcher that
-        started this process; a job that is over is started again by a launcher that it does not know.
+        started this process; a job that is over is started again by a launcher that it does not know. `from_job`: a job
+        without a checkpoint begins with one of that job, of `from_version` or the newest.
 
         A replacement may be there before the coordinator knows that its predecessor is dead: from the
         launcher's notice, or from the lease, which `takeover_s` should outlast.
@@ -149,6 +152,8 @@ class CoordinatorClient:
             config=dict(config),
             fingerprint=dict(fingerprint),
             run=run,
+            from_job=from_job,
+            from_version=from_version,
         )
         deadline = time.monotonic() + takeover_s
         while True:
@@ -338,9 +343,16 @@ class CoordinatorClient:
             pb.SuspectRequest(job=self.job, **self._me(), generation=generation, reason=reason, again=again),
         )
 
-    def finish(self, version: int) -> None:
-        """All steps are done. Wait for FINISHED before exiting; if FENCING comes instead, take part in it."""
-        self._call(self._stub.Finish, pb.FinishRequest(job=self.job, **self._me(), version=version))
+    def finish(self, version: int, num_steps: int = 0, called: bool | None = None, reason: str = "") -> None:
+        """All steps are done. Wait for FINISHED before exiting; if FENCING comes instead, take part in it.
+
+        `called`: the trainer has ended the job in its last step, before it had done `num_steps`; None: this process has
+        not done that step.
+        """
+        request = pb.FinishRequest(
+            job=self.job, **self._me(), version=version, num_steps=num_steps, called=called, reason=reason
+        )
+        self._call(self._stub.Finish, request)
 
     # --- calls of a launcher, and of anyone ---
 

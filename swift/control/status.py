@@ -41,6 +41,8 @@ def lines(status: pb.StatusReply) -> list[str]:
         out.append(f"plan: {view.plan.reason}")
     if inexact := inexact_words(view):
         out.append(inexact)
+    if view.from_job:
+        out.append(f"began with version {view.from_version} of job {view.from_job}")
     if goes_on := goes_on_words(view):
         out.append(goes_on)
     members = {member.rank: member for member in view.members}
@@ -67,7 +69,8 @@ def goes_on_words(view: pb.View) -> str:
         return step if newest is None else f"newest checkpoint: version {newest}; {step}"
     if newest is None:
         over = view.state in (pb.FAILED, pb.STOPPED)
-        return "no checkpoint is complete" + (": started again it begins at step 0" if over else "")
+        begins = f"with a checkpoint of job {view.from_job}" if view.from_job else "at step 0"
+        return "no checkpoint is complete" + (f": started again it begins {begins}" if over else "")
     again = {
         pb.FAILED: f"; started again it goes on at step {newest}",
         pb.STOPPED: f"; started again it goes on at step {newest}",

@@ -172,7 +172,26 @@ def make_parser() -> argparse.ArgumentParser:
         help="How often a step that raises an exception is done again from its start, by all ranks (default 0: the "
         "job ends with it). The same exception twice at one step ends the job.",
     )
+    _add_checkpoints(ours)
+    return parser
+
+
+def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
+    ours.add_argument(
+        "--from-job",
+        "--from_job",
+        metavar="NAME",
+        help="Begin with the newest complete checkpoint of another job of the same coordinator, in the same "
+        "--checkpoint-dir, and with its step. A job that has checkpoints of its own goes on from those.",
+    )
+    ours.add_argument(
+        "--from-version",
+        "--from_version",
+        type=int,
+        metavar="V",
+        help="With --from-job: the checkpoint of this version instead of the newest.",
+    )
     ours.add_argument(
         "--sigterm-checkpoint-s",
         "--sigterm_checkpoint_s",
@@ -182,7 +201,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="SIGTERM makes a checkpoint before it ends the ranks of a job that runs, if that takes no longer "
         "(default %(default)g; 0: none).",
     )
-    return parser
 
 
 def job_name(run_id: str) -> str:
@@ -226,22 +244,25 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     if args.local_ranks_filter:
         shown = frozenset(int(rank) for rank in args.local_ranks_filter.split(","))
     run_dir = make_run_dir(log_dir, config.run_id) if log_dir or any(redirects.values()) else None
+    job = Job(
+        script=args.training_script,
+        module=args.module,
+        args=args.training_script_args,
+        cwd=os.getcwd(),
+        coordinator=args.coordinator,
+        name=args.job or job_name(config.run_id),
+        checkpoint_dir=None if args.checkpoint_dir is None else os.path.abspath(args.checkpoint_dir),
+        run=uuid.uuid4().hex[:16],
+        retry_exceptions=args.retry_exceptions,
+        from_job=args.from_job or "",
+        from_version=args.from_version,
+    )
     return LaunchPlan(
         config=config,
         made_up=args.job is None,
         meeting=meeting,
         terms=terms,
-        job=Job(
-            script=args.training_script,
-            module=args.module,
-            args=args.training_script_args,
-            cwd=os.getcwd(),
-            coordinator=args.coordinator,
-            name=args.job or job_name(config.run_id),
-            checkpoint_dir=None if args.checkpoint_dir is None else os.path.abspath(args.checkpoint_dir),
-            run=uuid.uuid4().hex[:16],
-            retry_exceptions=args.retry_exceptions,
-        ),
+        job=job,
         output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
         spare_count=args.spares,
         preload=",".join(
@@ -277,12 +298,27 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
     if args.job is not None and not JOB_PATTERN.fullmatch(args.job):
         raise UsageError(f"run: --job {args.job}: {JOB_GRAMMAR}")
+    _check_origin(args)
     if args.module:
         top = args.training_script.partition(".")[0]
         if importlib.util.find_spec(top) is None:
             raise UsageError(f"run: no module named {top}")
     elif not os.path.exists(args.training_script):
         raise UsageError(f"run: {args.training_script}: there is no such script")
+
+
+def _check_origin(args: argparse.Namespace) -> None:
+    if args.from_version is not None and not args.from_job:
+        raise UsageError(f"run: --from-version {args.from_version}: name the job as well, with --from-job")
+    if args.from_version is not None and args.from_version < 0:
+        raise UsageError(f"run: --from-version {args.from_version}: 0 or more")
+    if args.from_job is not None and not JOB_PATTERN.fullmatch(args.from_job):
+        raise UsageError(f"run: --from-job {args.from_job}: {JOB_GRAMMAR}")
+    if args.from_job is not None and args.from_job == args.job:
+        raise UsageError(
+            f"run: --from-job {args.from_job}: a job goes on from its own checkpoints; leave the flag out, or name "
+            "another job with --job"
+        )
 
 
 def _choose_meeting(args: argparse.Namespace) -> Meeting:

@@ -25,6 +25,10 @@ class Job:
     """This launcher: no other one has the same."""
     retry_exceptions: int = 0
     """How often a step may be done again that has raised an exception."""
+    from_job: str = ""
+    """The job with whose checkpoint this one begins; empty: with none."""
+    from_version: int | None = None
+    """Of which version; None: the newest."""
 
     def sys_path0(self) -> str:
         """What `python SCRIPT` or `python -m MODULE` puts first in sys.path."""
@@ -100,6 +104,10 @@ def rank_env(
     }
     if job.checkpoint_dir is not None:
         env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir
+    if job.from_job:
+        env["SWIFT_FROM_JOB"] = job.from_job
+    if job.from_version is not None:
+        env["SWIFT_FROM_VERSION"] = str(job.from_version)
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank)

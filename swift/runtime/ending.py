@@ -9,6 +9,13 @@
                   `Session.run` returns at once, and what comes behind it is done again
 
 What could not be saved holds nobody up: then who is lost after the end stays lost.
+
+A trainer may end a run before its last step::
+
+    (trainer)     ``call`` in step s, on all replicas of a stage
+    (its rank)    does that step to its end, none after it, and says so with Finish(s + 1)
+    (coordinator) tells all of it by the View; whoever has begun step s + 1, where it waits for this rank, drops it in a
+                  generation of its own
 """
 
 from collections.abc import Callable
@@ -44,10 +51,40 @@ class Ending:
         self._store = store
         self._saving = saving
         self._saves = saves
+        self._reason: str | None = None
+        """Why the trainer ends the run with the step under way; None: it does not."""
+        self._called: dict[int, str | None] = {}
+        """The same of the last step that was done here, by the version that it led to."""
 
-    def finish(self, writer: Writer, await_change: Callable[[pb.View], None], vote_seconds: float) -> None:
+    def begin_step(self) -> None:
+        self._reason = None
+
+    def call(self, reason: str) -> None:
+        """(in a step) It is the last one."""
+        self._reason = reason
+
+    def end_step(self, version: int) -> None:
+        self._called = {version: self._reason}
+
+    def last(self, num_steps: int) -> int:
+        """The version with which the run ends, as far as is known here."""
+        view = self._member.watcher.latest
+        ends = [num_steps, *(version for version, reason in self._called.items() if reason is not None)]
+        if view is not None and view.HasField("ends_at") and num_steps <= view.ends_of:
+            ends.append(view.ends_at)
+        return min(ends)
+
+    def finish(
+        self,
+        num_steps: int,
+        writer: Writer,
+        await_change: Callable[[pb.View], None],
+        vote_seconds: float,
+    ) -> None:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
         version = self._state.version
+        reason = self._called.get(version)
+        called = reason is not None if version < num_steps and version in self._called else None
         if self._saves:
             self._saving.save_last()
         self._store.settle()
@@ -55,7 +92,7 @@ class Ending:
         self._member.say_measured()
         while True:
             self._member.check()
-            self._member.client.finish(version)
+            self._member.client.finish(version, num_steps, called, (called and reason) or "")
             view = self._member.watcher.wait_for(lambda _view: True, None)
             if view.state == pb.FINISHED:
                 events.emit(
@@ -72,7 +109,7 @@ class Ending:
     def come_back(self, view: pb.View, num_steps: int) -> None:
         """(the job has finished without this process) Its last version. Raises JobFailed, UsageError."""
         version = view.final_version
-        if num_steps > version:
+        if self.last(num_steps) > version:
             raise UsageError(
                 f"job {view.job} has finished at version {version}, and session.run is to do {num_steps} steps: start "
                 "the job again with swift-ft run"

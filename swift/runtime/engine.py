@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from swift import events
@@ -34,21 +34,22 @@ from swift.errors import (
     is_difference,
 )
 from swift.log.sidecar_client import SidecarWriter, open_writer
-from swift.log.stats import WriterStats
 from swift.recovery import RankMeasured
 from swift.runtime.audit import Audit
+from swift.runtime.beginning import begin
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.early import EarlyCheckpoint, UnloggedSteps
 from swift.runtime.ending import Ending
-from swift.runtime.errors import is_communication, let_go, words_of
+from swift.runtime.errors import advice_on, is_communication, let_go, words_of
 from swift.runtime.evidence import every_version, write_digests
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import LastingGroup
 from swift.runtime.help.helper import MakeModule
 from swift.runtime.lines import Lines
 from swift.runtime.losses import Losses
+from swift.runtime.measures import Measures, progress
 from swift.runtime.member import RESAY_S, Member, own_servers
 from swift.runtime.plans import own_plan
 from swift.runtime.rehearsal import Rehearsal
@@ -115,7 +116,7 @@ class Engine:
         self._early = EarlyCheckpoint(member)
         self._unlogged = UnloggedSteps(member)
         self._gradient_bytes: dict[int, int] = {}  # of each stage
-        self._held_up = (0.0, 0)  # by the log, when it was looked at last
+        self._measures = Measures(channel, store)
         self.losses = Losses(rank, config.non_finite_loss, lambda: channel.replaying)
         self._witness = channel.witness = Witness(
             self._differs, lambda: communicator.broken is not None, self.losses.look
@@ -123,7 +124,7 @@ class Engine:
         self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
         self._script = Script(state.told, state.beside.transient, self._differs, warns=rank == 0)
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
-        self._ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
+        self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._retries = Retries(rank)
 
     def help_replay(self, make_module: MakeModule) -> None:
@@ -241,24 +242,12 @@ class Engine:
 
     def progress(self) -> dict[str, float]:
         """(any thread) What this rank has done so far, by the names of `metrics.Progress`."""
-        view, writer = self._view, self._writer
-        done: dict[str, float] = {
-            "generation": view.generation if view is not None else 0,
-            "version": self._state.version,
-            "vote_seconds": self.vote_seconds,
-        }
-        if writer is not None:
-            done |= {**asdict(writer.stats), "queued_bytes": writer.queued_bytes}
-        return done
+        generation = self._view.generation if self._view is not None else 0
+        return progress(generation, self._state.version, self.vote_seconds, self._writer)
 
     def measured(self) -> RankMeasured | None:
         """(lease thread)"""
-        stats = self._writer.stats if self._writer is not None else WriterStats()
-        held_up = (stats.blocked_seconds, stats.dropped_records)
-        full, self._held_up = held_up > self._held_up, held_up
-        return self._channel.profile.measured(
-            self._gradient_bytes, self._store.saved, stats.pace_bytes_per_s or None, log_full=full
-        )
+        return self._measures.now(self._writer, self._gradient_bytes)
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
         """(lease thread) A checkpoint that could not be written yet."""
@@ -276,12 +265,12 @@ class Engine:
     def run(self, train_step: TrainStep, num_steps: int) -> None:
         """Steps until `num_steps` are done, through every recovery. Returns when all ranks are there."""
         if self._view is not None and self._view.state == pb.FINISHED:
-            self._ending.come_back(self._view, num_steps)
+            self.ending.come_back(self._view, num_steps)
             return
         while True:
             try:
                 self._rejoin(train_step)
-                while self._state.version < num_steps:
+                while self._state.version < self.ending.last(num_steps):
                     self._faults.at("idle", self._state.version)
                     self._member.check()
                     self._step(train_step)
@@ -290,7 +279,8 @@ class Engine:
                 self._script.look()
                 assert self._writer is not None
                 write_digests(self._state, f"rank{self._rank}-v{self._state.version}.json")
-                self._ending.finish(self._writer, self._member.await_change, self.vote_seconds)
+                self.lines.cut(self._state.version)
+                self.ending.finish(num_steps, self._writer, self._member.await_change, self.vote_seconds)
                 return
             except (JobFailed, Fenced):
                 raise
@@ -350,11 +340,7 @@ class Engine:
         self._member.check()
         self._rolled_forward = False
         if view.state == pb.FORMING:
-            self._state.align()
-            self._state.present = True
-            if every_version():
-                write_digests(self._state, f"rank{self._rank}-v0.json")
-            self._saving.save_first()
+            begin(view, self._rank, self._state, self._store, self._saving, self._digest)
             if isinstance(self._writer, SidecarWriter):
                 self._writer.await_sidecar()  # so that the first steps do not only lie in its ring
         else:
@@ -403,6 +389,7 @@ class Engine:
         events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
         self._channel.begin_step(step)
         self._witness.begin(step)
+        self.ending.begin_step()
         self._state.begin_step()
         self._script.begin(step, train_step, self._state.code)
         with self._retries.step(step):
@@ -413,10 +400,10 @@ class Engine:
         self.lines.end(step, lasts=due)
         self._state.end_step()
         version = self._member.version = self._state.version
+        self.ending.end_step(version)
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
         self._channel.profile.end(step, replay=replaying, logged_by=self._channel.logged_by)
-        if every_version():
-            write_digests(self._state, f"rank{self._rank}-v{version}.json")
+        self._digest()
         self._script.end(step, checkpoint=due)
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
@@ -432,6 +419,10 @@ class Engine:
         self._saving.prune()
         latest = self._member.watcher.latest
         self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
+
+    def _digest(self) -> None:
+        if every_version():
+            write_digests(self._state, f"rank{self._rank}-v{self._state.version}.json")
 
     # --- recovery ---
 
@@ -508,7 +499,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """The job ends. Bad input is told by the exit code: the launcher stops the job with the same one."""
         if not isinstance(error, UsageError):
-            self._member.client.fail(f"{type(error).__name__}: {error}"[:500])
+            self._member.client.fail(words_of(error)[:400] + advice_on(error))
         raise error
 
     def close(self) -> None:

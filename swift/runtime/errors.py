@@ -38,6 +38,13 @@ def let_go(error: BaseException) -> None:
         seen = seen.__cause__ or seen.__context__
 
 
+def advice_on(error: BaseException) -> str:
+    """What the author of an exception may want that tells of no mistake: one of the script's own, or one by which
+    something else ends."""
+    means_an_end = type(error).__module__ == "__main__" or "stop" in type(error).__name__.lower()
+    return " (to end a run before its last step, call session.stop() in it)" if means_an_end else ""
+
+
 def words_of(error: BaseException) -> str:
     """One line: the kind of an error that says nothing of itself, and the first line of what it says."""
     lines = _SOURCE.sub("", str(error)).strip().splitlines()

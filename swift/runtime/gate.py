@@ -111,6 +111,11 @@ class Gate:
             "session.all_reduce"
         )
 
+    def check_in_step(self, name: str) -> None:
+        """Raises UsageError for what makes sense nowhere else."""
+        if not self._in_step:
+            raise UsageError(f"{name} outside of train_step: call it in the step that is to be the last one")
+
     def _check_place(self, name: str) -> None:
         if not self._in_step:
             raise UsageError(

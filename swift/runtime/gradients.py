@@ -1,4 +1,4 @@
-"""Gradients that a step leaves to the next one.
+"""Gradients that are added up: in a step, and those that a step leaves to the next one.
 
 Most trainers zero them before they are looked at, and then nothing has to be kept. One that accumulates over several
 steps, or that skips an update, goes on with them: they are a part of its state, and go back if a step is dropped.
@@ -6,10 +6,15 @@ Which kind it is shows in a step: a gradient that was there when the step began,
 was added to, or zeroed in place (which needs a tensor to zero).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from swift.runtime.stage import WholeModule
 
 Named = dict[str, torch.nn.Parameter]
 
@@ -67,3 +72,22 @@ class LeftGradients:
         for name, parameter in named.items():
             given = found.get(name)
             parameter.grad = None if given is None else given.detach().clone()
+
+
+@contextmanager
+def accumulating(units: Sequence[WholeModule]) -> Iterator[None]:
+    """Backward passes in here are none that an update follows."""
+    with ExitStack() as stack:
+        for unit in units:
+            unit.last_backward = False
+            if isinstance(unit.submod, DistributedDataParallel):
+                stack.enter_context(unit.submod.no_sync())
+            if isinstance(unit.submod, FSDPModule):
+                unit.submod.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.last_backward = True
+                if isinstance(unit.submod, FSDPModule):
+                    unit.submod.set_requires_gradient_sync(True)

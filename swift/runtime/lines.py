@@ -64,6 +64,12 @@ class Lines:
         if lasts and self._file is not None:
             os.fdatasync(self._file.fileno())
 
+    def cut(self, step: int) -> None:
+        """The run has ended before this step: one that was begun has left no line."""
+        if self._file is not None or self._path.exists():
+            with suppress(OSError):
+                self._drop_from(self._opened(), bisect_left(self._steps, step))
+
     def close(self) -> None:
         if self._file is not None:
             os.fdatasync(self._file.fileno())
@@ -75,12 +81,16 @@ class Lines:
         if number < len(self._steps):
             if self._steps[number] == step and self._values.items() <= self._line(file, number).items():
                 return  # and perhaps what will be given behind the update
-            self._end = self._places[number]
-            del self._steps[number:], self._places[number:]
-            file.truncate(self._end)
+            self._drop_from(file, number)
         line = json.dumps({"step": step, **self._values}).encode() + b"\n"
         os.pwrite(file.fileno(), line, self._end)
         self._note(step, len(line))
+
+    def _drop_from(self, file: BinaryIO, number: int) -> None:
+        if number < len(self._steps):
+            self._end = self._places[number]
+            del self._steps[number:], self._places[number:]
+            file.truncate(self._end)
 
     def _line(self, file: BinaryIO, number: int) -> dict[str, Value]:
         at = self._places[number]

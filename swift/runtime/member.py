@@ -20,6 +20,9 @@ from swift.runtime.communicator import Interrupted
 
 ENV_RUN = "SWIFT_RUN"
 """The launcher that started this process."""
+ENV_FROM_JOB = "SWIFT_FROM_JOB"
+ENV_FROM_VERSION = "SWIFT_FROM_VERSION"
+"""The checkpoint with which the job is to begin."""
 _MEASURED_EVERY_S = 2.0
 RESAY_S = 0.5
 """How long a statement to the coordinator stands before it is said again (after a restart it is forgotten)."""
@@ -67,8 +70,17 @@ class Member:
         on_notice: Callable[[int], None],
     ) -> pb.View:
         """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on."""
-        run = os.environ.get(ENV_RUN, "")
-        view = self.client.join(self.identity, world_size, config, fingerprint, run=run)
+        run, from_job = os.environ.get(ENV_RUN, ""), os.environ.get(ENV_FROM_JOB, "")
+        version = os.environ.get(ENV_FROM_VERSION)
+        view = self.client.join(
+            self.identity,
+            world_size,
+            config,
+            fingerprint,
+            run=run,
+            from_job=from_job,
+            from_version=int(version) if version else None,
+        )
         self._on_notice = on_notice
         self._entered = self._noticed = view.generation
         interval_s = self.client.heartbeat(0).interval_s

@@ -6,7 +6,7 @@ schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``sw
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,6 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from swift import events
@@ -31,6 +30,7 @@ from swift.runtime.engine import Engine, TrainStep
 from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gate import Gate
+from swift.runtime.gradients import accumulating
 from swift.runtime.groups import LastingGroup, Mesh
 from swift.runtime.launched import from_environment
 from swift.runtime.lines import Lines
@@ -260,21 +260,8 @@ class Session:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Backward passes in here only add to the gradients of `session.module`; the last one comes outside."""
-        units = [stage for stage in self._state.stages if isinstance(stage, WholeModule)]
-        with ExitStack() as stack:
-            for unit in units:
-                unit.last_backward = False
-                if isinstance(unit.submod, DistributedDataParallel):
-                    stack.enter_context(unit.submod.no_sync())
-                if isinstance(unit.submod, FSDPModule):
-                    unit.submod.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                for unit in units:
-                    unit.last_backward = True
-                    if isinstance(unit.submod, FSDPModule):
-                        unit.submod.set_requires_gradient_sync(True)
+        with accumulating([stage for stage in self._state.stages if isinstance(stage, WholeModule)]):
+            yield
 
     def ddp(self, module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """`module` as a DistributedDataParallel over the replicas, for `pipeline_stage`; `options` are torch's.
@@ -418,6 +405,16 @@ class Session:
         if a replica gives it that update. Raises UsageError for other values.
         """
         self._engine.lines.add(values)
+
+    def stop(self, reason: str = "") -> None:
+        """(inside a step) This step is the last one, for all ranks: it is done to its end, and `run` returns.
+
+        Any rank may call it: the last one of a pipeline, which has the loss, or all. But replicas of a stage must
+        decide alike: sum up over them what you decide by (`dist.all_reduce`). The job is FINISHED; started again with
+        as many steps it has nothing to do, with more it goes on. `reason` is for people.
+        """
+        self._gate.check_in_step("session.stop")
+        self._engine.ending.call(" ".join(reason.split()))
 
     def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None = None) -> torch.Tensor:
         """The sum of `tensor` over the ranks of this rank's pipeline, as a new tensor; its result is logged.

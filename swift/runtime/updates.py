@@ -369,7 +369,7 @@ class Updates:
                 raise UsageError(
                     f"in step {self._version} optimizers have stepped {high:g} times on one replica of pipeline rank "
                     f"{stage} and {low:g} times on another; let all replicas decide alike whether they step, for "
-                    "instance by session.all_reduce of what they decide by"
+                    "instance by dist.all_reduce of what they decide by"
                 )
 
     # --- what breaks a step ---

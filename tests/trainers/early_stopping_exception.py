@@ -1,9 +1,8 @@
 """Early stopping by an exception of the author's own, caught around session.run."""
 
 # verdict: refused
-# misses: 1
-# because: any exception of a trainer fails the job, with a traceback
-# worlds: 1
+# says: call session.stop()
+# worlds: 1, 2
 
 import contextlib
 

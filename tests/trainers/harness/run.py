@@ -56,6 +56,8 @@ class Outcome:
     fired: int = 0
     plans: list[dict[str, Any]] = field(default_factory=list)
     """The coordinator's, of this job."""
+    ended_early: int = 0
+    """1: its trainer has ended it before its last step, for which there may be one plan."""
 
 
 class Running:
@@ -139,14 +141,14 @@ class Running:
                 step, _, text = line.partition(" ")
                 if of_rank.setdefault(int(step), text) != text:
                     outcome.contradictions.append(f"{path.stem} step {step}")
-        outcome.plans = [
-            event
+        told = [
+            json.loads(line)
             for path in self._services.events.glob("coordinator-*.jsonl")
             for line in path.read_bytes().splitlines()
             if f'"{self._job}"'.encode() in line
-            for event in [json.loads(line)]
-            if event["event"] == "plan"
         ]
+        outcome.plans = [event for event in told if event["event"] == "plan"]
+        outcome.ended_early = int(any(event["event"] == "ends_early" for event in told))
         return outcome
 
 

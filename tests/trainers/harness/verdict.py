@@ -15,7 +15,7 @@ _ENDED_BY_NAME = re.compile(
     r"job failed: .*; not exact since version \d+: .* of the script .*session\.register.*"
 )
 """Replicas of other bits cannot go on as replicas: the job ends, and says with which variable that began."""
-USAGE = 2
+USAGE, FAILURE = 2, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +40,11 @@ def advised(run: Outcome) -> str:
 
 def of_undisturbed(run: Outcome) -> Verdict:
     """A run without kills, whose replicas must hold the same."""
-    if run.code == USAGE:
+    if run.code == USAGE or (run.code == FAILURE and _says_what_to_do(run)):
         return _refusal(run)
     if run.code != 0:
         return Verdict(word=MISS, why=f"undisturbed: {_end(run)}")
-    if run.plans:
+    if len(run.plans) > run.ended_early:
         return Verdict(word=MISS, why=f"undisturbed: {len(run.plans)} recoveries though nothing failed")
     if not run.ends:
         return Verdict(word=MISS, why="undisturbed: no rank wrote its end")
@@ -89,6 +89,11 @@ def _differences(undisturbed: Outcome, killed: Outcome) -> list[str]:
         if wrong:
             different.append(f"{rank} losses from step {min(wrong)}")
     return different + [f"{line} said twice, differently" for line in killed.contradictions[:2]]
+
+
+def _says_what_to_do(run: Outcome) -> bool:
+    """Of a trainer whose exception is no mistake."""
+    return any("to end a run before its last step, call session.stop()" in line for line in said(run))
 
 
 def _is_named(run: Outcome) -> bool:

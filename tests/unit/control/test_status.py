@@ -63,6 +63,18 @@ def test_from_which_step_a_job_goes_on(
     assert status.goes_on_words(pb.View(state=state, checkpoints=checkpoints)) == words
 
 
+def test_with_whose_checkpoint_a_job_has_begun() -> None:
+    view = pb.View(job="k", state=pb.RUNNING, from_job="j", from_version=10, checkpoints=[10])
+    assert status.lines(pb.StatusReply(view=view))[1:] == [
+        "began with version 10 of job j",
+        "newest checkpoint: version 10",
+    ]
+    view = pb.View(job="k", state=pb.FAILED, from_job="j", from_version=10)
+    assert status.goes_on_words(view) == (
+        "no checkpoint is complete: started again it begins with a checkpoint of job j"
+    )
+
+
 def test_who_waits_for_a_rank_that_hangs_is_not_accused() -> None:
     """All ranks of a pipeline are as late as the one that hangs."""
     late = [pb.Suspicion(rank=rank, reason="its step has run for 41.0 s", age_s=11.0) for rank in (0, 1)]

@@ -155,6 +155,16 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (
+            [COORDINATOR, "--from-version=3", "train.py"],
+            "--from-version 3: name the job as well, with --from-job",
+        ),
+        ([COORDINATOR, "--from-job=j", "--from-version=-1", "train.py"], "--from-version -1: 0 or more"),
+        ([COORDINATOR, "--from-job=J!", "train.py"], "--from-job J!: "),
+        (
+            [COORDINATOR, "--job=j", "--from-job=j", "train.py"],
+            "--from-job j: a job goes on from its own checkpoints",
+        ),
         (["train.py"], "--coordinator HOST:PORT is needed"),
         (["--coordinator=here", "train.py"], "write HOST:PORT"),
         ([COORDINATOR], "training_script"),
@@ -240,6 +250,13 @@ def test_preload_adds_to_what_is_imported_anyway() -> None:
         (["--preload-only=json", "--preload=a"], "json,a"),
     ):
         assert make_plan([COORDINATOR, *flags, "train.py"]).preload == found
+
+
+def test_the_job_to_begin_with_is_told_to_the_ranks() -> None:
+    plan = make_plan([COORDINATOR, "--job=k", "--from-job=j", "--from-version=10", "train.py"])
+    assert (plan.job.from_job, plan.job.from_version) == ("j", 10)
+    plan = make_plan([COORDINATOR, "train.py"])
+    assert (plan.job.from_job, plan.job.from_version) == ("", None)
 
 
 def test_spares_can_import_what_they_are_told_to() -> None:

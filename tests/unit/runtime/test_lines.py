@@ -109,3 +109,18 @@ def test_a_file_that_cannot_be_written_is_said_once_and_ends_nothing(
         lines.write(step)
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith("it lacks lines from step 0 on")
+
+
+def test_a_step_that_was_begun_behind_the_end_leaves_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    lines = run(path, 0, 10)
+    lines.add({"loss": 10.0})
+    lines.write(10)
+    lines.forget()
+    lines.cut(10)
+    lines.close()
+    assert [line["step"] for line in written(path)] == list(range(10))
+    Lines(path).cut(7)  # a process that has written nothing
+    assert [line["step"] for line in written(path)] == list(range(7))
+    Lines(tmp_path / "none.jsonl").cut(7)
+    assert not (tmp_path / "none.jsonl").exists()

@@ -1,0 +1,95 @@
+"""Where a run ends: its last step, or the one in which a trainer has said so; and what is told of it."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from swift._pb import coordinator_pb2 as pb
+from swift.runtime.ending import Ending
+
+
+class World:
+    """A rank of a job that is finished as soon as it says so."""
+
+    def __init__(self) -> None:
+        self.view = pb.View(state=pb.RUNNING)
+        self.said: list[tuple[Any, ...]] = []
+        self.state = SimpleNamespace(version=0, updates=SimpleNamespace(totals=dict))
+        watcher = SimpleNamespace(wait_for=lambda *_: self.view)
+        watcher.latest = self.view
+        self.watcher = watcher
+        member = SimpleNamespace(
+            watcher=watcher,
+            client=SimpleNamespace(finish=self.finished),
+            check=lambda: None,
+            say_measured=lambda: None,
+        )
+        store = SimpleNamespace(settle=lambda: None)
+        self.ending = Ending(0, *cast(Any, (member, self.state, store, None)), saves=False)
+
+    def finished(self, *said: Any) -> None:
+        self.said.append(said)
+        self.view.state = pb.FINISHED
+
+    def step(self, *, stops: str | None = None) -> None:
+        self.ending.begin_step()
+        if stops is not None:
+            self.ending.call(stops)
+        self.state.version += 1
+        self.ending.end_step(self.state.version)
+
+    def finish(self, num_steps: int) -> tuple[Any, ...]:
+        stats = SimpleNamespace(records=0, bytes=0, verified=0)
+        writer = SimpleNamespace(flush=lambda _timeout_s: None, stats=stats)
+        self.ending.finish(num_steps, cast(Any, writer), lambda _view: None, 0.0)
+        (said,) = self.said
+        return said
+
+
+def test_a_run_ends_with_its_last_step() -> None:
+    world = World()
+    world.step()
+    assert world.ending.last(3) == 3
+    world.step()
+    world.step()
+    assert world.finish(3) == (3, 3, None, "")
+
+
+def test_who_calls_it_ends_with_that_step_and_says_so() -> None:
+    world = World()
+    world.step()
+    world.step(stops="enough")
+    assert world.ending.last(100) == 2
+    assert world.finish(100) == (2, 100, True, "enough")
+
+
+def test_in_the_last_step_it_changes_nothing() -> None:
+    world = World()
+    world.step(stops="enough")
+    assert world.finish(1) == (1, 1, None, "")
+
+
+def test_a_step_that_is_dropped_has_not_called_it() -> None:
+    world = World()
+    world.ending.begin_step()
+    world.ending.call("too early")
+    world.step()  # the same step again
+    assert world.ending.last(100) == 100
+
+
+@pytest.mark.parametrize(("num_steps", "last"), [(100, 10), (50, 10), (101, 101), (5, 5)])
+def test_the_others_go_by_the_view_unless_they_are_to_do_more(num_steps: int, last: int) -> None:
+    world = World()
+    world.watcher.latest = pb.View(state=pb.RUNNING, ends_at=10, ends_of=100)
+    assert world.ending.last(num_steps) == last
+
+
+@pytest.mark.parametrize(("does_it_itself", "called"), [(True, False), (False, None)])
+def test_who_has_done_that_step_without_calling_it_says_so(does_it_itself: bool, called: bool | None) -> None:
+    world = World()
+    world.step()
+    if not does_it_itself:  # it was copied
+        world.state.version = 2
+    world.watcher.latest = pb.View(state=pb.RUNNING, ends_at=world.state.version, ends_of=100)
+    assert world.finish(100) == (world.state.version, 100, called, "")
