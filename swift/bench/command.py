@@ -15,6 +15,7 @@ BENCHMARKS = {
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
     "plan": "the planner's processor time for a thousand stages",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
+    "imports": "a forked replacement's way to its script, with and without its imports in the fork server",
     "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }
 

@@ -116,14 +116,18 @@ class Nursery:
         path0: str,
         preload: str,
         *,
+        imports: str = "",
         fork: bool = True,
         on_unfit: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`fork`: with a fork server. `on_unfit`: told once if the modules make that impossible, and why."""
+        """`imports`: what the script imports first; the fork server does so as well, as far as that is safe. `fork`:
+        with a fork server. `on_unfit`: told once if the modules make that impossible, and why."""
         # One order of sets and of what is hashed, in a replacement as well.
         self._env = {"PYTHONHASHSEED": "0", **env}
         self._path0 = path0
         self._preload = preload
+        self._imports = imports
+        self._chosen: list[str] = []
         self._forks = fork
         self._on_unfit = on_unfit
         self._server: ForkServer | None = None
@@ -161,7 +165,7 @@ class Nursery:
     def tend(self) -> bool:
         """Starts the fork server if there should be one. False while it imports: a spare can wait for that."""
         if self._forks and self._server is None:
-            self._server = ForkServer(self._env, self._path0, self._preload)
+            self._server = ForkServer(self._env, self._path0, self._preload, self._imports)
             self._selector.register(self._server, selectors.EVENT_READ, self._hear)
             events.emit("fork_server_started", server_pid=self._server.pid)
         return self._server is None or self._server.ready
@@ -175,7 +179,17 @@ class Nursery:
             self._lose_server(str(error))
             return
         if reason is None:
-            events.emit("fork_server_ready", server_pid=self._server.pid)
+            self._chosen = self._server.chosen
+            events.emit(
+                "fork_server_ready",
+                server_pid=self._server.pid,
+                chosen=self._chosen,
+                left_out=self._server.left_out,
+            )
+            return
+        if self._server.chosen:  # it may be one of these, though each by itself was fit
+            self._imports = ""
+            self._lose_server(reason)
             return
         self._forks = False
         self._drop_server()
@@ -247,7 +261,13 @@ class Nursery:
         """A fresh interpreter, which imports the modules and then waits for its `assign`."""
         control_fd, warm_fd, word_fd = fds
         command = [sys.executable, "-u", "-P", "-m", "swift.launch.worker"]
-        command += [str(control_fd), str(warm_fd), str(os.getpid()), self._path0, self._preload]
+        command += [
+            str(control_fd),
+            str(warm_fd),
+            str(os.getpid()),
+            self._path0,
+            ",".join([self._preload, *self._chosen]),
+        ]
         env = self._env | {ENV_WORD_FD: str(word_fd)}
         process = subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True)
         return process.pid, process

@@ -21,6 +21,7 @@ from swift import events
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.launch.agent import Outcome, ReplacingAgent, say
 from swift.launch.children import Nursery
+from swift.launch.imports import imports_of, script_of
 from swift.launch.link import CoordinatorLink
 from swift.launch.meeting import MetRendezvous, NotNeeded, Terms
 from swift.launch.ranks import Job, Output, make_run_dir
@@ -103,6 +104,8 @@ class LaunchPlan:
     output: Output
     spare_count: int
     preload: str
+    imports: str
+    """What the script imports first."""
     fork: bool
     grace_s: float
     last_checkpoint_s: float
@@ -133,7 +136,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="MODULE,MODULE...",
         help="What else is imported before a rank's script (once, in the process that ranks are forked from, or by "
-        f"each spare while it waits): besides {PRELOAD_DEFAULT.replace(',', ', ')}.",
+        f"each spare while it waits): besides {PRELOAD_DEFAULT.replace(',', ', ')}, and besides what the script "
+        "imports before anything else, as far as that is installed and safe before a fork.",
     )
     ours.add_argument(
         "--preload-only",
@@ -257,6 +261,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         from_job=args.from_job or "",
         from_version=args.from_version,
     )
+    path0 = job.sys_path0()
+    imports = imports_of(script_of(job.script, job.module, path0), path0) if args.preload_only is None else []
     return LaunchPlan(
         config=config,
         made_up=args.job is None,
@@ -268,6 +274,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         preload=",".join(
             [PRELOAD_DEFAULT if args.preload_only is None else args.preload_only, *args.preload]
         ),
+        imports=",".join(imports),
         fork=args.start_method == "fork",
         grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
         last_checkpoint_s=args.sigterm_checkpoint_s,
@@ -412,6 +419,7 @@ def run(plan: LaunchPlan) -> Outcome:
         dict(os.environ),
         plan.job.sys_path0(),
         plan.preload,
+        imports=plan.imports,
         fork=plan.fork,
         on_unfit=_say_unfit if asked else lambda reason: None,
     )

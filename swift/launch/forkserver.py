@@ -1,10 +1,11 @@
 """One process that imports what ranks need, once, and forks ranks and spares from it.
 
-    python -u -m swift.launch.forkserver SOCKET_FD LAUNCHER_PID PATH0 MODULE,MODULE...
+    python -u -m swift.launch.forkserver SOCKET_FD LAUNCHER_PID PATH0 MODULE,MODULE... [MODULE:NAME,...]
 
 (launcher) starts it with the environment that ranks get, see `ForkServer`.
-(server)   dies with the launcher; imports the modules as a worker would; says ``{"fit": null}``, or why it is
-           not safe to fork: a module has started a thread, or holds a file open, which all ranks would share.
+(server)   dies with the launcher; imports the modules as a worker would; of the second list, which is what the
+           script imports, those that fit (`swift.launch.trial`); says ``{"fit": null, "chosen": [...]}``, or why it
+           is not safe to fork: a module has started a thread, or holds a file open, which all ranks would share.
 (launcher) becomes the one who adopts orphans, and sends ``{"do": "fork"}`` with the child's descriptors.
 (server)   forks a process that forks the child and ends: now the child belongs to the launcher, whose waitid
            and whose death it needs. Only when the process between is reaped is that so: the child is told.
@@ -28,12 +29,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift.launch import worker
+from swift.launch import trial, worker
 from swift.launch.title import set_title
 
 FORK_S_MAX = 10.0
 """A fork takes some 20 ms. A server that needs this long is stuck."""
-_MESSAGE_BYTES_MAX = 4096
+_MESSAGE_BYTES_MAX = 1 << 16
 _REASON_MAX = 500
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -70,23 +71,29 @@ def adopting() -> Iterator[None]:
 class ForkServer:
     """The launcher's end. Readable when the server has said whether it is fit, and when it has died."""
 
-    def __init__(self, env: dict[str, str], path0: str, preload: str) -> None:
+    def __init__(self, env: dict[str, str], path0: str, preload: str, imports: str = "") -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-u", "-P", "-m", "swift.launch.forkserver"]
-        command += [str(theirs.fileno()), str(os.getpid()), path0, preload]
+        command += [str(theirs.fileno()), str(os.getpid()), path0, preload, imports]
         with theirs:
             self._process = subprocess.Popen(
                 command, env=env, pass_fds=(theirs.fileno(),), start_new_session=True
             )
         self.pid = self._process.pid
         self.ready = False
+        self.chosen: list[str] = []
+        """Those of `imports` that it has imported."""
+        self.left_out: dict[str, str] = {}
+        """The others, and why."""
 
     def fileno(self) -> int:
         return self._line.fileno()
 
     def hear(self) -> str | None:
         """Waits for the server's word on itself: why it must not fork, or None. ForkFailed: it has died."""
-        reason: str | None = self._receive()["fit"]
+        said = self._receive()
+        reason: str | None = said["fit"]
+        self.chosen, self.left_out = said["chosen"], said["left_out"]
         self.ready = reason is None
         return reason
 
@@ -169,6 +176,29 @@ def prepare(modules: str) -> str | None:
     return None
 
 
+def choose(imports: str) -> tuple[list[str], dict[str, str]]:
+    """Imports those that fit. Their names, and why the others were left out."""
+
+    def traces() -> dict[str, Any]:
+        return {
+            "it starts a thread": _threads(),
+            "it keeps a file open": _files(),
+            "it starts a process": own_children(),
+        }
+
+    wanted = [name for name in imports.split(",") if name and not _is_there(name)]
+    chosen, left_out = trial.fitting(wanted, traces) if wanted else ([], {})
+    for name in chosen:
+        with contextlib.suppress(Exception):
+            worker.preload(name)
+    return chosen, left_out
+
+
+def _is_there(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    return module in sys.modules and (not attribute or attribute in vars(sys.modules[module]))
+
+
 def _reseed() -> None:
     """What the standard library does for `random`: no two ranks share a stream by accident."""
     if "numpy.random" in sys.modules:
@@ -243,7 +273,7 @@ def serve(line: socket.socket, launcher_pid: int) -> list[int] | None:
 
 def main(argv: list[str]) -> None:
     try:
-        path0, modules = argv[2:]
+        path0, modules, imports = argv[2:]
         line_fd, launcher_pid = (int(arg) for arg in argv[:2])
     except ValueError:
         print("swift: swift.launch.forkserver is started by `swift-ft run`, not by hand", file=sys.stderr)
@@ -254,8 +284,12 @@ def main(argv: list[str]) -> None:
     line.set_inheritable(False)
     worker.begin_path(path0)
     reason = prepare(modules)
+    chosen, left_out = choose(imports) if reason is None else ([], {})
+    if chosen and (_threads() > 1 or own_children()):
+        reason = f"one of {', '.join(chosen)} starts a thread or a process, sometimes"
     gc.freeze()  # so that a collection in a child does not write to every page
-    line.send(json.dumps({"fit": reason and reason[:_REASON_MAX]}).encode())
+    said = {"fit": reason and reason[:_REASON_MAX], "chosen": chosen, "left_out": left_out}
+    line.send(json.dumps(said).encode())
     fds = serve(line, launcher_pid)
     line.close()
     if fds is None:

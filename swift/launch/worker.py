@@ -71,10 +71,16 @@ def die_with(launcher_pid: int) -> None:
 
 
 def preload(modules: str) -> None:
-    """Imports ahead of time. What cannot be imported is the script's to complain about, if it needs it."""
-    for name in filter(None, modules.split(",")):
+    """Imports ahead of time, ``module`` or ``module:name``. What cannot be imported is the script's to complain about,
+    if it needs it."""
+    for entry in filter(None, modules.split(",")):
+        module, _, name = entry.partition(":")
         with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+            found = importlib.import_module(module)
+            if name and not hasattr(
+                found, name
+            ):  # asked for it, a module may import more; or it is one of its own
+                importlib.import_module(f"{module}.{name}")
 
 
 def draw_alike() -> None:
