@@ -123,7 +123,10 @@ def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Job:
     for rank in range(config["stages"]):
         environment = {n: v for n, v in os.environ.items() if not n.startswith("SWIFT_")}
         environment |= {"RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        process = subprocess.Popen([sys.executable, "-P", "-m", _RANKS, given], env=environment)
+        # In a session of its own as swift's are: some kernels share the cores out by sessions.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _RANKS, given], env=environment, start_new_session=True
+        )
         stack.callback(process.wait)
         stack.callback(process.kill)
         processes.append(process)
@@ -150,12 +153,13 @@ def session_job(
     )
     job.await_ranks(lambda: cluster.output_tail() if cluster.poll() is not None else "")
     pids = cluster.pids
-    ranks = {about["pid"] for about in job.about}
+    sidecars = [about["sidecar"] for about in job.about if about["sidecar"] is not None]
+    elsewhere = {*sidecars, *(about["pid"] for about in job.about)}
     beside = {
-        SIDECARS: [about["sidecar"] for about in job.about if about["sidecar"] is not None],
+        SIDECARS: sidecars,
         SERVER: [pids[LOG_SERVER]],
         "coordinator": [pids[COORDINATOR]],
-        "launcher": [pids[LAUNCHER], *(descendants(pids[LAUNCHER]) - ranks)],
+        "launcher": [pids[LAUNCHER], *(descendants(pids[LAUNCHER]) - elsewhere)],
     }
     return job, beside
 

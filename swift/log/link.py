@@ -50,11 +50,14 @@ class Link:
     # -- the writer's side ----------------------------------------------------------------------------
 
     def enqueue(self, record: Outgoing) -> bool:
-        """False if it need not be sent: it is durable already."""
+        """False if it need not be sent: it is durable already. It goes out at `wake` at the latest."""
         with self._cond:
-            waits = self._core.enqueue(record, time.monotonic())
+            return self._core.enqueue(record, time.monotonic())
+
+    def wake(self) -> None:
+        """There is something to send, or nothing: all that was handed over goes out."""
+        with self._cond:
             self._cond.notify_all()
-            return waits
 
     def resume(self, stream: str, acked: int, next_sequence: int) -> None:
         """(before any record of the stream) Goes on where a writer that was killed has been."""

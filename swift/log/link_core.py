@@ -27,7 +27,8 @@ from swift.log.frame import BODY_BYTES_MAX, Bytes, FrameHeader, encode_header
 from swift.log.record import RecordKey, stream_tag
 from swift.log.wire import Reason, frames_message
 
-_BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 20
+"""Of a message: no more records are added to it."""
 RETRY_S = 0.05
 FULL_RETRY_S = 0.5
 _NO_ROOM: dict[str, str] = {
@@ -240,7 +241,7 @@ class LinkCore:
             size += len(parts[0])
             self._credit -= len(parts[0])
         for stream in self._streams.values():
-            while self._may_send(stream) and size < _BATCH_BYTES:
+            while self._may_send(stream) and size < BATCH_BYTES:
                 if len(stream.unsent[0].stored) > self._body_bytes_max:
                     self._refuse_size(stream.unsent[0])
                     return None

@@ -5,7 +5,7 @@ it. Native byte order; both ends are processes of one machine and one installati
 
     control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail, 192 the consumer sleeps, 256 the producer waits,
                           320 floor step, 328 resent, 336 the position from which the floor holds,
-                          344 bytes per second that the log takes (0: not known yet),
+                          344 bytes per second that the log takes (0: not known yet), 352 somebody waits for records,
                           384 and 448 counts of records, bytes, stored bytes, verified, each behind the tail for
                           which they hold: they change together with it; 512 the servers that copies 0 and 1 lie on
        at 4096, 128 each  streams, by number: name [64], acknowledged sequence of each copy [2] (-1: nothing yet)
@@ -72,7 +72,7 @@ class Word:
     """Offsets of the control area's words."""
 
     MAGIC, CAPACITY, HEAD, TAIL, CONSUMER_SLEEPS, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
-    FLOOR, RESENT, FLOOR_AT, PACE = 320, 328, 336, 344
+    FLOOR, RESENT, FLOOR_AT, PACE, URGENT = 320, 328, 336, 344, 352
     COUNTS, SERVERS = (384, 448), (512, 520)
 
 
@@ -468,12 +468,29 @@ class Consumer:
         self.position = before
         return found
 
-    def sleep(self, timeout_s: float) -> None:
-        """Returns when there is something to read, or after a while."""
+    @property
+    def unread(self) -> int:
+        """Bytes that `next` has not come to."""
+        return self._memory.load(Word.HEAD) - self.position
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Returns when there is something to read, True, or after a while."""
         self._memory.store(Word.CONSUMER_SLEEPS, 1)
-        if self.position == self._memory.load(Word.HEAD) and self._poll.poll(timeout_s * 1000):
+        if not self.unread and self._poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
         self._memory.store(Word.CONSUMER_SLEEPS, 0)
+        return self.unread > 0
+
+    def nap(self, timeout_s: float) -> bool:
+        """Returns after that time, or, True, when it is woken: records do not do that now."""
+        woken = bool(self._poll.poll(timeout_s * 1000))
+        if woken:
+            os.eventfd_read(self._wake)
+        return woken
+
+    def wake(self) -> None:
+        """(any thread)"""
+        os.eventfd_write(self._wake, 1)
 
     def release(self, position: int, counts: Counts = _NONE) -> bool:
         """Everything below is free again; ``counts`` is added. True if the producer waits for that."""

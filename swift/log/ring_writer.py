@@ -16,13 +16,17 @@ from swift.errors import (
     SwiftError,
 )
 from swift.log.choice import Choice
-from swift.log.link_core import Outgoing
+from swift.log.link_core import BATCH_BYTES, Outgoing
 from swift.log.placement import COPIES_MAX
 from swift.log.reader import LogReader
 from swift.log.ring import STREAMS_MAX, Consumer, Counts, Entry, Memory, Word
 from swift.log.sidecar_messages import Message, error_to_json
 from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
 
+GATHER_S = 0.25
+"""A step's records come one by one. Sent so, each costs ten threads a turn, here and at the server. So they wait for
+others of their step, so long at most."""
+_NAP_S = 0.02
 _SLEEP_S = 0.1
 _ASK_S = 1.0
 _RETRY_S = 0.1
@@ -70,6 +74,7 @@ class RingWriter(LogWriter):
         self._sweeping = threading.Lock()
         self._outstanding: deque[tuple[int, Entry | None, _Item | None]] = deque()
         self._calling = threading.Event()  # somebody wants `_pumping`
+        self._wanted = 0  # up to this position somebody waits
         self._asking: SwiftError | None = None
         self._names = [memory.stream(index) for index in range(STREAMS_MAX)]
         self._floor = 0
@@ -115,7 +120,24 @@ class RingWriter(LogWriter):
             if floor > self._floor and self._consumer.position >= self._memory.load(Word.FLOOR_AT):
                 self.forget_below(floor)
                 self._floor = floor
-        self._consumer.sleep(_SLEEP_S)
+        if self._consumer.sleep(_SLEEP_S):
+            self._gather()
+
+    def _gather(self) -> None:
+        """Waits for what follows closely, up to the end of the step, unless there is much already or somebody waits."""
+        load, consumer = self._memory.load, self._consumer
+        enough = min(BATCH_BYTES, self._memory.capacity // 4)
+        until = time.monotonic() + GATHER_S
+        while not (load(Word.URGENT) or load(Word.PRODUCER_WAITS)):
+            if consumer.unread >= enough or consumer.position < self._wanted or time.monotonic() > until:
+                return
+            if consumer.nap(_NAP_S):
+                return
+
+    def want(self, position: int) -> None:
+        """(any thread) Somebody waits for what lies below: nothing more is gathered in front of it."""
+        self._wanted = max(self._wanted, position)
+        self._consumer.wake()
 
     def _take_next(self) -> bool:
         before = self._consumer.position
@@ -283,6 +305,7 @@ class RingWriter(LogWriter):
     def flush_to(self, upto: int, timeout_s: float) -> None:
         """`flush`: returns when everything below the position has left the ring."""
         deadline = time.monotonic() + timeout_s
+        self.want(upto)
         while True:
             # Looked at first: what goes wrong is said before it leaves.
             tail = self._memory.load(Word.TAIL)

@@ -37,6 +37,7 @@ from swift.log.sidecar_messages import Message, error_to_json
 DRAIN_S = 10.0
 """How long a sidecar outlives its trainer at most, but for a call that has begun."""
 _SLEEP_S = 0.1
+NEVER_REACHED = 1 << 62
 
 
 class Sidecar:
@@ -77,6 +78,8 @@ class Sidecar:
         if not self._gone.is_set():
             self._until = time.monotonic() + self._drain_s
             self._gone.set()
+            if self._writer is not None:
+                self._writer.want(NEVER_REACHED)
 
     def tell(self, message: Message) -> None:
         with self._sending:

@@ -70,8 +70,7 @@ class SidecarWriter(Declaring):
         check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
         self.job = job
         self.generation = generation
-        self.restarts = 0
-        self._coming = 0
+        self.restarts = self._coming = self._number = 0
         self._servers: dict[str, int] = {}
         """Those that keep the streams -> their numbers in the ring (`swift.log.ring.Memory.assign`)."""
         self._renumber(servers)
@@ -96,12 +95,10 @@ class SidecarWriter(Declaring):
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
         self._error: SwiftError | None = None  # until the next generation
         self._trouble: SwiftError | None = None  # until the sidecar says otherwise
-        self._interrupted = False
-        self._closed = False
+        self._interrupted = self._closed = False
         self._last_words = ""
         self._waiting: dict[int, Message] = {}  # requests without an answer
         self._answers: dict[int, SwiftError | None] = {}
-        self._number = 0
         self._blocked_seconds = 0.0
         self._choices: dict[str, Choice] = {}
         self._expected = Expectations()
@@ -113,6 +110,8 @@ class SidecarWriter(Declaring):
         self._finish: Callable[[], None] = lambda: None
         self._let_go: Callable[[], None] = lambda: None
         self._memory = Memory.create(queue_bytes)
+        self._urgent = self.drops  # who drops records waits for no others
+        self._memory.store(Word.URGENT, self._urgent)
         self._largest = self._memory.capacity - HEADER_BYTES
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._producer = producer(self._memory, self._wake)
@@ -220,6 +219,9 @@ class SidecarWriter(Declaring):
                 if end < 0:
                     self._unlogged.drop(stream, key.step, size)
                 return end
+            if keep != self._urgent:  # a replay: others may wait for what it gives
+                self._urgent = keep
+                self._memory.store(Word.URGENT, keep)
             self._declare(stream, wait=True)
             end = self._producer.push(header, address, size, now)
             return end if end >= 0 else self._push_later(header, address, size, now)
@@ -246,28 +248,23 @@ class SidecarWriter(Declaring):
 
     def _push_later(self, header: bytes, address: int, size: int, now: bool) -> int:
         """Waits for room."""
-        began = time.monotonic()
+        tail, moved = self._memory.load(Word.TAIL), (began := time.monotonic())
         try:
-            return self._wait_for_room(header, address, size, now)
-        finally:
-            self._blocked_seconds += time.monotonic() - began
-
-    def _wait_for_room(self, header: bytes, address: int, size: int, now: bool) -> int:
-        tail, moved = self._memory.load(Word.TAIL), time.monotonic()
-        with self._cond:
             while True:
                 self._finish()
                 self._memory.store(Word.PRODUCER_WAITS, 1)
-                end = self._producer.push(header, address, size, now)
-                if end >= 0:
-                    return end
-                self._cond.wait(_POLL_S)
-                self._raise_pending()
+                with self._cond:
+                    if (end := self._producer.push(header, address, size, now)) >= 0:
+                        return end
+                    self._cond.wait(_POLL_S)
+                    self._raise_pending()
                 if self._memory.load(Word.TAIL) != tail:
                     tail, moved = self._memory.load(Word.TAIL), time.monotonic()
                 waited_s = time.monotonic() - moved
                 if waited_s > self._patience_s + 2 * _POLL_S:
                     raise LogUnavailable(f"the log has acknowledged nothing for {waited_s:.0f} s")
+        finally:
+            self._blocked_seconds += time.monotonic() - began
 
     def lend_ring(self, finish: Callable[[], None], let_go: Callable[[], None]) -> tuple[Memory, Producer]:
         """For bodies that somebody else writes (see Producer), appended at address 0. ``finish`` returns when they are
@@ -371,6 +368,7 @@ class SidecarWriter(Declaring):
                 return
             self._memory.store(Word.FLOOR_AT, self._producer.reserved)
             self._memory.store(Word.FLOOR, step)
+            os.eventfd_write(self._wake, 1)  # a step is done: its records go out
         with self._cond:
             # What waits in the ring may still be compared, by a successor: it asks the server.
             self._expected.forget_below(step)

@@ -4,7 +4,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from swift.log.choice import Choice, LinkRate
 from swift.log.difference import differs_words
 from swift.log.frame import BODY_BYTES_MAX, CODECS, checksum, raw_bytes_of
 from swift.log.link import Link
-from swift.log.link_core import Outgoing
+from swift.log.link_core import BATCH_BYTES, Outgoing
 from swift.log.packing import Packer, check_codec
 from swift.log.placement import PATIENCE_S
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, as_bytes, check_name, digest_of
@@ -418,27 +418,43 @@ class LogWriter(Declaring):
         """What "auto" does with a stream from here on."""
 
     def _work(self) -> None:
+        """What waits is handed to the links together: it goes out in one message, and comes back in one answer."""
         while True:
             with self._cond:
                 self._cond.wait_for(lambda: bool(self._inbox) or self._closed)
                 if self._closed:
                     return
-                item = self._working = self._inbox.popleft()
-            error: SwiftError | None = None
-            freed = 0
-            try:
-                freed = self._take(item)
-            except SwiftError as raised:
-                error, freed = raised, item.held_bytes
-            except Exception as raised:  # noqa: BLE001  (whoever appends must not wait for a thread that is gone)
-                error = ServiceError(f"{item.stream} {item.key} cannot be logged: {raised!r}")
-                freed = item.held_bytes
-            if error is not None:
-                self._on_error(error)
-                item.outcome = "refused"
+            freed = sum(map(self._work_on, self._waiting()))
+            with self._cond:
+                links = list(self._links.values())
+            for link in links:
+                link.wake()
+            self._on_change(freed)
+
+    def _waiting(self) -> Iterator[_Item]:
+        """What is in the inbox, up to a message's bytes. Each is `_working` until the next one is asked for."""
+        size = 0
+        while True:
             with self._cond:
                 self._working = None
-            self._on_change(freed)
+                if self._closed or not self._inbox or size >= BATCH_BYTES:
+                    return
+                item = self._working = self._inbox.popleft()
+            size += item.body.nbytes
+            yield item
+
+    def _work_on(self, item: _Item) -> int:
+        """Gives the bytes that are free again."""
+        error: SwiftError
+        try:
+            return self._take(item)
+        except SwiftError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001  (whoever appends must not wait for a thread that is gone)
+            error = ServiceError(f"{item.stream} {item.key} cannot be logged: {raised!r}")
+        self._on_error(error)
+        item.outcome = "refused"
+        return item.held_bytes
 
     def _take(self, item: _Item) -> int:
         """Verifies, sends, or both; gives the bytes that are free again: each copy is counted anew."""

@@ -1,0 +1,146 @@
+"""Records of a step go out together, and at once where somebody waits for them."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from swift.log import ring_writer
+from swift.log.ring import Memory, Word, header_of, producer
+from swift.log.ring_writer import RingWriter
+from swift.log.sidecar_client import SidecarWriter
+from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.log.test_writer_reader import TIMEOUT_S, key
+
+BODY = b"\7" * 100
+
+
+@pytest.fixture(autouse=True)
+def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gathered goes out for a reason, or the test takes too long."""
+    monkeypatch.setattr(ring_writer, "GATHER_S", 1e6)
+
+
+class Pumped:
+    """A RingWriter and what a trainer has of it, in one process."""
+
+    def __init__(self, running: InProcess, capacity: int = 1 << 20) -> None:
+        self.memory, self.wake = Memory.create(capacity), os.eventfd(0)
+        self.memory.set_stream(0, "s0.F")
+        self.producer = producer(self.memory, self.wake)
+        self.batches: list[int] = []
+        handle = running.engine.handle
+
+        def counted(session: object, frames: memoryview) -> None:
+            self.batches.append(len(frames))
+            handle(session, frames)  # type: ignore[arg-type]
+
+        running.engine.handle = counted  # type: ignore[method-assign, assignment]
+        self.writer = RingWriter(
+            self.memory, self.wake, lambda _: None, servers={running.address: 1}, job=JOB, generation=1
+        )
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._pump)
+        self._thread.start()
+
+    def _pump(self) -> None:
+        while not self._over.is_set():
+            self.writer.pump()
+
+    def put(self, step: int, body: bytes = BODY) -> int:
+        header = header_of(0, key(step), "uint8", (len(body),), len(body))
+        view = ctypes.create_string_buffer(body)
+        return self.producer.push(header, ctypes.addressof(view), len(body), True)
+
+    @property
+    def tail(self) -> int:
+        return self.memory.load(Word.TAIL)
+
+    def napping(self) -> bool:
+        """It has seen a record, and waits for more."""
+        return self.memory.load(Word.CONSUMER_SLEEPS) == 0 and self.tail < self.memory.load(Word.HEAD)
+
+    def close(self) -> None:
+        self._over.set()
+        self.writer.want(1 << 62)
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+        self.writer.close(0.0)
+        self.producer.close()
+        os.close(self.wake)
+
+
+@contextmanager
+def pumped(capacity: int = 1 << 20) -> Iterator[Pumped]:
+    with InProcess() as running:
+        found = Pumped(running, capacity)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def test_records_of_a_step_go_out_together() -> None:
+    with pumped() as one:
+        for step in range(20):
+            end = one.put(step)
+        eventually(one.napping)
+        assert not one.batches
+        os.eventfd_write(one.wake, 1)  # as the trainer does at the end of a step
+        eventually(lambda: one.tail == end)
+        assert len(one.batches) <= 3
+
+
+def test_who_flushes_does_not_wait_for_others_of_the_step() -> None:
+    with pumped() as one:
+        end = one.put(0)
+        eventually(one.napping)
+        one.writer.flush_to(end, TIMEOUT_S)
+        one.writer.want(one.put(1))  # said before it is looked at
+        eventually(lambda: one.tail == one.memory.load(Word.HEAD))
+
+
+def test_a_replay_does_not_gather() -> None:
+    with pumped() as one:
+        one.memory.store(Word.URGENT, 1)
+        for step in range(3):
+            end = one.put(step)
+            eventually(lambda end=end: one.tail == end)
+
+
+def test_much_goes_out_by_itself() -> None:
+    with pumped() as one:
+        for step in range(3):
+            end = one.put(step, b"\1" * (100 << 10))  # a quarter of the ring is enough
+        eventually(lambda: one.tail == end)
+
+
+def test_a_trainer_that_waits_for_room_does_not_wait_for_itself() -> None:
+    with pumped() as one:
+        end = one.put(0)
+        eventually(one.napping)
+        one.memory.store(Word.PRODUCER_WAITS, 1)
+        eventually(lambda: one.tail == end)
+
+
+def test_who_replays_or_may_drop_records_does_not_gather() -> None:
+    with InProcess() as running:
+        with closing(SidecarWriter([running.address], JOB, 1, when_full="drop")) as writer:
+            assert writer._memory.load(Word.URGENT) == 1
+        with closing(SidecarWriter([running.address], JOB, 1)) as writer:
+            for keep in (False, True, False):
+                writer.append("s0.F", key(int(keep)), "uint8", (5,), bytes(5), keep=keep)
+                assert writer._memory.load(Word.URGENT) == keep
+
+
+def test_the_end_of_a_step_sends_its_records() -> None:
+    """(the trainer's part of it)"""
+    with InProcess() as running, closing(SidecarWriter([running.address], JOB, 1)) as writer:
+        write, written = os.eventfd_write, []
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "eventfd_write", lambda fd, value: (written.append(fd), write(fd, value))[1])
+            writer.forget_below(1)
+        assert written == [writer._wake]
