@@ -473,20 +473,17 @@ class Consumer:
         """Bytes that `next` has not come to."""
         return self._memory.load(Word.HEAD) - self.position
 
-    def sleep(self, timeout_s: float) -> bool:
-        """Returns when there is something to read, True, or after a while."""
+    def sleep(self, timeout_s: float) -> None:
+        """Returns when there is something to read, or after a while."""
         self._memory.store(Word.CONSUMER_SLEEPS, 1)
         if not self.unread and self._poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
         self._memory.store(Word.CONSUMER_SLEEPS, 0)
-        return self.unread > 0
 
-    def nap(self, timeout_s: float) -> bool:
-        """Returns after that time, or, True, when it is woken: records do not do that now."""
-        woken = bool(self._poll.poll(timeout_s * 1000))
-        if woken:
+    def nap(self, timeout_s: float) -> None:
+        """Returns when it is woken, which records do not do now, or after a while."""
+        if self._poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
-        return woken
 
     def wake(self) -> None:
         """(any thread)"""

@@ -112,6 +112,8 @@ class RingWriter(LogWriter):
 
     def pump(self) -> None:
         """Hands over what is in the ring, then sleeps until there is more, or for a moment."""
+        if self._consumer.unread:
+            self._gather()
         with self._pumping:
             while not self._calling.is_set() and self._take_next():
                 pass
@@ -120,19 +122,19 @@ class RingWriter(LogWriter):
             if floor > self._floor and self._consumer.position >= self._memory.load(Word.FLOOR_AT):
                 self.forget_below(floor)
                 self._floor = floor
-        if self._consumer.sleep(_SLEEP_S):
-            self._gather()
+        self._consumer.sleep(_SLEEP_S)
 
     def _gather(self) -> None:
-        """Waits for what follows closely, up to the end of the step, unless there is much already or somebody waits."""
+        """Waits for the rest of a step's records, unless there is much already or somebody waits for what there is."""
         load, consumer = self._memory.load, self._consumer
         enough = min(BATCH_BYTES, self._memory.capacity // 4)
         until = time.monotonic() + GATHER_S
         while not (load(Word.URGENT) or load(Word.PRODUCER_WAITS)):
-            if consumer.unread >= enough or consumer.position < self._wanted or time.monotonic() > until:
+            # The floor is moved at the end of a step: what lies below that place is of one that is done.
+            wanted = max(self._wanted, load(Word.FLOOR_AT))
+            if consumer.position < wanted or consumer.unread >= enough or time.monotonic() > until:
                 return
-            if consumer.nap(_NAP_S):
-                return
+            consumer.nap(_NAP_S)
 
     def want(self, position: int) -> None:
         """(any thread) Somebody waits for what lies below: nothing more is gathered in front of it."""
