@@ -51,14 +51,13 @@ TRAINER, SCHEDULE, COMPUTE, NORM, OPTIMIZER = (
     "norm of the gradients",
     "optimizer",
 )
-# Methods whose time is a part's. What a session does besides, in the trainer's thread:
+# Methods whose time is a part's: what a session does besides in the trainer's thread. (Without replicas nobody votes.)
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("records into the ring", Channel, "_record settle"),
     ("digests of what enters and of losses", Witness, "saw begin forget_below"),
     ("randomness by counter", Randomness, "_set"),
     ("state kept for a step that is dropped", TrainerState, "begin_step end_step"),
     ("variables of the script", Script, "begin end look"),
-    ("vote", Engine, "vote"),
     ("loop of the session", Engine, "_step"),
     (
         "stages that are logged",
@@ -69,7 +68,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     (NORM, swift.Session, "clip_grad_norm_"),
 )
 THREADS = {
-    "swift-": "runner of votes and norms",
+    "swift-": "runner of collectives (the norm)",
     "view-watcher": "watcher of the coordinator, lease, sidecar's line",
     "log-sidecar": "watcher of the coordinator, lease, sidecar's line",
 }
