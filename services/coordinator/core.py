@@ -226,6 +226,7 @@ class Job(Transitions):
             undo_to=said.undo_to,
             undo_exact=said.undo_exact,
             forward_to=said.forward_to,
+            forward_by_all=said.forward_by_all,
             since_generation=holder.since_generation,
             host=holder.host,
             can_help=said.can_help,

@@ -76,6 +76,7 @@ class MemberReport:
     undo_to: int | None = None
     undo_exact: bool = False
     forward_to: int | None = None
+    forward_by_all: bool = False
     can_help: bool = False
     off_log: bool = False
 

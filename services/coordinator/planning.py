@@ -15,6 +15,7 @@ from swift.recovery import (
     Refusals,
     Strategy,
     StreamSummary,
+    finishable,
     plan_off_log,
 )
 from swift.recovery.types import REPLAYS
@@ -54,7 +55,7 @@ def decide(
         for rank, report in sorted(row.reports.items())
     ]
     return plan_off_log(
-        reports,
+        finishable(reports),
         layout_of(row),
         streams,
         Checkpoints(versions=tuple(v for v in row.checkpoints if v not in row.unloadable)),

@@ -100,6 +100,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 undo_to=request.undo_to if request.HasField("undo_to") else None,
                 undo_exact=request.undo_exact,
                 forward_to=request.forward_to if request.HasField("forward_to") else None,
+                forward_by_all=request.forward_by_all,
                 can_help=request.can_help,
                 off_log=request.off_log,
             ),

@@ -842,6 +842,7 @@ class ReportRequest(_message.Message):
     FORWARD_TO_FIELD_NUMBER: _builtins.int
     CAN_HELP_FIELD_NUMBER: _builtins.int
     OFF_LOG_FIELD_NUMBER: _builtins.int
+    FORWARD_BY_ALL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -862,6 +863,8 @@ class ReportRequest(_message.Message):
     """I can build any stage, to share its replay"""
     off_log: _builtins.bool
     """what I hold is not what the checkpoints and the log lead to"""
+    forward_by_all: _builtins.bool
+    """... but who has not voted for the step may lack a line of it (session.log)"""
     def __init__(
         self,
         *,
@@ -876,10 +879,11 @@ class ReportRequest(_message.Message):
         forward_to: _builtins.int | None = ...,
         can_help: _builtins.bool = ...,
         off_log: _builtins.bool = ...,
+        forward_by_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_by_all", b"forward_by_all", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forward_to: _TypeAlias = _typing.Literal["forward_to"]  # noqa: Y015
     _WhichOneofArgType__forward_to: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to"]  # noqa: Y015

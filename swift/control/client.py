@@ -187,6 +187,7 @@ class CoordinatorClient:
         undo_to: int | None = None,
         undo_exact: bool = False,
         forward_to: int | None = None,
+        forward_by_all: bool = False,
         can_help: bool = False,
         off_log: bool = False,
     ) -> None:
@@ -194,8 +195,9 @@ class CoordinatorClient:
 
         What the step under way allows besides: `undo_to`, the version that taking the applied buckets back
         leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
-        gradients being reduced. `can_help`: this rank can build other stages, to share a replay. `off_log`: what is
-        held is not what the checkpoints and the log lead to.
+        gradients being reduced (`forward_by_all`: who has not voted for it may lack its line). `can_help`: this rank
+        can build other stages, to share a replay. `off_log`: what is held is not what the checkpoints and the log lead
+        to.
         """
         self._call(
             self._stub.Report,
@@ -208,6 +210,7 @@ class CoordinatorClient:
                 undo_to=undo_to,
                 undo_exact=undo_exact,
                 forward_to=forward_to,
+                forward_by_all=forward_by_all,
                 can_help=can_help,
                 off_log=off_log,
             ),

@@ -4,6 +4,7 @@
 will not be, what the log leads to.
 """
 
+from swift.recovery.finishing import finishable
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.measured import RankMeasured, Sent, StageMeasured
 from swift.recovery.off_log import plan_off_log
@@ -40,6 +41,7 @@ __all__ = [
     "StageMeasured",
     "Strategy",
     "StreamSummary",
+    "finishable",
     "plan",
     "plan_off_log",
 ]

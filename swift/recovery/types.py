@@ -47,6 +47,8 @@ class Report:
     """Bit for bit."""
     forward_to: int | None = None
     """The version that finishing the step under way leads to; None: not all its gradients are reduced."""
+    forward_by_all: bool = False
+    """... but a rank that has not voted for it may lack what is done before that (swift.recovery.finishing)."""
     since_generation: int = 1
     """The generation in which its process took the rank."""
     host: str = ""

@@ -185,17 +185,11 @@ class Engine:
             undo_to=standing.undo_to,
             undo_exact=standing.undo_exact,
             forward_to=standing.forward_to,
+            forward_by_all=standing.forward_by_all,
             can_help=self._restorer.can_help,
             off_log=standing.version is not None and self._channel.off_log,
         )
-        events.emit(
-            "reported",
-            rank=self._rank,
-            generation=view.generation,
-            version=standing.version,
-            undo_to=standing.undo_to,
-            forward_to=standing.forward_to,
-        )
+        events.emit("reported", rank=self._rank, generation=view.generation, **standing.words())
 
     def _standing(self) -> Standing:
         if not self._state.present:
@@ -312,7 +306,7 @@ class Engine:
         self.lines.write(self._state.version)
         updates = self._state.updates
         updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
-        said = updates.ballot(*self._stage_group)
+        said = updates.ballot(*self._stage_group, lines=self.lines.in_use)
         try:
             self._world.run(lambda messages: messages.barrier(said))
             self.vote_seconds += time.monotonic() - began

@@ -29,11 +29,17 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
+        self._are_there = path.exists()
         # Of each line: a job has many steps, and one that is done again finds its line at once.
         self._steps, self._places = array("q"), array("q")
         self._end = 0
         self._values: dict[str, Value] = {}
         self._said = False
+
+    @property
+    def in_use(self) -> bool:
+        """Steps of this job have lines, as far as this rank knows."""
+        return bool(self._values) or self._file is not None or self._are_there
 
     def add(self, values: dict[str, object]) -> None:
         """Raises UsageError for what is no number, string or None."""

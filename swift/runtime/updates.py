@@ -27,6 +27,7 @@ import torch
 from swift import events
 from swift.errors import UsageError
 from swift.optim.journal import Journal, UndoResult
+from swift.runtime.ballot import ballot, outcome
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.reducer import Reducer, Reduction
@@ -44,6 +45,10 @@ class Standing:
     undo_to: int | None = None
     undo_exact: bool = False
     forward_to: int | None = None
+    forward_by_all: bool = False
+
+    def words(self) -> dict[str, int | None]:
+        return {"version": self.version, "undo_to": self.undo_to, "forward_to": self.forward_to}
 
 
 class _Bucket:
@@ -105,6 +110,7 @@ class Updates:
         """The next step is held. (engine) in the first step of a generation; then as the ranks have voted."""
         self.held = False
         """The step under way is."""
+        self._lines = True  # some rank writes a line for each step, as far as is known before a vote
         self._needs_hold = False  # a step of this process has needed its peers behind its first update
         self.stepped = 0
         """How often optimizers have stepped in the step under way."""
@@ -346,31 +352,18 @@ class Updates:
 
     # --- what ranks tell each other in the vote ---
 
-    def ballot(self, stage_group: int, stage_groups: int) -> torch.Tensor:
-        """What a rank says in its vote; the greatest of all that was said in each place counts.
-
-        [0]: the next step is to be held. Then for each pipeline rank: how often optimizers step in this step, and the
-        same negated; -inf where the rank has nothing to say.
-        """
-        said = torch.full((1 + 2 * stage_groups,), -torch.inf, dtype=torch.float64)
-        said[0] = float(self._needs_hold)
+    def ballot(self, stage_group: int, stage_groups: int, *, lines: bool) -> torch.Tensor:
+        """What this rank says in its vote."""
         # Inside of the first optimizer's step it is not known yet whether there will be more.
         steps = float(self.stepped if self.held else not self._ending)
-        said[1 + 2 * stage_group] = steps
-        said[2 + 2 * stage_group] = -steps
-        return said
+        self._lines = self._lines or lines
+        return ballot(
+            holds=self._needs_hold, lines=lines, steps=steps, group=stage_group, groups=stage_groups
+        )
 
     def heard(self, said: torch.Tensor) -> None:
-        """The outcome of a vote, the same at all ranks. Raises UsageError if replicas do not step alike."""
-        self.hold_next = bool(said[0])
-        most, fewest = said[1::2], -said[2::2]
-        for stage, (high, low) in enumerate(zip(most.tolist(), fewest.tolist(), strict=True)):
-            if high != low:
-                raise UsageError(
-                    f"in step {self._version} optimizers have stepped {high:g} times on one replica of pipeline rank "
-                    f"{stage} and {low:g} times on another; let all replicas decide alike whether they step, for "
-                    "instance by dist.all_reduce of what they decide by"
-                )
+        """What came of a vote. Raises UsageError if replicas do not step alike."""
+        self.hold_next, self._lines = outcome(said, self._version)
 
     # --- what breaks a step ---
 
@@ -483,15 +476,17 @@ class Updates:
     def standing(self, version: int) -> Standing:
         if self.begun:
             return Standing(version=None)
+        forward_to, by_all = (version + 1, self._lines) if self.voting else (None, False)
         if not self.partial:
-            return Standing(version=version, forward_to=version + 1 if self.voting else None)
+            return Standing(version=version, forward_to=forward_to, forward_by_all=by_all)
         exact = all(journal.takes_back in ("exact", "preimage") for journal in self.journals)
         can = all(journal.takes_back != "none" for journal in self.journals)
         return Standing(
             version=None,
             undo_to=version if can else None,
             undo_exact=exact,
-            forward_to=version + 1 if self.voting else None,
+            forward_to=forward_to,
+            forward_by_all=by_all,
         )
 
     def undo(self) -> list[UndoResult]:

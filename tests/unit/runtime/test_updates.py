@@ -97,7 +97,8 @@ def test_nothing_is_applied_before_the_vote() -> None:
     with pytest.raises(RuntimeError):
         world.optimizer.step()
     assert same(world.bits(), before)
-    assert world.votes == [Standing(version=0, forward_to=1)]
+    # Nobody knows before the first vote whether some rank writes lines.
+    assert world.votes == [Standing(version=0, forward_to=1, forward_by_all=True)]
 
 
 def test_after_the_vote_the_step_has_the_bits_of_a_plain_one() -> None:
@@ -139,7 +140,9 @@ def test_a_wait_free_step_has_the_bits_of_a_plain_one_and_votes_last() -> None:
     world.backward()
     world.optimizer.step()
     assert same(world.bits(), plain_step())
-    assert world.votes == [Standing(version=None, undo_to=0, undo_exact=True, forward_to=1)]
+    assert world.votes == [
+        Standing(version=None, undo_to=0, undo_exact=True, forward_to=1, forward_by_all=True)
+    ]
 
 
 def test_a_wait_free_step_that_breaks_in_the_middle_comes_back() -> None:
@@ -209,3 +212,14 @@ def test_an_optimizer_that_computes_gradients_in_its_first_step_votes_behind_it(
         lbfgs.step(closure)
     assert world.votes == []
     assert world.updates.standing(6).forward_to is None
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_a_vote_says_whether_another_rank_writes_lines(lines: bool) -> None:
+    updates = World().updates
+    updates.begin_step(0)
+    said = updates.ballot(0, 1, lines=False)
+    said[1] = float(lines)  # the greatest of what all ranks say
+    updates.heard(said)
+    updates.voting = True
+    assert updates.standing(0).forward_by_all is lines

@@ -1,0 +1,40 @@
+"""What ranks tell each other in the vote over a step: one tensor, of which the greatest value in each place counts.
+
+[0]  the next step is to be held
+[1]  a line is written for each step (`session.log`)
+then for each pipeline rank how often optimizers step in this step, and the same negated; -inf of the others
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from swift.errors import UsageError
+
+
+class Outcome(NamedTuple):
+    """The same at all ranks."""
+
+    hold_next: bool
+    lines: bool
+
+
+def ballot(*, holds: bool, lines: bool, steps: float, group: int, groups: int) -> torch.Tensor:
+    """Of a rank of pipeline rank `group`."""
+    said = torch.full((2 + 2 * groups,), -torch.inf, dtype=torch.float64)
+    said[0], said[1] = float(holds), float(lines)
+    said[2 + 2 * group], said[3 + 2 * group] = steps, -steps
+    return said
+
+
+def outcome(said: torch.Tensor, step: int) -> Outcome:
+    """Raises UsageError if replicas do not step alike."""
+    most, fewest = said[2::2], -said[3::2]
+    for stage, (high, low) in enumerate(zip(most.tolist(), fewest.tolist(), strict=True)):
+        if high != low:
+            raise UsageError(
+                f"in step {step} optimizers have stepped {high:g} times on one replica of pipeline rank "
+                f"{stage} and {low:g} times on another; let all replicas decide alike whether they step, for "
+                "instance by dist.all_reduce of what they decide by"
+            )
+    return Outcome(hold_next=bool(said[0]), lines=bool(said[1]))
