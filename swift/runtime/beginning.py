@@ -46,4 +46,5 @@ def _take(job: str, version: int, rank: int, state: TrainerState, theirs: Checkp
         state.load_state_dict(saved)
     except Exception as error:
         raise UsageError(f"--from-job {job}: its version {version} is not this trainer's: {error}") from error
+    state.stopped = None  # that was the other job's
     events.emit("began_from", rank=rank, job=job, version=version)

@@ -16,6 +16,8 @@ A trainer may end a run before its last step::
     (its rank)    does that step to its end, none after it, and says so with Finish(s + 1)
     (coordinator) tells all of it by the View; whoever has begun step s + 1, where it waits for this rank, drops it in a
                   generation of its own
+
+The word is a part of the state of version s + 1: who loads or copies that state has said it.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from swift.runtime.early import flush_at_end
 from swift.runtime.member import Member
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Writer, load_checkpoint, log_totals
 from swift.runtime.saving import Saving
-from swift.runtime.state import TrainerState
+from swift.runtime.state import Stopped, TrainerState
 
 
 class Ending:
@@ -53,8 +55,9 @@ class Ending:
         self._saves = saves
         self._reason: str | None = None
         """Why the trainer ends the run with the step under way; None: it does not."""
-        self._called: dict[int, str | None] = {}
-        """The same of the last step that was done here, by the version that it led to."""
+        self._done_to = -1
+        """The version that the last step done here led to."""
+        self._num_steps = 0
 
     def begin_step(self) -> None:
         self._reason = None
@@ -64,12 +67,17 @@ class Ending:
         self._reason = reason
 
     def end_step(self, version: int) -> None:
-        self._called = {version: self._reason}
+        self._done_to = version
+        self._state.stopped = None if self._reason is None else Stopped(self._reason, self._num_steps)
 
     def last(self, num_steps: int) -> int:
         """The version with which the run ends, as far as is known here."""
+        self._num_steps = num_steps
         view = self._member.watcher.latest
-        ends = [num_steps, *(version for version, reason in self._called.items() if reason is not None)]
+        ends = [num_steps]
+        stopped = self._state.stopped
+        if stopped is not None and num_steps <= stopped.num_steps:
+            ends.append(self._state.version)
         if view is not None and view.HasField("ends_at") and num_steps <= view.ends_of:
             ends.append(view.ends_at)
         return min(ends)
@@ -83,8 +91,10 @@ class Ending:
     ) -> None:
         """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
         version = self._state.version
-        reason = self._called.get(version)
-        called = reason is not None if version < num_steps and version in self._called else None
+        stopped = self._state.stopped
+        called = None
+        if version < num_steps and (stopped is not None or version == self._done_to):
+            called = stopped is not None
         if self._saves:
             self._saving.save_last()
         self._store.settle()
@@ -92,7 +102,9 @@ class Ending:
         self._member.say_measured()
         while True:
             self._member.check()
-            self._member.client.finish(version, num_steps, called, (called and reason) or "")
+            self._member.client.finish(
+                version, num_steps, called, stopped.reason if stopped and called else ""
+            )
             view = self._member.watcher.wait_for(lambda _view: True, None)
             if view.state == pb.FINISHED:
                 events.emit(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -51,6 +51,14 @@ class _BeforeStep:
     param_groups: ParamGroups
 
 
+class Stopped(NamedTuple):
+    """What a trainer has said with `session.stop`."""
+
+    reason: str
+    num_steps: int
+    """Those of the run that it ends: one that is to do more goes on."""
+
+
 class TrainerState:
     """The stages, optimizers and registered objects of one rank."""
 
@@ -85,6 +93,8 @@ class TrainerState:
         self.iterators = Iterators(self.randomness)
         self.drew: list[str] = []
         """Registered objects that drew random numbers while they loaded their state."""
+        self.stopped: Stopped | None = None
+        """The trainer ends the run with this version."""
         self.apart: list[str] = []
         """What replicas have each of its own (`swift.runtime.audit`)."""
 
@@ -358,6 +368,8 @@ class TrainerState:
             "beside": self.beside.state(),
             "iterators": self.iterators.state(),
         }
+        if self.stopped is not None:
+            state["stopped"] = self.stopped._asdict()
         if settings := self.settings.state():
             state["settings"] = settings
         if left := self._gradients.state(self._named_parameters()):
@@ -414,6 +426,7 @@ class TrainerState:
             self._load_object(name, value)
         self.beside.load(state["beside"])
         self.settings.load(state.get("settings", {}))
+        self.stopped = Stopped(**state["stopped"]) if "stopped" in state else None
         self._gradients.load(self._named_parameters(), state.get("gradients", {}))
         self._before, self._groups = None, []
         self.version = int(state["version"])

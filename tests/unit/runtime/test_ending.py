@@ -15,7 +15,7 @@ class World:
     def __init__(self) -> None:
         self.view = pb.View(state=pb.RUNNING)
         self.said: list[tuple[Any, ...]] = []
-        self.state = SimpleNamespace(version=0, updates=SimpleNamespace(totals=dict))
+        self.state = SimpleNamespace(version=0, stopped=None, updates=SimpleNamespace(totals=dict))
         watcher = SimpleNamespace(wait_for=lambda *_: self.view)
         watcher.latest = self.view
         self.watcher = watcher
@@ -32,7 +32,8 @@ class World:
         self.said.append(said)
         self.view.state = pb.FINISHED
 
-    def step(self, *, stops: str | None = None) -> None:
+    def step(self, *, stops: str | None = None, of: int = 100) -> None:
+        self.ending.last(of)
         self.ending.begin_step()
         if stops is not None:
             self.ending.call(stops)
@@ -64,9 +65,20 @@ def test_who_calls_it_ends_with_that_step_and_says_so() -> None:
     assert world.finish(100) == (2, 100, True, "enough")
 
 
+def test_who_takes_over_that_state_has_said_it_as_well() -> None:
+    first, heir = World(), World()
+    first.step(stops="enough")
+    heir.state.version, heir.state.stopped = first.state.version, first.state.stopped
+    assert heir.ending.last(100) == 1
+    assert heir.finish(100) == (1, 100, True, "enough")
+    assert first.ending.last(101) == 101, "a run that is to do more goes on"
+    first.step(of=101)
+    assert first.state.stopped is None
+
+
 def test_in_the_last_step_it_changes_nothing() -> None:
     world = World()
-    world.step(stops="enough")
+    world.step(stops="enough", of=1)
     assert world.finish(1) == (1, 1, None, "")
 
 
