@@ -117,8 +117,13 @@ def test_small_rooms_and_nothing_forbidden(path: Path) -> None:
             lines = node.end_lineno - node.lineno + 1
             assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
     for what, pattern in FORBIDDEN.items():
-        assert pattern.search(text) is None, what
+        assert pattern.search(text) is None or (
+            what == "pickle" and path.relative_to(ROOT) in ONLY_PICKLES
+        ), what
 
+
+ONLY_PICKLES = {Path("swift/runtime/bulk.py")}
+"""It writes pickles to hash them, and reads none."""
 
 # What makes objects, or runs, out of bytes that somebody else wrote.
 UNSAFE_MODULES = {
@@ -180,6 +185,8 @@ def unsafe(text: str) -> set[str]:
 def test_no_bytes_become_objects(path: Path) -> None:
     # The worker runs the user's own script, as `python SCRIPT` would.
     allowed = {"exec"} if path.relative_to(ROOT) == Path("swift/launch/worker.py") else set()
+    if path.relative_to(ROOT) in ONLY_PICKLES:
+        allowed = {"pickle", "pickle.Pickler"}
     assert unsafe(path.read_text()) <= allowed
 
 
