@@ -191,11 +191,12 @@ class Commits:
                 return first
         return None
 
-    def take_file(self) -> Write:
-        """Of what is wanted. Nothing of its job is taken until `file_made`."""
-        self._making_file = self.file_wanted
-        assert self._making_file is not None
-        return self._making_file
+    def take_file(self) -> Write | None:
+        """What is wanted, if anything is still. Nothing of its job is taken until `file_made`."""
+        if self._making_file is None:
+            self._making_file = self.file_wanted
+            return self._making_file
+        return None
 
     def file_made(self, write: Write) -> None:
         """It is there, or could not be made."""

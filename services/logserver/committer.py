@@ -80,6 +80,8 @@ class Committer:
                 if self._stop:
                     return
                 write = self.commits.take_file()
+            if write is None:  # the storage has it by now
+                continue
             try:
                 self._state.storage.make_file(write.job, write.stream, write.sequence)
             except StorageError:  # its commit meets the same, and says so

@@ -46,8 +46,13 @@ class World:
             one = frame(job, sequence, sequence, stream=stream, body=body)
             self.appends.accept(session, self.appends.parse(session, memoryview(one)))
 
-    def make_file(self) -> None:
+    def taken_file(self) -> Write:
         write = self.commits.take_file()
+        assert write is not None
+        return write
+
+    def make_file(self) -> None:
+        write = self.taken_file()
         with suppress(StorageFailed):
             self.storage.make_file(write.job, write.stream, write.sequence)
         self.commits.file_made(write)
@@ -129,9 +134,10 @@ def test_files_are_made_beside_the_commits_of_others() -> None:
     world.put(neighbour, "neighbour", "s0", range(1))
     world.commit()
     world.put(enemy, "enemy", "s0", range(3))
-    making = world.commits.take_file()
+    making = world.taken_file()
     assert (making.job, making.stream, making.sequence) == ("enemy", "s0", 0)
     assert world.commits.file_wanted is None, "one at a time"
+    assert world.commits.take_file() is None
     assert not world.commits.work_to_do
     enemys = world.commits.ask_to_settle("enemy")
     assert not world.commits.work_to_do, "no sync settles what is not written yet"
@@ -152,7 +158,7 @@ def test_a_job_whose_file_is_made_is_not_taken_when_the_others_go() -> None:
     world.put(neighbour, "neighbour", "s0", range(1))
     world.commit()
     world.put(enemy, "enemy", "s0", range(1))
-    making = world.commits.take_file()
+    making = world.taken_file()
     world.appends.detach(neighbour)
     assert world.commits.take() == []
     world.commits.file_made(making)
@@ -165,7 +171,7 @@ def test_nothing_is_settled_while_a_file_of_the_job_is_made() -> None:
     world.put(neighbour, "neighbour", "s0", range(1))
     world.commit()
     world.put(enemy, "enemy", "s0", range(1))
-    making = world.commits.take_file()
+    making = world.taken_file()
     world.commits.gave_up(StorageFull("made up"), [], 0.0)  # and who settles now may drop the job
     targets = [world.commits.ask_to_settle(job) for job in ("enemy", None)]
     world.commits.committed([], True, 0.0)
