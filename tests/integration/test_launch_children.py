@@ -103,7 +103,7 @@ def test_stop_is_polite_first_and_can_be_hurried(nursery: Nursery, tmp_path: Pat
 
 
 def test_the_store_of_one_machine_listens_on_loopback_only() -> None:
-    rendezvous = LoopbackRendezvous("run", 5.0)
+    rendezvous = LoopbackRendezvous("run", 1, 5.0)
     info = rendezvous.next_rendezvous()
     port = info.bootstrap_store_info.master_port
     listening = [

@@ -120,7 +120,9 @@ def test_a_step_that_was_begun_behind_the_end_leaves_no_line(tmp_path: Path) -> 
     lines.cut(10)
     lines.close()
     assert [line["step"] for line in written(path)] == list(range(10))
-    Lines(path).cut(7)  # a process that has written nothing
+    heir = Lines(path)  # a process that has written nothing
+    heir.cut(7)
+    heir.close()
     assert [line["step"] for line in written(path)] == list(range(7))
     Lines(tmp_path / "none.jsonl").cut(7)
     assert not (tmp_path / "none.jsonl").exists()

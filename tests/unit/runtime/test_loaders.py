@@ -64,7 +64,7 @@ def afterwards() -> Any:
     DataLoader.__iter__ = own  # type: ignore[method-assign]
 
 
-def make(eager: bool, **options: Any) -> tuple[TrainerState, Data]:
+def make(eager: bool, others: dict[str, Any] | None = None, **options: Any) -> tuple[TrainerState, Data]:
     torch.manual_seed(3)
     state = TrainerState(1, make_updates())
     state.randomness = state.iterators.randomness = Randomness(5, column=1)
@@ -75,7 +75,8 @@ def make(eager: bool, **options: Any) -> tuple[TrainerState, Data]:
     if options.pop("weighted", False):
         options["sampler"] = WeightedRandomSampler([1.0] * 12, 12)
     data = Data(eager, **options)
-    state.add_object("data", data)
+    for name, one in {"data": data, **(others or {})}.items():
+        state.add_object(name, one)
     state.remember()
     return state, data
 
@@ -137,9 +138,7 @@ def test_an_object_that_draws_while_it_loads_is_named() -> None:
             torch.set_rng_state(state["torch"])
             random.setstate(state["random"])
 
-    state, _ = make(False)
-    state.add_object("other", Shuffles(False))
-    state.add_object("keeps", Keeps())
+    state, _ = make(False, {"other": Shuffles(False), "keeps": Keeps()})
     state.load_state_dict(state.state_dict())
     assert state.drew == ["other"]
 
