@@ -2,6 +2,7 @@
 
 # verdict: same bits
 # worlds: 1, 2
+# patience: 200
 
 import probe
 import torch

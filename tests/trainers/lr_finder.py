@@ -36,6 +36,6 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
         probe.note(step, loss)
 
     session.run(train_step, num_steps=probe.steps())
-    best = min(range(len(history)), key=history.__getitem__)
+    best = min(range(len(history)), key=history.__getitem__, default=-1)
     model.load_state_dict(before)
     probe.end(session, model=model, optimizer=optimizer, history=history)
