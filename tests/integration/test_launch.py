@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -98,6 +99,10 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     assert not coordinator.failures
 
 
+def _warm_at(launch: Launch, pid: int) -> list[float]:
+    return [event["t"] for event in launch.events("worker_warm") if event["pid"] == pid]
+
+
 def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start) -> None:
     launch = start("--nproc-per-node=1", f"--preload-only={PRELOAD_DEFAULT}", "--start-method=spawn")
     launch.warm_spares()
@@ -108,8 +113,9 @@ def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start)
         os.kill(victim.pid, signal.SIGKILL)
         replacement = launch.rank(0, process + 1)
         seconds[kind] = replacement.t - killed
-        (warm,) = [event["t"] for event in launch.events("worker_warm") if event["pid"] == replacement.pid]
-        imported_before[kind] = warm < killed
+        known = partial(_warm_at, launch, replacement.pid)
+        wait_until(known, "the launcher to have heard that the replacement is warm")
+        imported_before[kind] = known()[0] < killed
     print(f"SIGKILL to the first line of the replacement's script: {seconds}")
     assert [event["warm"] for event in launch.events("spare_assigned")[1:]] == [True, False]
     assert imported_before == {"warm": True, "cold": False}
