@@ -130,10 +130,8 @@ class Commits:
         if self._state.failed:
             return True
         making = self._making_file
-        if making is not None and target.job in (
-            None,
-            making.job,
-        ):  # who settles may be about to drop the job
+        # Who settles may be about to drop the job.
+        if making is not None and target.job in (None, making.job):
             return False
         return all(
             line.settled >= settled and line.synced >= synced for line, settled, synced in target.lines

@@ -70,6 +70,15 @@ class World:
         return writes
 
 
+def beside_a_neighbour() -> tuple[World, Session, Session]:
+    """Two jobs' writers; the neighbour has a record in a file."""
+    world = World()
+    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
+    world.put(neighbour, "neighbour", "s0", range(1))
+    world.commit()
+    return world, neighbour, enemy
+
+
 def jobs(writes: list[Write]) -> set[str]:
     return {write.job for write in writes}
 
@@ -85,10 +94,7 @@ def jobs(writes: list[Write]) -> set[str]:
 def test_a_flood_is_written_in_short_turns_and_nobody_waits_for_more_than_one(
     flood: list[tuple[str, range, bytes]],
 ) -> None:
-    world = World()
-    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
-    world.put(neighbour, "neighbour", "s0", range(1))
-    world.commit()
+    world, neighbour, enemy = beside_a_neighbour()
     for stream, sequences, body in flood:
         world.put(enemy, "enemy", stream, sequences, body)
     world.appends.detach(enemy)  # its call is over; what it has brought is not
@@ -129,10 +135,7 @@ def test_streams_that_are_there_share_a_turn_and_gaps_begin_files_as_new_streams
 
 
 def test_files_are_made_beside_the_commits_of_others() -> None:
-    world = World()
-    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
-    world.put(neighbour, "neighbour", "s0", range(1))
-    world.commit()
+    world, neighbour, enemy = beside_a_neighbour()
     world.put(enemy, "enemy", "s0", range(3))
     making = world.taken_file()
     assert (making.job, making.stream, making.sequence) == ("enemy", "s0", 0)
@@ -153,10 +156,7 @@ def test_files_are_made_beside_the_commits_of_others() -> None:
 
 
 def test_a_job_whose_file_is_made_is_not_taken_when_the_others_go() -> None:
-    world = World()
-    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
-    world.put(neighbour, "neighbour", "s0", range(1))
-    world.commit()
+    world, neighbour, enemy = beside_a_neighbour()
     world.put(enemy, "enemy", "s0", range(1))
     making = world.taken_file()
     world.appends.detach(neighbour)
@@ -166,10 +166,7 @@ def test_a_job_whose_file_is_made_is_not_taken_when_the_others_go() -> None:
 
 
 def test_nothing_is_settled_while_a_file_of_the_job_is_made() -> None:
-    world = World()
-    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
-    world.put(neighbour, "neighbour", "s0", range(1))
-    world.commit()
+    world, _neighbour, enemy = beside_a_neighbour()
     world.put(enemy, "enemy", "s0", range(1))
     making = world.taken_file()
     world.commits.gave_up(StorageFull("made up"), [], 0.0)  # and who settles now may drop the job
@@ -182,10 +179,7 @@ def test_nothing_is_settled_while_a_file_of_the_job_is_made() -> None:
 
 
 def test_a_file_that_cannot_be_made_ahead_is_left_to_the_commit() -> None:
-    world = World()
-    neighbour, enemy = world.writer("neighbour"), world.writer("enemy")
-    world.put(neighbour, "neighbour", "s0", range(1))
-    world.commit()
+    world, _neighbour, enemy = beside_a_neighbour()
     for stream in ("s0", "s1"):
         world.put(enemy, "enemy", stream, range(1))
     world.storage.failing = "made up"
