@@ -2,6 +2,7 @@
 
 import argparse
 import ipaddress
+import math
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,13 +15,25 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, description: str, **options: Any) -> None:
         super().__init__(prog=prog, allow_abbrev=False, **options)
+        only_finite(self)
         self._first_line = description
 
     def format_help(self) -> str:
         return f"{self._first_line}\n\n{super().format_help()}"
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def only_finite(parser: argparse.ArgumentParser) -> None:
+    """``type=float`` takes no nan, which is neither too small nor too large for any check, and no infinity."""
+
+    def finite(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(text)
+        return value
+
+    parser.register("type", float, finite)
 
 
 def host_and_port(text: str, flag: str) -> tuple[str, int]:

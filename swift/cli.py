@@ -6,6 +6,8 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from swift.words import tell
+
 # Programs: the process becomes them, so that pids and signals are theirs.
 PROGRAMS = {
     "run": ("swift.launch", "start the ranks of a training job; a rank that dies is replaced"),
@@ -41,6 +43,13 @@ def _running_job(coordinator: str, job: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        return 130  # as a shell shows it
+
+
+def _main(argv: list[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command in PROGRAMS:
@@ -73,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     known = ", ".join([*PROGRAMS, *OTHERS])
     problem = f"there is no command {command!r}" if command else "a command is needed"
-    print(f"swift: {problem}; there are: {known}", file=sys.stderr)
+    tell(f"{problem}; there are: {known}")
     return 2
 
 

@@ -2,10 +2,10 @@
 
 SwiftError
 ├── UsageError                 bad input: says what to do; exit code 2
-│   └── UnknownJob             the log server knows no such job
+│   └── UnknownJob             the log server, or the coordinator, knows no such job
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
 │   ├── AccessDenied           a service does not take this process's token, or has none to take
-│   ├── JobSetApart            the log server does nothing for this job: its files there are damaged
+│   ├── JobSetApart            a service does nothing for this job: what it keeps of it is damaged
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
 │       └── LogInterrupted     the wait was called off: a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
@@ -38,7 +38,7 @@ class UsageError(SwiftError):
 
 
 class UnknownJob(UsageError):
-    """The log server knows no such job."""
+    """The log server, or the coordinator, knows no such job."""
 
 
 class ServiceError(SwiftError):
@@ -50,7 +50,7 @@ class AccessDenied(ServiceError):
 
 
 class JobSetApart(ServiceError):
-    """The job's files are damaged on the log server, which does nothing for it and serves the others."""
+    """What a service keeps of the job is damaged: it does nothing for it, and serves the others."""
 
 
 class LogUnavailable(ServiceError):

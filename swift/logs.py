@@ -10,10 +10,12 @@ No secret is written, in either format: values of fields that are named like one
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
 from swift import events
+from swift.words import one_line
 
 TEXT, JSON = "text", "json"
 REMOVED = "[removed]"
@@ -36,6 +39,10 @@ _SECRET_WORDS = re.compile(
     r"(?:(?:basic|bearer)\s+)?)[^\s'\",;)]+",
     re.IGNORECASE,
 )
+_AT_ONCE = select.PIPE_BUF // 4
+"""Characters: a pipe that has room has room for them."""
+_PATIENCE_S = 0.1
+"""For whoever reads slowly; once something is lost, none."""
 _SECRET_BYTES_MIN = 6
 """A shorter value of an environment variable would be found in innocent words."""
 
@@ -135,7 +142,7 @@ def json_line(
 def text_line(redactor: Redactor, *, level: int, event: str, fields: Mapping[str, Any]) -> str:
     said = redactor.value(fields)
     words = " ".join(f"{name}={value}" for name, value in said.items())
-    return f"{logging.getLevelName(level)} {event} {words}".rstrip().replace("\n", " ")
+    return one_line(f"{logging.getLevelName(level)} {event} {words}".rstrip())
 
 
 class _Handler(logging.Handler):
@@ -154,6 +161,11 @@ class _Handler(logging.Handler):
         self._log.say("log", record.levelno, record.getMessage(), fields)
 
 
+def _is_ours(record: logging.LogRecord) -> bool:
+    """gRPC says each field of a header that is no text, with a traceback: strangers could write any number of them."""
+    return not (record.name.startswith("grpc") and str(record.msg).startswith("Invalid encoding"))
+
+
 class Log:
     """This process's stderr."""
 
@@ -165,20 +177,33 @@ class Log:
         self._stream = stream
         self._lock = threading.Lock()
         self._lost = 0
+        self._torn = False
+        """Of a line the beginning only was written."""
 
     def write(self, line: str) -> None:
-        """One write, so that lines of different threads do not mix. If it fails, as on a full disk or a pipe that
-        nobody reads, the next line that can be written stands behind how many may be missing."""
+        """Lines of different threads do not mix. If it fails, as on a full disk, or would wait, as on a pipe that
+        nobody reads or a terminal that was stopped, the line is lost: the next one that can be written stands behind
+        how many may be missing."""
         stream = self._stream if self._stream is not None else sys.stderr
         with self._lock:
             try:
                 if self._lost:
                     line = f"{self._line('lines_lost', logging.WARNING, '', {'count': self._lost})}\n{line}"
-                stream.write(line + "\n")
-                stream.flush()
+                self._put(stream, line + "\n")
                 self._lost = 0
             except OSError:
                 self._lost += 1
+
+    def _put(self, stream: TextIO, text: str) -> None:
+        """OSError: not all of it. Who does not take what a service says does not keep it from its work."""
+        text = "\n" + text if self._torn else text
+        for at in range(0, len(text), _AT_ONCE):
+            self._torn = at > 0
+            if not _has_room(stream, 0.0 if self._lost else _PATIENCE_S):
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            stream.write(text[at : at + _AT_ONCE])
+            stream.flush()
+        self._torn = False
 
     def say(self, event: str, level: int, message: str = "", fields: Mapping[str, Any] | None = None) -> None:
         """One event or message, if its level is shown."""
@@ -209,6 +234,7 @@ class Log:
     def start(self) -> Callable[[], None]:
         """Takes over `logging`, events and, as JSON, uncaught exceptions. The result gives them back."""
         handler = _Handler(self)
+        handler.addFilter(_is_ours)
         root = logging.getLogger()
         before = root.level
         root.addHandler(handler)
@@ -236,6 +262,17 @@ class Log:
         value = error if error is not None else kind()
         caught = logging.Formatter().formatException((kind, value, trace))
         self.say("fatal", logging.ERROR, f"{kind.__name__}: {error}", {"exception": caught})
+
+
+def _has_room(stream: TextIO, timeout_s: float) -> bool:
+    """Whether that much can be written without waiting for anybody."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # none of the system's
+        return True
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -27,6 +26,7 @@ from prometheus_client.registry import Collector
 from swift import events
 from swift.arguments import write_address
 from swift.errors import UsageError
+from swift.metrics_http import MetricsServer
 
 COUNTER, GAUGE, HISTOGRAM, STATES, INFO = "counter", "gauge", "histogram", "states", "info"
 
@@ -146,9 +146,8 @@ class Exposition:
         version = {"version": metadata.version("swift-ft")}
         registry.register(_Collector((BUILD,), lambda: {BUILD.name: plain(version)}))
         ProcessCollector(registry=registry)
-        self._server: WSGIServer
         try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+            self._server = MetricsServer(host.strip("[]"), port, registry)
         except OSError as error:
             raise UsageError(
                 f"cannot show metrics on {host}:{port}: {error.strerror or error}; give another address"
@@ -164,6 +163,4 @@ class Exposition:
             print(f"metrics on http://{self.address}/metrics", flush=True)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
+        self._server.close()

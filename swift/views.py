@@ -5,9 +5,16 @@ import re
 
 from swift._pb import coordinator_pb2 as pb
 
+STARTED_AGAIN = "started again"
+"""How the reason of a job begins that was over and has been started once more."""
 LATE_S = 20.0
 """After which a launcher says what the job waits for: longer than it takes to miss a rank and to start another one."""
 _REFUSED = re.compile(r"(rank \d+) refused(?: ([A-Z_]+))?: (.*)", re.DOTALL)
+
+
+def state_name(state: int) -> str:
+    """One that only a newer coordinator knows has a number alone."""
+    return pb.State.Name(state) if state in pb.State.values() else f"STATE_{state}"  # type: ignore[arg-type]
 
 
 def inexact_words(view: pb.View) -> str:
@@ -15,6 +22,14 @@ def inexact_words(view: pb.View) -> str:
     if not view.HasField("inexact_since"):
         return ""
     return f"not exact since version {view.inexact_since}: {view.inexact_reason}"
+
+
+def end_words(view: pb.View) -> list[str]:
+    """What is to be said of a run that came to its end. Empty: it has done all of its steps, exactly."""
+    words = []
+    if view.state == pb.FINISHED and view.reason:  # its trainer has ended it
+        words.append(f"{view.reason}; with more than {view.ends_of} steps it goes on")
+    return [*words, *filter(None, [inexact_words(view)])]
 
 
 class Told:
@@ -58,6 +73,8 @@ class Told:
         if plan.exact and not restores:
             return []
         exactly = "exact" if plan.exact else "not exact"
+        if restores and view.reason.startswith(STARTED_AGAIN):
+            return [f"{view.reason}; {exactly}"]
         if restores:
             return [f"{_cause(plan.ranks[0].reason)}; restored version {plan.target_version}; {exactly}"]
         return [f"{plan.reason}; {exactly}"]

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -46,9 +47,26 @@ def members(of: type) -> dict[str, Any]:
     return found
 
 
+def said_below(body: list[ast.stmt]) -> dict[str, str]:
+    """Names that are assigned, or declared, with a docstring under them."""
+    said: dict[str, str] = {}
+    for statement, following in itertools.pairwise(body):
+        match statement, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Attribute(attr=name)]),
+                ast.Expr(value=ast.Constant(value=str(words))),
+            ):
+                said[name] = " ".join(words.split())
+    return said
+
+
 def of_session(session: type) -> list[str]:
     lines = ["## Session", "", docstring(session), ""]
-    properties, methods = [], []
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(session.__init__))).body  # type: ignore[misc]
+    assert isinstance(made, ast.FunctionDef)
+    attributes = {name: words for name, words in said_below(made.body).items() if not name.startswith("_")}
+    properties = [f"| `{name}` | {words.replace('|', '/')} |" for name, words in attributes.items()]
+    methods: list[str] = []
     for name, value in members(session).items():
         if isinstance(value, property) or type(value).__name__ == "cached_property":
             getter = value.fget if isinstance(value, property) else value.func
@@ -61,7 +79,7 @@ def of_session(session: type) -> list[str]:
         front = "Session." if isinstance(value, classmethod) else "session."
         methods += [f"### {front}{name}", "", "```python", f"{front}{name}{signature(function)}", "```", ""]
         methods += [docstring(function), ""] if docstring(function) else []
-    table = ["| property | |", "|---|---|", *properties, ""]
+    table = ["| attribute | |", "|---|---|", *properties, ""]
     return [*lines, *table, *methods]
 
 
@@ -69,11 +87,7 @@ def of_config(config: type) -> list[str]:
     """Every field with its default and the docstring under it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
     assert isinstance(body, ast.ClassDef)
-    said: dict[str, str] = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(statement.target, ast.Name)
-            said[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+    said = said_below(body.body)
     lines = ["## SessionConfig", "", docstring(config), ""]
     lines += ["`Session.from_env(name=value, ...)` takes each of these.", ""]
     lines += ["| field | default | |", "|---|---|---|"]

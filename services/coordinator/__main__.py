@@ -40,6 +40,7 @@ from swift.arguments import Parser, add_metrics_arguments, metrics_address, writ
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.log.address import parse_server
 from swift.log.placement import COPIES_MAX, machines
+from swift.log.regular import open_regular
 
 SERVICES = ("", "swift.coordinator.v1.Coordinator")
 STOP_GRACE_S = 2.0
@@ -90,6 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     except SwiftError as error:
         log.fatal(str(error))
         return error.exit_code
+    except OSError as error:
+        log.fatal(str(error))
+        return ServiceError.exit_code
     except KeyboardInterrupt:
         return 0
     return 0
@@ -190,9 +194,11 @@ def open_directory(directory: Path, stack: contextlib.ExitStack) -> SqliteStore:
     """The store in `directory`, which is this process's alone until the stack is closed."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = stack.enter_context((directory / "lock").open("ab"))
+        lock = stack.enter_context(os.fdopen(open_regular(directory / "lock", os.O_RDWR | os.O_CREAT), "ab"))
     except OSError as error:
-        raise UsageError(f"--directory {directory}: {error.strerror}") from None
+        raise UsageError(
+            f"--directory {directory}: {error.strerror}; give one that can be read and written"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

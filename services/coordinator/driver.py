@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from services.coordinator import messages as m
 from services.coordinator import origins
+from services.coordinator.apart import Apart
 from services.coordinator.checks import is_stale
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
@@ -27,6 +28,7 @@ from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
 from services.coordinator.views import measurements_of, status_of, summary_of, view_of
+from services.coordinator.words import waiting_for
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ServiceError, UsageError
@@ -39,6 +41,8 @@ RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
 ERRORS_MAX = 10
 """So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
+SHOWN_S = 5.0
+"""How long a View may name a rank as waited for that has reported, or is ready: to show each at once would wake all."""
 JOBS_MAX = 1024
 JOBS_SHOWN_MAX = 4096
 """In one answer, which gRPC's clients take up to 4 MiB of."""
@@ -93,21 +97,24 @@ class Driver:
         self._jobs: dict[str, Job] = {}
         self._stored: dict[str, int] = {}
         self._views: dict[str, pb.View] = {}
+        self._shown_at: dict[str, float] = {}
         self._stopping = False
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
         self._looked_at_logs: dict[str, float] = {}
         self._sharing: dict[str, Sharing] = {}
+        self.apart = Apart()
         self._meetings = Meetings(clock())
 
     def start(self) -> None:
-        """Loads all jobs and says their effects again. StoreFailed, UsageError: a row does not fit."""
-        for name, (revision, text) in self._store.load().items():
-            try:
-                row = JobRow.from_json(text)
-            except (ValueError, KeyError, TypeError) as error:
-                raise StoreFailed(f"the row of job {name} cannot be read: {error!r}") from None
+        """Loads all jobs and says their effects again. A row that is damaged is that job's trouble: it is set apart.
+        StoreFailed; UsageError: the log servers do not fit."""
+        stored = self._store.load()
+        for name, (revision, text) in stored.items():
+            row = self.apart.row_of(name, revision, text, stored.keys())
+            if row is None:
+                continue
             self._stored[name] = revision
             job = self._jobs[name] = Job(row, self.timing, self._clock(), self._log_servers)
             self._relocate(job)
@@ -116,6 +123,14 @@ class Driver:
                 "resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason
             )
             self._carry_out(job, job.resume())
+
+    def _job(self, name: str) -> Job:
+        """NoSuchJob, JobApart."""
+        self.apart.check(name)
+        job = self._jobs.get(name)
+        if job is None:
+            raise NoSuchJob(name)
+        return job
 
     def _relocate(self, job: Job) -> None:
         """Log servers may come back under other addresses; a stream's place is a position in their list."""
@@ -147,6 +162,7 @@ class Driver:
         for job in list(self._jobs.values()):
             self._step(job, m.Tick(), self._clock())
             self._look_at_logs(job)
+            self._show_who_is_late(job)
         self._meetings.look(self._clock(), self.timing.stall_s)
 
     def _look_at_logs(self, job: Job) -> None:
@@ -156,6 +172,11 @@ class Driver:
         if not job.row.state.is_over and due and (name, "space") not in self._tasks:
             self._looked_at_logs[name] = now
             self._ask(job, "space", self._space(job, job.row.generation))
+
+    def _show_who_is_late(self, job: Job) -> None:
+        shown, at = self._views[job.row.job], self._shown_at.get(job.row.job, -math.inf)
+        if self._clock() - at >= SHOWN_S and shown.waiting_for != waiting_for(job.row):
+            self._publish(job.row)
 
     def stop(self) -> None:
         """Ends the views under way and the questions to log servers."""
@@ -174,6 +195,7 @@ class Driver:
 
     def join(self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True) -> pb.View:
         """`may_see`: whether the caller may know of another job."""
+        self.apart.check(name)
         job = self._jobs.get(name)
         if job is None or starts_again(job.row, join):
             live = sum(not other.row.state.is_over for other in self._jobs.values())
@@ -193,38 +215,29 @@ class Driver:
 
     def apply(self, name: str, command: m.Command) -> Job:
         """Takes a command; when it returns, all that it changed is durable. Refusal, NoSuchJob, Unavailable."""
-        job = self._jobs.get(name)
-        if job is None:
-            raise NoSuchJob(name)
+        job = self._job(name)
         now = self._clock()
         self._step(job, m.Tick(), now)
         self._step(job, command, now)
         return job
 
     def status(self, name: str) -> pb.StatusReply:
-        job = self._jobs.get(name)
-        if job is None:
-            raise NoSuchJob(name)
-        return status_of(job, self._clock())
+        return status_of(self._job(name), self._clock())
 
     def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
         """Those that the asker may see, as many as an answer takes."""
         seen = [job for name, job in sorted(self._jobs.items()) if may_see(name)]
         seen.sort(key=lambda job: job.row.state.is_over)
-        shown = [summary_of(job) for job in seen[:JOBS_SHOWN_MAX]]
-        return pb.JobsReply(jobs=shown, left_out=len(seen) - len(shown))
+        shown = [summary_of(job) for job in seen]
+        shown += self.apart.summaries(may_see)
+        return pb.JobsReply(jobs=shown[:JOBS_SHOWN_MAX], left_out=max(0, len(shown) - JOBS_SHOWN_MAX))
 
     def measurements(self, name: str) -> pb.MeasurementsReply:
-        job = self._jobs.get(name)
-        if job is None:
-            raise NoSuchJob(name)
-        return measurements_of(job)
+        return measurements_of(self._job(name))
 
     def sharing(self, name: str, sender: m.Sender, generation: int) -> Sharing | None:
         """What the members of that generation share; None: it is over. Refusal, NoSuchJob."""
-        job = self._jobs.get(name)
-        if job is None:
-            raise NoSuchJob(name)
+        job = self._job(name)
         if is_stale(job.row, sender, generation) or job.row.state.is_over:
             return None
         if name not in self._sharing:
@@ -315,7 +328,7 @@ class Driver:
         self._after_durable(row, persist)
 
     def _publish(self, row: JobRow) -> None:
-        self._views[row.job] = view_of(row)
+        self._views[row.job], self._shown_at[row.job] = view_of(row), self._clock()
         sharing = self._sharing.get(row.job)
         if sharing is not None and row.state.is_over:
             self._sharing.pop(row.job).end()

@@ -19,6 +19,7 @@ from services.coordinator.messages import Refusal, Refused
 from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.setbacks import RUNS_KEPT
 from swift.recovery import Refusals
+from swift.views import STARTED_AGAIN
 
 LASTING = ("replicas", "shards")
 """What a checkpoint's shards were made by: a new start cannot have it otherwise."""
@@ -88,7 +89,7 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
     if log_servers:
         row.log_servers = [replace(server, fresh=True) for server in log_servers]
         row.placement = {}
-    return "; ".join([f"started again {at}: it {ended}", *changed])
+    return "; ".join([f"{STARTED_AGAIN} {at}: it {ended}", *changed])
 
 
 def ended_words(row: JobRow) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from services.coordinator import messages as m
+from services.coordinator.apart import JobApart
 from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
 from services.coordinator.logs import check_address
 from services.coordinator.messages import Refusal, Refused
@@ -19,10 +20,12 @@ from swift.control.measured import from_message
 from swift.errors import UsageError
 from swift.log.wire import REASON_KEY, Reason
 from swift.names import check_job
+from swift.words import text_of
 
 LONGEST_REASON = 2000
 LONGEST_ID = 128
 LONGEST_GROUPS = 1 << 16
+CONFIG_LENGTH_MAX = 1 << 16
 WORLD_SIZE_MAX = 1 << 16
 SHARE_WAIT_S_MAX = 2.0
 MACHINES_MAX = 1 << 12
@@ -34,6 +37,8 @@ CODES = {
     Refused.TAKEN: grpc.StatusCode.ALREADY_EXISTS,
     Refused.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
 }
+
+APART = ((REASON_KEY, Reason.APART.value),)
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -53,11 +58,11 @@ class Servicer(pb_grpc.CoordinatorServicer):
             rank=member.rank,
             incarnation=member.incarnation,
             pid=member.pid,
-            host=member.host[:LONGEST_ID],
+            host=_said(member.host, LONGEST_ID),
             world_size=request.world_size,
             config=dict(request.config),
             fingerprint=dict(request.fingerprint),
-            run=request.run[:LONGEST_ID],
+            run=_said(request.run, LONGEST_ID),
             from_job=request.from_job[:LONGEST_ID],
             from_version=request.from_version if request.HasField("from_version") else None,
         )
@@ -70,11 +75,22 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks",
             )
+        said = [*request.config.items(), *request.fingerprint.items()]
+        if sum(len(name) + len(value) for name, value in said) > CONFIG_LENGTH_MAX:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"configuration and fingerprint have more than {CONFIG_LENGTH_MAX} characters",
+            )
         may_see = visit_of().covers
         return await self._answer(context, request.job, lambda: self._driver.join(request.job, join, may_see))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
         await _check_name(context, request.job)
+        try:
+            self._driver.apart.check(request.job)
+        except JobApart as apart:
+            self._refused(Reason.APART.value)
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
         async for view in self._driver.views(request.job):
             yield view
 
@@ -128,14 +144,14 @@ class Servicer(pb_grpc.CoordinatorServicer):
             m.Refuse(
                 sender=_sender(request),
                 generation=request.generation,
-                reason=request.reason[:LONGEST_REASON],
+                reason=_said(request.reason, LONGEST_REASON),
                 differs=request.differs,
             ),
         )
 
     async def Differs(self, request: pb.DiffersRequest, context: Context) -> pb.Ack:
         command = m.Differs(
-            sender=_sender(request), version=request.version, reason=request.reason[:LONGEST_REASON]
+            sender=_sender(request), version=request.version, reason=_said(request.reason, LONGEST_REASON)
         )
         return await self._ack(context, request.job, command)
 
@@ -160,7 +176,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 sender=_sender(request) if request.incarnation else None,
                 generation=request.generation,
                 after_version=request.after_version,
-                reason=request.reason[:LONGEST_REASON],
+                reason=_said(request.reason, LONGEST_REASON),
             ),
         )
 
@@ -233,7 +249,11 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return await self._ack(
             context,
             request.job,
-            m.ChangeLogServers(lost=request.lost, add=request.add, add_host=request.add_host[:LONGEST_ID]),
+            m.ChangeLogServers(
+                lost=_said(request.lost, LONGEST_ID),
+                add=request.add,
+                add_host=_said(request.add_host, LONGEST_ID),
+            ),
         )
 
     async def ChangeGroups(self, request: pb.ChangeGroupsRequest, context: Context) -> pb.Ack:
@@ -242,7 +262,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.Ack:
         command = m.Suspect(
             sender=_sender(request),
-            reason=request.reason[:LONGEST_REASON],
+            reason=_said(request.reason, LONGEST_REASON),
             generation=request.generation,
             again=request.again,
         )
@@ -254,18 +274,19 @@ class Servicer(pb_grpc.CoordinatorServicer):
             version=request.version,
             num_steps=request.num_steps,
             called=request.called if request.HasField("called") else None,
-            reason=request.reason[:LONGEST_REASON],
+            reason=_said(request.reason, LONGEST_REASON),
         )
         return await self._ack(context, request.job, command)
 
     async def Fail(self, request: pb.FailRequest, context: Context) -> pb.Ack:
         sender = _sender(request) if request.incarnation else None
-        command = m.Fail(sender=sender, reason=request.reason[:LONGEST_REASON] or "no reason given")
+        command = m.Fail(sender=sender, reason=_said(request.reason, LONGEST_REASON) or "no reason given")
         return await self._ack(context, request.job, command)
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
         command = m.Stop(
-            run=request.run[:LONGEST_ID], reason=request.reason[:LONGEST_REASON] or "no reason given"
+            run=_said(request.run, LONGEST_ID),
+            reason=_said(request.reason, LONGEST_REASON) or "no reason given",
         )
         return await self._ack(context, request.job, command)
 
@@ -289,6 +310,9 @@ class Servicer(pb_grpc.CoordinatorServicer):
         except NoSuchJob:
             self._refused("no_such_job")
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no rank has joined a job {job} here")
+        except JobApart as apart:
+            self._refused(Reason.APART.value)
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
         except TooMany as limit:
             self._refused(Reason.LIMIT.value)
             trailers = ((REASON_KEY, Reason.LIMIT.value),)
@@ -333,7 +357,7 @@ def _unsaved(request: pb.HeartbeatRequest) -> m.Unsaved | None:
         return None
     unsaved = request.unsaved
     return m.Unsaved(
-        version=unsaved.version, generation=unsaved.generation, reason=unsaved.reason[:LONGEST_REASON]
+        version=unsaved.version, generation=unsaved.generation, reason=_said(unsaved.reason, LONGEST_REASON)
     )
 
 
@@ -355,6 +379,11 @@ def _wrong_meeting(request: pb.MeetRequest) -> str:
     if request.HasField("held") and not held.place < len(held.machines) <= request.machines_max:
         return "a place that it has had is one among machines"
     return ""
+
+
+def _said(text: str, length_max: int) -> str:
+    """What is shown to people: no more than that, and nothing that moves their cursor."""
+    return text_of(text[:length_max])
 
 
 async def _check_name(context: Context, job: str) -> None:

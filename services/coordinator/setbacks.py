@@ -18,7 +18,18 @@ REFUSALS_MAX = 8
 EXITS_MAX = 3
 """Processes of one rank that end by themselves without a new version. The last of them ends the job."""
 RUNS_KEPT = 1024
-_OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT})
+_OWN_SIGNALS = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGABRT,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    }
+    | {signal.SIGINT}  # with which Python ends for a KeyboardInterrupt that nobody has caught
+)
 
 
 class Setbacks:

@@ -56,14 +56,18 @@ class SqliteStore:
     def __init__(self, path: Path) -> None:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.text_factory = lambda text: text.decode(errors="replace")  # one row may be no text
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute(
                 "CREATE TABLE IF NOT EXISTS jobs"
                 " (job TEXT PRIMARY KEY, revision INTEGER NOT NULL, row TEXT NOT NULL) STRICT"
             )
+            (said,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         except sqlite3.Error as error:
-            raise StoreFailed(f"{path}: {error}") from error
+            raise StoreFailed(f"{path}: {error}; put a copy of it back") from error
+        if said != "ok":
+            raise StoreFailed(f"{path} is damaged: {said}; put a copy of it back")
 
     def load(self) -> dict[str, tuple[int, str]]:
         try:

@@ -8,6 +8,7 @@ HEARTBEAT_S = 0.5
 LEASE_HEARTBEATS = 20
 LOG_LOST_S = 30.0
 KEPT_LEASES = 60
+LEASE_S_MAX = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,11 @@ class Timing:
             raise ValueError(
                 f"lease of {self.lease_s:g} s is too short for a heartbeat every {self.heartbeat_s:g} s: "
                 "a lease lasts at least 3 heartbeats"
+            )
+        if self.lease_s > LEASE_S_MAX:
+            raise ValueError(
+                f"lease of {self.lease_s:g} s: a rank that is lost would not be missed; choose at most "
+                f"{LEASE_S_MAX:g} s"
             )
         if self.step_bound_s < 2 * self.lease_s:
             raise ValueError(

@@ -61,7 +61,7 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
     ranks = [
         pb.RankStatus(
             rank=rank,
-            version=job.steps.version(rank),
+            version=job.row.finished.get(rank, job.steps.version(rank)),
             lease_age_s=job.leases.age_s(rank, now),
             stages=job.row.stages.get(rank, []),
             replay=_replay(job.replays.get(rank)),

@@ -1,10 +1,14 @@
 """What the coordinator says to people."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import islice
 
 from services.coordinator.row import JobRow, State
 from swift.recovery import Help, Plan, RankPlan, Report
+
+NAMED_MAX = 64
+"""Ranks that a sentence names."""
 
 
 def waiting_for(row: JobRow) -> str:
@@ -16,14 +20,16 @@ def waiting_for(row: JobRow) -> str:
     if row.state in (State.FORMING, State.FENCING) and row.granted < row.generation and not waits:
         waits.append(f"the log servers to hold generation {row.generation}")
     if row.state in (State.FORMING, State.FENCING, State.PLANNING):
-        waits += _ranks(row.dead_ranks(), "to join")
+        missing = (rank for rank in range(row.world_size) if rank not in row.holders)
+        waits += _ranks(missing, row.world_size - len(row.holders), "to join")
     if row.state is State.PLANNING:
         silent = sorted(set(row.holders) - set(row.reports))
-        waits += _ranks(silent, "to report")
+        waits += _ranks(silent, len(silent), "to report")
         if not waits:
             waits.append("the log inventory" if row.plan is None else "the logs to be emptied")
     if row.state in (State.FORMING, State.RECOVERING):
-        waits += _ranks(sorted(set(row.holders) - set(row.ready)), "to be ready")
+        begun = sorted(set(row.holders) - set(row.ready))
+        waits += _ranks(begun, len(begun), "to be ready")
     return "; ".join(waits)
 
 
@@ -76,6 +82,10 @@ def _rank_fields(r: RankPlan) -> dict[str, object]:
     }
 
 
-def _ranks(ranks: Collection[int], what: str) -> list[str]:
-    names = ", ".join(map(str, ranks))
-    return [f"{'rank' if len(ranks) == 1 else 'ranks'} {names} {what}"] if ranks else []
+def _ranks(ranks: Iterable[int], count: int, what: str) -> list[str]:
+    """Of a large job the first ones: this is said with every view."""
+    if not count:
+        return []
+    names = ", ".join(map(str, islice(ranks, NAMED_MAX)))
+    more = f" and {count - NAMED_MAX} more" if count > NAMED_MAX else ""
+    return [f"{'rank' if count == 1 else 'ranks'} {names}{more} {what}"]

@@ -1,5 +1,6 @@
 """python -m services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
 
+import gc
 import logging
 import os
 import signal
@@ -26,13 +27,18 @@ from services.security.gate import Gate
 from swift import events, logs
 from swift.arguments import Parser, add_metrics_arguments, metrics_address, write_address
 from swift.errors import ServiceError, SwiftError, UsageError
-from swift.log.directory import age_s, free_bytes
+from swift.log.directory import LIVES_S, age_s, free_bytes
 from swift.log.frame import BODY_BYTES_MAX
 from swift.log.memory import keep_freed_memory
+from swift.log.segment import FILE_BYTES_LEAST
 from swift.log.wire import Fsync
 
 _STOP_GRACE_S = 2.0
 _SWITCH_S = 0.0005
+_CREDIT_BYTES_MAX = 1 << 40
+_FSYNC_INTERVAL_S_MAX = 3600.0
+SPACE_BYTES_MIN = 64 << 10
+"""What the first file of a stream takes. No quota has room for less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +57,16 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.segment_bytes < 4096:
             raise UsageError(f"--segment-bytes {self.segment_bytes} is too small; give at least 4096")
-        if self.engine.credit_bytes < 1:
-            raise UsageError("--credit-bytes must be positive")
+        if self.segment_bytes > FILE_BYTES_LEAST // 2:
+            raise UsageError(
+                f"--segment-bytes {self.segment_bytes} is too large; give at most {FILE_BYTES_LEAST // 2}"
+            )
+        if not 1 <= self.engine.credit_bytes <= _CREDIT_BYTES_MAX:
+            raise UsageError(f"--credit-bytes must be between 1 and {_CREDIT_BYTES_MAX}")
         if not 1 <= self.engine.body_bytes_max <= BODY_BYTES_MAX:
             raise UsageError(f"--body-bytes-max must be between 1 and {BODY_BYTES_MAX}")
-        if self.engine.fsync_interval_s <= 0:
-            raise UsageError("--fsync-interval must be positive")
+        if not 0 < self.engine.fsync_interval_s <= _FSYNC_INTERVAL_S_MAX:
+            raise UsageError(f"--fsync-interval must be positive, at most {_FSYNC_INTERVAL_S_MAX:g} s")
         for name in ("jobs_max", "job_streams_max", "job_records_max", "job_readers_max"):
             if getattr(self.engine, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
@@ -68,6 +78,15 @@ class ServerConfig:
         space = self.engine.space
         if min(space.quota_bytes, space.job_quota_bytes) < 0:
             raise UsageError("--quota-bytes and --job-quota-bytes must be positive; leave them out for none")
+        for flag, quota in (
+            ("--quota-bytes", space.quota_bytes),
+            ("--job-quota-bytes", space.job_quota_bytes),
+        ):
+            if 0 < quota < SPACE_BYTES_MIN:
+                raise UsageError(
+                    f"{flag} {quota} has no room for anything: give at least {SPACE_BYTES_MIN}, or leave it out for "
+                    "no quota"
+                )
         if not 0 < space.low_water < space.high_water < 1:
             raise UsageError(
                 f"--low-water {space.low_water:g} must be below --high-water {space.high_water:g}, "
@@ -75,6 +94,11 @@ class ServerConfig:
             )
         if self.engine.keep_s < 0:
             raise UsageError("--keep-days must be positive; leave it out to keep logs until they are dropped")
+        if 0 < self.engine.keep_s < LIVES_S:
+            raise UsageError(
+                f"--keep-days {self.engine.keep_s / 86400:g} would drop jobs that live: give at least "
+                f"{LIVES_S / 86400:.4f}, or leave it out to keep logs until they are dropped"
+            )
         if self.address_file is not None and not self.address_file.parent.is_dir():
             raise UsageError(f"--address-file: there is no directory {self.address_file.parent}")
 
@@ -180,6 +204,15 @@ def _add_limits(parser: Parser) -> None:
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default %(default)s)")
 
 
+def _collect_rarely() -> None:
+    """Python's search for cycles among all objects stops every thread, the longer the more records there are. Records
+    are in none. So what was recovered is left out of it, and all that has come since is looked at less often."""
+    gc.collect()
+    gc.freeze()
+    young, younger, _ = gc.get_threshold()
+    gc.set_threshold(young, younger, 100)
+
+
 def _signals() -> Callable[[], None]:
     """Takes SIGTERM and SIGINT from now on; the result waits for the first of them. The next one kills.
 
@@ -246,6 +279,7 @@ def run(config: ServerConfig) -> int:
         host = protection.listen.rpartition(":")[0]
         port = listening.bind(server, protection)
         engine.start(storage.recover())
+        _collect_rarely()
         show_metrics()
         wait_for_signal = _signals()
         server.start()

@@ -3,35 +3,18 @@
 The log's own files cannot tell that their last records are missing: cut on a boundary, they look as if nobody had
 written more. So the numbers are noted once more in `.acked`, after each commit and without a sync: whatever ends the
 process, the kernel has them; after a power cut they may be behind, and say less than was acknowledged, never more.
-
-One place of 64 bytes a stream::
-
-     0 16  uid of the job       24  8  records of lower sequences were acknowledged
-    16  8  stream tag           32  4  crc32c of 0..32            36 28  zero
+The bytes are those of `swift.log.acked`.
 """
 
 import errno
-import struct
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import crc32c
-
 from services.logserver.disk import Disk, File
-from swift.log.manifest import UID_BYTES
+from swift.log.acked import FREE, NAME, PLACE_BYTES, Of, encode_place, places
 
-NAME = ".acked"
-_PLACE = struct.Struct("<16sQQI28s")
-_HEAD = struct.Struct("<16sQQ")
-_BYTES_MAX = 1 << 30
-_CHUNK_BYTES = 1 << 20
-_FREE = bytes(_PLACE.size)
-
-assert _HEAD.size == UID_BYTES + 16
-
-Of = tuple[bytes, int]
-"""A job's uid and a stream's tag."""
+_FREE_MAX = 1 << 16
+"""Free places in a row that are remembered."""
 
 
 class Acked:
@@ -57,22 +40,11 @@ class Acked:
             return
         except OSError:
             return
-        for at, place in enumerate(self._read(self._file)):
-            uid, tag, sequence, crc, _ = _PLACE.unpack(place)
+        for at, of, sequence in places(self._file.size, self._file.read):
+            self._free.extend(range(self._next_place, min(at, self._next_place + _FREE_MAX)))
+            self._places[of] = at
+            self.sequences[of] = sequence
             self._next_place = at + 1
-            if place != _FREE and crc32c.crc32c(place[: _HEAD.size]) == crc:
-                self._places[uid, tag] = at
-                self.sequences[uid, tag] = sequence
-            else:
-                self._free.append(at)
-
-    @staticmethod
-    def _read(file: File) -> Iterator[bytes]:
-        size = min(file.size, _BYTES_MAX) // _PLACE.size * _PLACE.size
-        for offset in range(0, size, _CHUNK_BYTES):
-            chunk = file.read(offset, min(_CHUNK_BYTES, size - offset))
-            for at in range(0, len(chunk) - _PLACE.size + 1, _PLACE.size):
-                yield chunk[at : at + _PLACE.size]
 
     def note(self, of: Of, sequence: int) -> None:
         """Everything below was acknowledged, or is about to be."""
@@ -84,21 +56,20 @@ class Acked:
             self._next_place = max(self._next_place, place + 1)
             self._places[of] = place
         self.sequences[of] = sequence
-        head = _HEAD.pack(*of, sequence)
-        self._put(place, head + struct.pack("<I", crc32c.crc32c(head)))
+        self._put(place, encode_place(of, sequence))
 
     def forget(self, uid: bytes) -> None:
         """The job is dropped."""
         for of in [of for of in self._places if of[0] == uid]:
             place = self._places.pop(of)
             self.sequences.pop(of, None)
-            self._put(place, _FREE)
+            self._put(place, FREE)
             self._free.append(place)
 
     def _put(self, place: int, data: bytes) -> None:
         assert self._file is not None
         try:
-            self._file.note(place * _PLACE.size, data.ljust(_PLACE.size, b"\0"))
+            self._file.note(place * PLACE_BYTES, data)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self._close()  # nobody waits for it, and nobody fails for it

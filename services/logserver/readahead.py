@@ -13,22 +13,21 @@ several messages.
 import errno
 from collections import deque
 from concurrent import futures
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import crc32c
 
+from services.logserver.readmemory import ReadMemory
 from services.logserver.seam import Storage
 from services.logserver.streams import Entry, StreamState
 from swift.errors import LogError, RecordCorrupt
-from swift.log.assembly import MESSAGE_BYTES
 from swift.log.frame import HEADER_BYTES_MAX, FrameHeader, check_body, decode_header
 from swift.log.memory import page_aligned
 from swift.log.segment import BLOCK_BYTES
 from swift.log.wire import Reason, frames_message
 
 _AHEAD = 2
-_PART_BYTES = MESSAGE_BYTES + HEADER_BYTES_MAX
-_BUFFER_BYTES = _PART_BYTES // BLOCK_BYTES * BLOCK_BYTES + 3 * BLOCK_BYTES
 _DAMAGED = {
     *(errno.EIO, errno.EBADMSG, errno.EUCLEAN),
     *(errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO),
@@ -83,8 +82,11 @@ class _Begun:
 class ReadAhead:
     """For one reader. A context manager."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, memory: ReadMemory) -> None:
         self._storage = storage
+        self._memory = memory
+        self._held = ExitStack()
+        self._message_bytes = 0  # until something is wanted
         self._run: list[Wanted] = []
         self._run_bytes = 0
         self._waiting: deque[_Part] = deque()
@@ -100,6 +102,7 @@ class ReadAhead:
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        self._held.close()
 
     @property
     def is_empty(self) -> bool:
@@ -110,15 +113,18 @@ class ReadAhead:
         return len(self._reading) >= _AHEAD
 
     def add(self, wanted: Wanted) -> None:
-        if self._run_bytes + wanted.frame_bytes > _PART_BYTES or (
+        if not self._message_bytes:
+            self._message_bytes = self._held.enter_context(self._memory.message_bytes())
+        part_bytes = self._message_bytes + HEADER_BYTES_MAX
+        if self._run_bytes + wanted.frame_bytes > part_bytes or (
             self._run and wanted.sequence != self._run[-1].sequence + 1
         ):
             self.flush()
-        if wanted.frame_bytes <= _PART_BYTES:
+        if wanted.frame_bytes <= part_bytes:
             self._run.append(wanted)
             self._run_bytes += wanted.frame_bytes
             return
-        count = -(-wanted.frame_bytes // MESSAGE_BYTES)
+        count = -(-wanted.frame_bytes // self._message_bytes)
         each = -(-wanted.frame_bytes // count)
         for begin in range(0, wanted.frame_bytes, each):
             self._waiting.append(_Part((wanted,), begin, min(each, wanted.frame_bytes - begin)))
@@ -133,7 +139,8 @@ class ReadAhead:
     def _go_on(self) -> None:
         if self._thread is None and self._waiting:
             self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-            self._buffers.extend(memoryview(page_aligned(_BUFFER_BYTES)) for _ in range(_AHEAD + 1))
+            size = (self._message_bytes + HEADER_BYTES_MAX) // BLOCK_BYTES * BLOCK_BYTES + 3 * BLOCK_BYTES
+            self._buffers.extend(memoryview(page_aligned(size)) for _ in range(_AHEAD + 1))
         while self._waiting and len(self._reading) < _AHEAD:
             part = self._waiting.popleft()
             assert self._thread is not None

@@ -1,9 +1,13 @@
 """The reading side: records of a stream in log order, its digests, the inventory."""
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from services.logserver.administration import Administration
 from services.logserver.readahead import Damage, ReadAhead, Wanted
+from services.logserver.readmemory import ReadMemory
 from services.logserver.space import Account, Alarm
 from services.logserver.state import Refused, ServerState, check_names
 from services.logserver.streams import Entry, Hole, JobState, Refusal, StreamState
@@ -23,6 +27,29 @@ _TRIES = 3
 _OTHERS_TURN_S = 0.002
 
 
+class Turns:
+    """Of each job one at a time. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, threading.Lock] = {}
+        self._there: Counter[str] = Counter()
+
+    @contextmanager
+    def turn(self, job: str) -> Iterator[None]:
+        with self._lock:
+            self._there[job] += 1
+            of = self._of.setdefault(job, threading.Lock())
+        try:
+            with of:
+                yield
+        finally:
+            with self._lock:
+                self._there[job] -= 1
+                if not self._there[job]:
+                    del self._there[job], self._of[job]
+
+
 class Reading:
     """Serves what is durable, and verifies each record as it leaves."""
 
@@ -34,6 +61,9 @@ class Reading:
         self._administration = administration
         self._changed = state.changed
         self._reader_ids = iter(range(1 << 62))
+        self._inventories = Turns()
+        """Whoever asks for many of one job at once has one thread's share of the processor, not many threads'."""
+        self._memory = ReadMemory()
 
     def wake(self, job: str) -> None:
         """A call of this job has ended: `read` looks whether it is its own."""
@@ -75,7 +105,7 @@ class Reading:
     def _follow(
         self, job: JobState, request: log_pb2.ReadRequest, alive: Callable[[], bool]
     ) -> Iterator[bytes]:
-        with ReadAhead(self._state.storage) as ahead:
+        with ReadAhead(self._state.storage, self._memory) as ahead:
             sequence = request.from_sequence
             while alive():
                 with self._changed:
@@ -178,13 +208,14 @@ class Reading:
 
     def inventory(self, job_name: str) -> log_pb2.InventoryReply:
         check_names(job_name)
-        for _ in range(_TRIES):
-            reply = self._inventory(job_name, _STREAMS_AT_ONCE)
-            if reply is not None:
-                return reply
-        reply = self._inventory(job_name, None)
-        assert reply is not None
-        return reply
+        with self._inventories.turn(job_name):
+            for _ in range(_TRIES):
+                reply = self._inventory(job_name, _STREAMS_AT_ONCE)
+                if reply is not None:
+                    return reply
+            reply = self._inventory(job_name, None)
+            assert reply is not None
+            return reply
 
     def _inventory(self, job_name: str, at_once: int | None) -> log_pb2.InventoryReply | None:
         """A few streams at a time, so that others can append meanwhile. None: the job was trimmed or emptied, or got

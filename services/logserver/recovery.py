@@ -20,11 +20,18 @@ from services.logserver.segments import Segment
 from services.logserver.streams import STEP_UNKNOWN, Entry, Hole
 from swift.log.manifest import MANIFEST, Granted, JobMeta, ManifestDamaged, StreamMeta, problem_of
 from swift.log.record import NAME_PATTERN, stream_tag
-from swift.log.segment import BLOCK_BYTES, SUFFIX, Ending, Owner, SegmentScan, walk
+from swift.log.segment import (
+    BLOCK_BYTES,
+    FILE_BYTES_LEAST,
+    SEQUENCE_MAX,
+    SUFFIX,
+    Ending,
+    Owner,
+    SegmentScan,
+    walk,
+)
 
 _SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
-_SEQUENCE_MAX = 1 << 62
-_FILE_BYTES_LEAST = 16 << 30
 
 Take = Callable[[str, RecoveredStream, list[Segment]], None]
 """Is given each stream as soon as it is known: its name, what it holds, its files."""
@@ -42,7 +49,7 @@ class Recovery:
         self._book = book
         self._acked = acked
         # One record more than is wanted, and whatever an operator has set before.
-        self._file_bytes_max = max(_FILE_BYTES_LEAST, 2 * segment_bytes)
+        self._file_bytes_max = max(FILE_BYTES_LEAST, 2 * segment_bytes)
         self._meta = JobMeta()
 
     def job(self, take: Take) -> RecoveredJob:
@@ -112,7 +119,7 @@ class Recovery:
     def _segment_names(self, folder: Path) -> list[str]:
         found = [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
         for name in found:
-            if int(name.removesuffix(SUFFIX)) > _SEQUENCE_MAX:
+            if int(name.removesuffix(SUFFIX)) > SEQUENCE_MAX:
                 raise self._damaged(f"{folder.name}/{name} is named after a record that there cannot be")
         return found
 

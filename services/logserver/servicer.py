@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from services.logserver.state import Refused, Session
 from services.logserver.streams import Refusal
 from services.security.gate import Denied, Gate, Visit
 from services.security.interceptors import SyncGate, visit_of
-from services.security.lanes import Lanes
+from services.security.lanes import Lanes, forget_frames
 from swift._pb import log_pb2
 from swift.log.wire import REASON_KEY, SERVICE, Reason, server_options, split_frames
 
@@ -72,8 +73,11 @@ def _answering(context: Context, call: str) -> Iterator[None]:
 
 
 class LogServicer:
+    """gRPC tells of a call's end in its own thread, which serves everybody: nothing in it may wait for a lock."""
+
     def __init__(self, engine: LogEngine) -> None:
         self.engine = engine
+        self._over = futures.ThreadPoolExecutor(1, thread_name_prefix="over")
 
     def append(self, requests: Iterator[bytes], context: Context) -> Iterator[log_pb2.AppendReply]:
         try:
@@ -81,12 +85,16 @@ class LogServicer:
         except Refused as refused:
             _abort(context, refused.refusal)
             return
-        if not context.add_callback(lambda: self.engine.detach(session)):
+        if not context.add_callback(session.end):
             self.engine.detach(session)  # the call is over already: nobody would call back
             return
         arguments = (session, requests, visit_of())
         pump = threading.Thread(target=self._pump, args=arguments, name="pump", daemon=True)
-        pump.start()
+        try:
+            pump.start()
+        except RuntimeError:  # no more threads
+            self.engine.detach(session)
+            raise
         yield from outgoing.replies()
         if session.refusal is not None:
             _abort(context, session.refusal)
@@ -113,14 +121,20 @@ class LogServicer:
             session.end(Refusal(denied.reason, denied.message))
         except DecodeError:
             session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
-        except grpc.RpcError:  # the call is gone; its handler ends by the callback
+        except grpc.RpcError as over:  # the call is gone; its handler ends by the callback
+            forget_frames(over)
             session.end()
         except Exception as error:  # a bug: the writer must not wait for it in silence
             logging.getLogger(__name__).exception("append failed")
             session.end(Refusal(Reason.CLOSED, f"internal error: {error!r}"))
+        finally:
+            self.engine.detach(session)
 
     def read(self, request: log_pb2.ReadRequest, context: Context) -> Iterator[bytes]:
-        context.add_callback(lambda: self.engine.reading.wake(request.job))
+        def over() -> None:
+            self._over.submit(self.engine.reading.wake, request.job)
+
+        context.add_callback(over)
         with _answering(context, "Read"):
             yield from self.engine.reading.read(request, context.is_active)
 

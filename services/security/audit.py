@@ -8,6 +8,7 @@ a kill tears no line but the last. A trail that cannot be written stops no call,
 `audit_failed`).
 """
 
+import errno
 import json
 import os
 import threading
@@ -86,15 +87,21 @@ class Audit:
             try:
                 if os.fstat(self._fd).st_size + len(data) > self._half or not self._is_there():
                     self._turn()
-                if os.write(self._fd, data) == len(data):
-                    self._failed = False
-                    return
-                reason = "the disk is full"
+                self._append(data)
+                self._failed = False
+                return
             except OSError as error:
                 reason = error.strerror or str(error)
             said, self._failed = self._failed, True
         if not said:
             events.emit("audit_failed", path=str(self._path), reason=reason)
+
+    def _append(self, data: bytes) -> None:
+        """All of the line, or none. OSError."""
+        written = os.write(self._fd, data)
+        if written < len(data):  # the space was out in the middle of it
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _is_there(self) -> bool:
         try:

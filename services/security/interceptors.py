@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from services.security.gate import HEALTH, Denied, Gate, Visit
-from services.security.lanes import Call, Lane, Lanes
+from services.security.lanes import Call, Lane, Lanes, forget_frames
 from swift.log.wire import Reason
 
 Handler = Any  # grpc.RpcMethodHandler: its types do not say what it has
@@ -49,6 +49,7 @@ class SyncGate(grpc.ServerInterceptor):
             if call is None:
                 raise self._gate.noted(method, _no_room(self._lanes.of(method)))
         except Denied as denied:
+            forget_frames(denied)
             return self._refusing(denied)
         pool = self._lanes.of(method).pool
         if handler.response_streaming:

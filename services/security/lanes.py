@@ -19,6 +19,8 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+
 LOOK_EVERY_S = 0.5
 _PROMPT_S = 0.2
 """A request that is not there by then gives way if there is no other place."""
@@ -54,6 +56,12 @@ LANE_OF: Mapping[str, str] = {
 """By the method's name; all others are control."""
 
 
+def forget_frames(error: BaseException) -> None:
+    """What gRPC raises it keeps with the call, and the frames in which it was raised hold the call. So the call would
+    have its place on its connection until somebody looks for cycles."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
 class Call:
     """One call in its lane."""
 
@@ -77,10 +85,13 @@ class Call:
         self._lane.leave(self)
 
     def first(self, requests: Iterator[bytes]) -> bytes | None:
-        """The request of a call that has one; None: there is none."""
+        """The request of a call that has one; None: there is none, or the call is over."""
         self.waits_since = self._lane.clock()
         try:
             return next(requests, None)
+        except grpc.RpcError as over:
+            forget_frames(over)
+            return None
         finally:
             self.waits_since = None
 

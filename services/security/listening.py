@@ -21,6 +21,8 @@ from swift.errors import UsageError
 from swift.security.files import Signature, read_file, read_secret, signature
 from swift.security.tokens import Authority, Revoked
 
+CALLS_PER_TOKEN_S_MIN = 1.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Protection:
@@ -247,8 +249,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def protection_of(options: argparse.Namespace, service: str = "") -> Protection:
     """From the parsed flags. UsageError."""
-    if options.calls_per_token_s < 0:
-        raise UsageError("--calls-per-token-s must not be negative; 0 is any number")
+    if options.calls_per_token_s < 0 or 0 < options.calls_per_token_s < CALLS_PER_TOKEN_S_MIN:
+        raise UsageError(
+            f"--calls-per-token-s must be 0, which is any number, or at least {CALLS_PER_TOKEN_S_MIN:g}: one token "
+            "is all that a job's ranks have"
+        )
     if options.calls_per_peer < 1:
         raise UsageError("--calls-per-peer must be at least 1")
     return Protection(

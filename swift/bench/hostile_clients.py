@@ -27,7 +27,7 @@ from swift.bench.http2 import Connection
 from swift.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
 from swift.log.record import RecordKey, digest_of, stream_tag
 from swift.log.rpc import code_of
-from swift.log.wire import SERVICE
+from swift.log.wire import MESSAGE_BYTES_MAX, SERVICE
 from swift.security.channel import AUTHORIZATION, BEARER
 
 JOB = "hostile"
@@ -144,7 +144,8 @@ def calls_that_are_reset(enemy: Enemy) -> None:
 
 
 def large_requests(enemy: Enemy) -> None:
-    enemy.call(HEALTH + "Check", bytes(5 << 20))
+    """The largest that gRPC takes, and larger ones."""
+    enemy.call(HEALTH + "Check", bytes(MESSAGE_BYTES_MAX - 16))
     enemy.call(HEALTH + "Watch", bytes(32 << 20))
     enemy.log("Fence", bytes(32 << 20))
 

@@ -102,6 +102,10 @@ class Connection:
     def reset(self, stream: int) -> None:
         self._send(_frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL)))
 
+    def ping(self, count: int) -> None:
+        """All at once. OSError: the server has closed the connection."""
+        self._send(_frame(PING, 0, 0, bytes(8)) * count)
+
     def allow(self, stream: int, size: int) -> None:
         """The server may send so many bytes more."""
         self._send(_frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", size)))
@@ -176,7 +180,7 @@ def _frame(kind: int, flags: int, stream: int, data: bytes) -> bytes:
 
 def _text(text: str) -> bytes:
     """A string of HPACK, as it is: its length in 7 bits, or more bytes."""
-    data = text.encode()
+    data = text.encode(errors="surrogateescape")  # "\udcXX": the byte XX
     if len(data) < 127:
         return bytes((len(data),)) + data
     rest, head = len(data) - 127, bytearray((127,))

@@ -6,6 +6,8 @@ form); NaN and infinity too.
 """
 
 import math
+import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,12 +141,23 @@ def _split_array(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     data = np.frombuffer(array.tobytes(order), dtype=np.uint8).copy()  # type: ignore[arg-type]
     kind = "scalar" if isinstance(value, np.generic) else "array"
-    dtype = array.dtype.descr if array.dtype.names else array.dtype.str
+    dtype = _told(array.dtype, path)
     found = {kind: path, "dtype": dtype, "shape": list(array.shape), "order": order, "bytes": data.size}
     if kind == "scalar":
         return {**found, "scalar": data.tobytes().hex()}
     _name(torch.from_numpy(data), path, tensors)
     return found
+
+
+def _told(dtype: Any, path: str) -> Any:
+    """For JSON; `_numpy_type` reads it."""
+    try:
+        told = dtype.descr if dtype.names else dtype.str
+        if _numpy_type(told) == dtype:
+            return told
+    except (TypeError, ValueError):
+        pass
+    raise Inexpressible(f"the state at {path} holds an array of {dtype}; keep it to plain numbers")
 
 
 def _key(key: Any, path: str) -> Any:
@@ -168,6 +181,8 @@ def _word(key: Any) -> str:
 
 def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """The state dict that `split` took apart."""
+    if isinstance(skeleton, str):
+        return sys.intern(skeleton)  # one object for one name, as before: pickle tells
     if not isinstance(skeleton, dict):
         return skeleton
     if "tensor" in skeleton:
@@ -198,15 +213,35 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _array(data: bytes, skeleton: dict[str, Any]) -> Any:
-    told = skeleton["dtype"]
-    dtype = np.dtype(told if isinstance(told, str) else [tuple(field) for field in told])
-    flat = np.frombuffer(data, dtype=dtype, count=math.prod(skeleton["shape"]))
+    flat = np.frombuffer(data, dtype=_numpy_type(skeleton["dtype"]), count=math.prod(skeleton["shape"]))
     return flat.reshape(skeleton["shape"], order=skeleton["order"]).copy(order="K")
 
 
+_NUMPY_TYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])?")
+
+
+def _numpy_type(told: Any) -> "np.dtype[Any]":
+    """Only what numpy says of its types itself: other texts it would read as Python. TypeError, ValueError."""
+    if not isinstance(told, str):
+        if not all(isinstance(field[0], str) for field in told):  # or a pair of name and title
+            raise TypeError("a field has no name")
+        return np.dtype([(name, _numpy_type(of), *map(tuple, shape)) for name, of, *shape in told])
+    if not _NUMPY_TYPE.fullmatch(told):
+        raise ValueError(f"no element type {told[:40]!r}")
+    return np.dtype(told)
+
+
+_TORCH_TYPES = {
+    str(found).removeprefix("torch."): found
+    for found in vars(torch).values()
+    if isinstance(found, torch.dtype)
+}
+
+
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    """(Not looked up in torch, which imports what it is asked for.)"""
+    found = _TORCH_TYPES.get(name)
+    if found is None:
         raise ValueError(f"no dtype {name!r}")
     return found
 

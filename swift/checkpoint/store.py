@@ -33,6 +33,9 @@ from swift.errors import ServiceError, UsageError
 # Pauses between the attempts to write one version.
 _RETRY_FIRST_S = 1.0
 _RETRY_LAST_S = 30.0
+# How long it is told that a version is durable, where nobody hears it; and the pauses.
+_TOLD_S = 60.0
+_TELL_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,13 +107,14 @@ class CheckpointStore:
         self,
         version: int,
         state: Any,
-        on_durable: Callable[[int], None],
+        on_durable: Callable[[int], bool | None],
         on_failed: Callable[[Unsaved], None] = lambda _unsaved: None,
         generation: int | None = None,
     ) -> None:
         """Takes a snapshot of `state` now and writes it in the background; one write at a time. What was saved before
-        and could not be written is given up. `on_failed` is told once for every reason. `generation`: whose state
-        it is. Raises UsageError: the state holds what cannot be saved."""
+        and could not be written, or not be told, is given up. `on_durable` gives False if nobody has heard it: it is
+        told again for a while. `on_failed` is told once for every reason. `generation`: whose state it is. Raises
+        UsageError: the state holds what cannot be saved."""
         began = time.monotonic()
         self._call_off()
         snapshot = Snapshot(state)
@@ -141,6 +145,8 @@ class CheckpointStore:
         folder = self._folder(version)
         shard = folder / f"g{generation}-{self._process}-{self._written}"
         part = shard.with_name(f".{shard.name}")
+        if _is_linked(folder):
+            raise ServiceError(f"{folder} is a link; nothing is written through it")
         try:
             self._make(folder)
             _remove(self._shards(folder, generation - 1, begun=True))
@@ -197,7 +203,7 @@ class CheckpointStore:
         self.unsaved = None
         folder = self._folder(version)
         try:
-            if folder.is_symlink() or folder.parent.is_symlink():
+            if _is_linked(folder):
                 raise ServiceError(f"checkpoint {folder} is a link; nothing is read through it")
             shards = [path for path in self._shards(folder) if path.is_dir()]
             newest = max(shards, key=lambda path: (_generation(path), path.stat().st_mtime_ns), default=None)
@@ -244,7 +250,7 @@ class CheckpointStore:
         below, generation = max(min(keep), given_up_below), self.generation()
         for path in self._versions():
             version, folder = int(path.name[1:]), path / f"rank{self._rank}"
-            if version < below and version not in keep:
+            if version < below and version not in keep and not _is_linked(folder):
                 _remove([*self._shards(folder, generation), *self._shards(folder, generation, begun=True)])
                 with suppress(OSError):  # an heir's shard is there, or another rank's
                     folder.rmdir()
@@ -271,6 +277,11 @@ class CheckpointStore:
 _NAME = re.compile(r"\.?g(\d{1,18})-[0-9a-f]+-\d+")
 
 
+def _is_linked(folder: Path) -> bool:
+    """Whether a rank's folder of a version, or the version's, is elsewhere."""
+    return folder.is_symlink() or folder.parent.is_symlink()
+
+
 def _generation(shard: Path) -> int | None:
     """In which it was saved; None: no rank has made it."""
     match = _NAME.fullmatch(shard.name)
@@ -287,7 +298,7 @@ class _Writing:
     def __init__(
         self,
         attempt: Callable[[], None],
-        written: Callable[[], None],
+        written: Callable[[], bool | None],
         failed: Callable[[str], None],
         fenced: Callable[[], bool],
     ) -> None:
@@ -327,7 +338,9 @@ class _Writing:
             if self.reason:
                 self.tried.set()
         try:
-            self._written()
+            until = time.monotonic() + _TOLD_S
+            while self._written() is False and time.monotonic() < until and self._pause(_TELL_AGAIN_S):
+                pass
         finally:
             self.tried.set()
         return True

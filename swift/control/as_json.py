@@ -3,13 +3,15 @@
 protobuf's own JSON leaves out what is zero and writes 64-bit integers as strings.
 """
 
+import math
 from typing import Any
 
 from google.protobuf.message import Message
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """By field names as in the .proto; enums by name, keys of maps as strings; None: an optional field is not set."""
+    """By field names as in the .proto; enums by name (by number those that only a newer service knows), keys of maps as
+    strings; None: an optional field is not set, or a number is none."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 
@@ -30,5 +32,6 @@ def _value(value: Any, field: Any) -> Any:
     if field.message_type is not None:
         return as_json(value)
     if field.enum_type is not None:
-        return field.enum_type.values_by_number[value].name
-    return value
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -1,14 +1,20 @@
 """What the commands have in common that ask a coordinator about a job."""
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from swift._pb import coordinator_pb2 as pb
 from swift.arguments import Parser
 from swift.control.client import CoordinatorClient
 from swift.errors import SwiftError
+from swift.words import show, tell
 
+OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
+"""Ranks and log servers of a job in such a state are no longer listened to."""
 PATIENCE_S = 10.0
 """Somebody waits for it: a coordinator that is being started again is waited for no longer."""
 
@@ -37,7 +43,15 @@ def client_of(arguments: argparse.Namespace) -> CoordinatorClient:
 
 
 def say(line: str) -> None:
-    print(f"swift: {line}", file=sys.stderr, flush=True)
+    tell(line)
+
+
+def answer(what: Mapping[str, Any] | Sequence[str]) -> None:
+    """On stdout: lines for people, or fields for programs."""
+    if isinstance(what, Mapping):
+        print(json.dumps(what, indent=2))
+    else:
+        show(what)
 
 
 def exit_code_of(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
@@ -45,5 +59,5 @@ def exit_code_of(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         return error.exit_code

@@ -30,8 +30,18 @@ from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.control.measured import to_message
 from swift.control.watcher import AWAY, Line, ViewWatcher, outcome
-from swift.errors import AccessDenied, Fenced, JoinRefused, ServiceError, SwiftError, UsageError
+from swift.errors import (
+    AccessDenied,
+    Fenced,
+    JobSetApart,
+    JoinRefused,
+    ServiceError,
+    SwiftError,
+    UnknownJob,
+    UsageError,
+)
 from swift.recovery import RankMeasured
+from swift.security.advice import advised
 from swift.security.channel import open_channel
 
 Request = TypeVar("Request")
@@ -262,7 +272,13 @@ class CoordinatorClient:
         )
 
     def checkpoint_durable(
-        self, version: int, generation: int = 0, groups_number: int = 0, groups_since: int = 0
+        self,
+        version: int,
+        generation: int = 0,
+        groups_number: int = 0,
+        groups_since: int = 0,
+        *,
+        patience_s: float | None = None,
     ) -> None:
         """My shard of the checkpoint of `version` is durable. `generation`: the one it was saved in. With a number:
         this rank logs by the View's `groups_next` as well, since version `groups_since`."""
@@ -276,6 +292,7 @@ class CoordinatorClient:
                 groups_number=groups_number,
                 groups_since=groups_since,
             ),
+            patience_s=patience_s,
         )
 
     def ask_checkpoint(self, generation: int, after_version: int, reason: str) -> None:
@@ -366,10 +383,10 @@ class CoordinatorClient:
             pb.ExitRequest(job=self.job, rank=rank, incarnation=incarnation, pid=pid, exit_code=exit_code),
         )
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, patience_s: float | None = None) -> None:
         """(rank, launcher) The job cannot go on. Every member sees FAILED with the reason."""
         me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")
-        self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason))
+        self._call(self._stub.Fail, pb.FailRequest(job=self.job, **me, reason=reason), patience_s=patience_s)
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
         """(launcher without a number) I am there: say it again all the time. See `swift.launch.meeting`."""
@@ -404,6 +421,14 @@ class CoordinatorClient:
         return watcher
 
     # --- ---
+
+    @property
+    def forgotten(self) -> str:
+        """What is said where the job has run already, and nobody knows it."""
+        return (
+            f"the coordinator at {self.address} does not know job {self.job} any more: it runs on another --directory, "
+            "or on one that was emptied; start it on the job's own, and then the job again"
+        )
 
     @property
     def _let_in(self) -> bool:
@@ -445,7 +470,8 @@ class CoordinatorClient:
                     if code in _NOT_ALLOWED or code == _TOO_MUCH:
                         raise self._translated(code, details, refused) from None
                     raise ServiceError(
-                        f"no answer from the coordinator at {self.address} within {patience_s:g} s: {details}"
+                        f"no answer from the coordinator at {self.address} within {patience_s:g} s: "
+                        + advised(self.address, details)
                     ) from None
                 if code in AWAY and not self._closed.is_set():
                     self._line.went(details)
@@ -463,4 +489,12 @@ class CoordinatorClient:
             return _RankTaken(details)
         if code == grpc.StatusCode.INVALID_ARGUMENT:
             return UsageError(details)
+        if code == grpc.StatusCode.NOT_FOUND and self._let_in:
+            return UnknownJob(self.forgotten)
+        if code == grpc.StatusCode.DATA_LOSS:
+            return JobSetApart(details)
+        if code == grpc.StatusCode.NOT_FOUND:
+            return UnknownJob(f"{details}: swift-ft jobs lists those that there are")
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            return UsageError(f"at {self.address} there is no coordinator but another service")
         return ServiceError(f"the coordinator at {self.address}: {code.name}: {details}")

@@ -1,11 +1,11 @@
 """`swift-ft jobs`: what jobs a coordinator has, and what each does."""
 
-import json
 from collections.abc import Sequence
 
 from swift._pb import coordinator_pb2 as pb
 from swift.control.as_json import as_json
-from swift.control.asking import client_of, exit_code_of, parser_of
+from swift.control.asking import answer, client_of, exit_code_of, parser_of
+from swift.views import state_name
 
 DESCRIPTION = """\
 Lists a coordinator's jobs, those under way first: state, generation, living ranks, version, newest checkpoint. With
@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
         reply = client.jobs()
     finally:
         client.close()
-    print(json.dumps(as_json(reply), indent=2) if arguments.json else "\n".join(lines(reply)))
+    answer(as_json(reply) if arguments.json else lines(reply))
     return 0
 
 
@@ -47,7 +47,7 @@ def _row(job: pb.JobSummary) -> tuple[str, ...]:
         words.append(job.reason)
     return (
         job.job,
-        pb.State.Name(job.state),
+        state_name(job.state),
         str(job.generation),
         f"{job.live_ranks}/{job.world_size}",
         str(job.version),

@@ -1,13 +1,13 @@
 """`swift-ft logs`: where a job's log is kept, and an operator's word on its log servers."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from swift._pb import coordinator_pb2 as pb
-from swift.control.asking import client_of, exit_code_of, parser_of
+from swift.control.asking import OVER, answer, client_of, exit_code_of, parser_of
 from swift.errors import UsageError
 from swift.log.address import parse_server
+from swift.views import state_name
 
 SILENT_S = 5.0
 """A log server that was heard so long ago is shown as silent."""
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         status = client.status()
     finally:
         client.close()
-    print(json.dumps(as_json(status), indent=2) if arguments.json else "\n".join(lines(status)))
+    answer(as_json(status) if arguments.json else lines(status))
     return 0
 
 
@@ -47,7 +47,7 @@ def as_json(status: pb.StatusReply) -> dict[str, Any]:
     return {
         "job": view.job,
         "generation": view.generation,
-        "state": pb.State.Name(view.state),
+        "state": state_name(view.state),
         "waiting_for": view.waiting_for,
         "copies_wanted": view.copies_wanted,
         "groups": {
@@ -75,8 +75,8 @@ def lines(status: pb.StatusReply) -> list[str]:
     kept: dict[str, list[str]] = {server.address: [] for server in view.log_places}
     for logs in view.log_copies:
         for number, address in enumerate(logs.servers):
-            kept[address].append(f"{logs.rank}{'' if number == 0 else ' (copy)'}")
-    out = [f"job {view.job}: {pb.State.Name(view.state)}, generation {view.generation}"]
+            kept.setdefault(address, []).append(f"{logs.rank}{'' if number == 0 else ' (copy)'}")
+    out = [f"job {view.job}: {state_name(view.state)}, generation {view.generation}"]
     if view.waiting_for:
         out.append(f"waits for {view.waiting_for}")
     if view.groups or view.groups_next:
@@ -88,7 +88,7 @@ def lines(status: pb.StatusReply) -> list[str]:
         what = (
             f"lost: it {server.lost}" if server.lost else f"ranks {', '.join(kept[server.address]) or 'none'}"
         )
-        if silent.get(server.address, 0.0) > SILENT_S:
+        if view.state not in OVER and silent.get(server.address, 0.0) > SILENT_S:
             what += f"; has not answered for {silent[server.address]:.0f} s"
         out.append(f"{server.address} on {server.host or 'an unknown machine'}: {what}")
     return out

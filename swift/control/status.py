@@ -1,12 +1,11 @@
 """`swift-ft status`: what a job does now, as its coordinator sees it."""
 
-import json
 from collections.abc import Sequence
 
 from swift._pb import coordinator_pb2 as pb
 from swift.control.as_json import as_json
-from swift.control.asking import client_of, exit_code_of, parser_of
-from swift.views import inexact_words
+from swift.control.asking import OVER, answer, client_of, exit_code_of, parser_of
+from swift.views import inexact_words, state_name
 
 DESCRIPTION = """\
 Shows what a job does: its state and what that waits for, the version of each rank, how far a replay is and how long it
@@ -25,14 +24,14 @@ def run(argv: Sequence[str]) -> int:
         status = client.status()
     finally:
         client.close()
-    print(json.dumps(as_json(status), indent=2) if arguments.json else "\n".join(lines(status)))
+    answer(as_json(status) if arguments.json else lines(status))
     return 0
 
 
 def lines(status: pb.StatusReply) -> list[str]:
     """For people."""
     view = status.view
-    out = [f"job {view.job}: {pb.State.Name(view.state)}, generation {view.generation}"]
+    out = [f"job {view.job}: {state_name(view.state)}, generation {view.generation}"]
     if view.reason:
         out.append(f"because {view.reason}")
     if view.waiting_for:
@@ -45,11 +44,13 @@ def lines(status: pb.StatusReply) -> list[str]:
         out.append(f"began with version {view.from_version} of job {view.from_job}")
     if goes_on := goes_on_words(view):
         out.append(goes_on)
+    over = view.state in OVER
     members = {member.rank: member for member in view.members}
     for rank in status.ranks:
         who = members.get(rank.rank, pb.Member())
-        said = f"rank {rank.rank}: process {who.pid} on {who.host}, version {rank.version}"
-        said += f", heard {rank.lease_age_s:.1f} s ago"
+        said = f"rank {rank.rank}: {'was ' if over else ''}process {who.pid} on {who.host}, version {rank.version}"
+        if not over:
+            said += f", heard {rank.lease_age_s:.1f} s ago"
         if rank.HasField("replay"):
             said += f"; {replay_words(rank.replay)}"
         if rank.HasField("unsaved"):

@@ -10,6 +10,9 @@ import grpc
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.errors import ServiceError
+from swift.security.advice import advice
+from swift.views import state_name
+from swift.words import one_line
 
 # Between two attempts to reconnect; the channel's own backoff stands behind it.
 RECONNECT_PAUSE_S = 0.05
@@ -22,7 +25,7 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 def outcome(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     """Code and words of a failed call. What grpc raises is a Call as well, which its types do not say."""
     call = cast("grpc.Call", error)
-    return call.code(), call.details() or ""
+    return call.code(), one_line(call.details() or "")
 
 
 class Line:
@@ -40,6 +43,8 @@ class Line:
             news, self._is_down = not self._is_down, True
         if news:
             why = details.rpartition(": ")[2].strip() or "no reason given"
+            more = advice(self._address, details or why)
+            why = f"{why}; {more}" if more else why
             self._tell(f"the coordinator at {self._address} does not answer ({why}): trying again")
 
     def came(self) -> None:
@@ -117,7 +122,7 @@ class ViewWatcher:
             return f"no view of it from the coordinator at {self._address} {self._problem}".rstrip()
         view = self.latest
         waiting = f", waiting for {view.waiting_for}" if view.waiting_for else ""
-        state = pb.State.Name(view.state)
+        state = state_name(view.state)
         return f"{state} in generation {view.generation}{waiting} {self._problem}".rstrip()
 
     def _run(self) -> None:

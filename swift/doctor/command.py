@@ -14,6 +14,9 @@ from swift.doctor import gather
 from swift.doctor.checks import Finding, Status, examine, exit_code
 from swift.doctor.facts import Facts
 from swift.errors import SwiftError, UsageError
+from swift.words import show, tell
+
+TIMEOUT_S_MAX = 3600.0
 
 
 def parser() -> Parser:
@@ -50,6 +53,8 @@ def gathered(argv: Sequence[str]) -> tuple[Facts, Path | None]:
     for flag, least in (("ranks", 0), ("certificate_days", 0), ("timeout", 0.01)):
         if getattr(options, flag) < least:
             raise UsageError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: give at least {least}")
+    if options.timeout > TIMEOUT_S_MAX:
+        raise UsageError(f"--timeout {options.timeout:g}: give at most {TIMEOUT_S_MAX:g} s")
     if options.json is not None and not options.json.parent.is_dir():
         raise UsageError(f"--json: there is no directory {options.json.parent}")
     asked = [("log server", address) for address in options.server]
@@ -93,11 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "facts": asdict(facts),
             }
             json_path.write_text(json.dumps(report, indent=1, default=sorted) + "\n")
-        print(table(findings))
+        show(table(findings).splitlines())
         return exit_code(findings)
     except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         return error.exit_code
     except OSError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         return 3

@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import mmap
 import os
+import re
 import resource
 import socket
 import sys
@@ -24,6 +25,7 @@ from swift.doctor.pem import read_certificate, read_key, same_key
 from swift.errors import UsageError
 from swift.log.rpc import message_of, open_channel
 from swift.log.wire import TIME_KEY, VERSION_KEY
+from swift.security.advice import advised
 from swift.security.channel import ENV_TOKEN_FILE, read_token
 from swift.security.health import SECURITY_KEY
 from swift.security.tokens import claims_of
@@ -37,6 +39,7 @@ _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 4096
 _KEEP_SIZE = 1  # <linux/falloc.h>
 _ROUND_TRIPS = 7
+_CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
 def software() -> Software:
@@ -252,10 +255,11 @@ def peer(kind: str, address: str, timeout_s: float) -> Peer:
             version = about.get(VERSION_KEY, "")
             security = frozenset(filter(None, about.get(SECURITY_KEY, "").split(",")))
             told = about.get(TIME_KEY)
-            if told is not None and trip_s == min(trips):
+            if told is not None and _CLOCK.fullmatch(told) and trip_s == min(trips):
                 offset = (trip_s, float(told) - (wall + trip_s / 2))
     except grpc.FutureTimeoutError:
-        return Peer(kind=kind, address=address, problem=f"cannot be reached within {timeout_s:g} s")
+        problem = f"cannot be reached within {timeout_s:g} s"
+        return Peer(kind=kind, address=address, problem=advised(address, problem))
     except grpc.RpcError as error:
         return Peer(kind=kind, address=address, problem=f"does not tell its health: {message_of(error)}")
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from swift.arguments import Parser
-from swift.errors import RecordCorrupt, ServiceError, SwiftError, UsageError
+from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, SwiftError, UsageError
 from swift.inspect.export import export
 from swift.inspect.facts import LogFacts
 from swift.inspect.files import DirectoryLog
@@ -29,8 +29,11 @@ from swift.log.directory import (
     remove_forgotten,
 )
 from swift.log.record import check_name
+from swift.security.advice import advised
+from swift.words import one_line, tell
 
 EXIT_DAMAGE = 1
+TIMEOUT_S_MAX = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +70,8 @@ class InspectConfig:
         for path in (self.export, self.json):
             if path is not None and not path.absolute().parent.is_dir():
                 raise UsageError(f"there is no directory {path.absolute().parent}")
-        if self.timeout_s <= 0:
-            raise UsageError("--timeout-s must be positive")
+        if not 0 < self.timeout_s <= TIMEOUT_S_MAX:
+            raise UsageError(f"--timeout-s must be positive, at most {TIMEOUT_S_MAX:g}")
 
     @property
     def wanted(self) -> Callable[[int], bool]:
@@ -134,7 +137,9 @@ def run(config: InspectConfig) -> int:
     else:
         facts = served.facts(config.job, config.stream)
     if config.stream and not any(job.streams for job in facts.jobs):
-        raise UsageError(f"there is no stream {config.stream} in job {config.job or 'any'}")
+        raise UsageError(
+            f"there is no stream {config.stream} in {f'job {config.job}' if config.job else 'any job'}"
+        )
     _write_json(config.json, asdict(facts))
     show(facts, segments=config.segments)
     return _verdict(facts)
@@ -143,17 +148,16 @@ def run(config: InspectConfig) -> int:
 def _verdict(facts: LogFacts) -> int:
     if facts.verified is not None:
         for line in facts.verified.damage:
-            print(f"damaged: {line}")
+            print(one_line(f"damaged: {line}"))
         count = len(facts.verified.damage)
         words = f"{count} damaged" if count else "all is well"
         checked = f"{facts.verified.records} records, {size_words(facts.verified.bytes)}"
         print(f"\nverified {checked}: {words}")
         return EXIT_DAMAGE if count else 0
-    for job in facts.jobs:
-        if job.problem:
-            print(f"inspect: {job.problem}", file=sys.stderr)
-            return EXIT_DAMAGE
-    return 0
+    problems = [job.problem for job in facts.jobs if job.problem]
+    for problem in problems:
+        tell(problem, "inspect")
+    return EXIT_DAMAGE if problems else 0
 
 
 def _export(config: InspectConfig, log: DirectoryLog | ServedLog, path: Path) -> int:
@@ -166,7 +170,7 @@ def _export(config: InspectConfig, log: DirectoryLog | ServedLog, path: Path) ->
     records = log.records(job, config.stream, config.wanted)
     count, size = export(path, records, {"job": job, "made_by": "swift-ft inspect"})
     _write_json(config.json, {"file": str(path), "job": job, "records": count, "bytes": size})
-    print(f"{path}: {count} records of job {job}, {size_words(size)}")
+    print(one_line(f"{path}: {count} records of job {job}, {size_words(size)}"))
     return 0
 
 
@@ -207,16 +211,22 @@ def _write_json(path: Path | None, values: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    server = ""
     try:
-        return run(parse(sys.argv[1:] if argv is None else argv))
+        config = parse(sys.argv[1:] if argv is None else argv)
+        server = config.server
+        return run(config)
+    except LogUnavailable as error:
+        tell(advised(server, str(error)) if server else error, "inspect")
+        return error.exit_code
     except RecordCorrupt as error:
-        print(f"inspect: {error}", file=sys.stderr)
+        tell(error, "inspect")
         return EXIT_DAMAGE
     except SwiftError as error:
-        print(f"inspect: {error}", file=sys.stderr)
+        tell(error, "inspect")
         return error.exit_code
     except OSError as error:
-        print(f"inspect: {error}", file=sys.stderr)
+        tell(error, "inspect")
         return ServiceError.exit_code
     except KeyboardInterrupt:
         return 130

@@ -4,26 +4,37 @@ started now, but for records that are being written.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from swift.errors import LogError, RecordCorrupt, ServiceError
 from swift.inspect.facts import JobFacts, LogFacts, SegmentFacts, StreamFacts, Verified
+from swift.log.acked import NAME as ACKED
+from swift.log.acked import NOTHING, Of, read_acked
 from swift.log.directory import (
     age_s,
     check_directory,
     check_job,
     free_bytes,
+    in_the_way,
     load_manifest,
     segment_paths,
     server_runs,
     sub_directories,
 )
 from swift.log.frame import FrameHeader, decode_record
-from swift.log.manifest import JobMeta, StreamMeta
-from swift.log.record import Record
-from swift.log.segment import Ending, ScannedRecord, SegmentScan, walk
+from swift.log.manifest import GRANTED, NO_UID, JobMeta, StreamMeta
+from swift.log.record import Record, stream_tag
+from swift.log.segment import (
+    FILE_BYTES_LEAST,
+    SEQUENCE_MAX,
+    Ending,
+    Owner,
+    ScannedRecord,
+    SegmentScan,
+    walk,
+)
 from swift.log.unlogged import declared
 
 _LOOKS = 5
@@ -53,6 +64,15 @@ class Stored:
         return decode_record(self.header, memoryview(data)[self.header.header_bytes :])
 
 
+class Apart(ServiceError):
+    """A log server that starts now serves nothing of this job."""
+
+    exit_code = 1
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}; put it right, or drop the job (--drop-job)")
+
+
 class DirectoryLog:
     """The log in a server's directory. UsageError: it is none."""
 
@@ -60,6 +80,7 @@ class DirectoryLog:
         check_directory(directory)
         self.directory = directory
         self.server_runs = server_runs(directory)
+        self._acked: Mapping[Of, int] = NOTHING
 
     def facts(self, job: str = "", stream: str = "", verify: bool = False) -> LogFacts:
         """Of one job, one stream, or all. UsageError: there is none of that name."""
@@ -67,8 +88,15 @@ class DirectoryLog:
             check_job(self.directory, job)
         facts = LogFacts(source=str(self.directory), server_runs=self.server_runs)
         facts.verified = Verified() if verify else None
+        try:  # before the files: a server that runs beside goes on
+            self._acked = read_acked(self.directory)
+        except OSError as error:
+            why = f"cannot be read ({error.strerror}): what was acknowledged is unknown"
+            facts.alarm = f"{self.directory / ACKED} {why}"
         for name in [job] if job else sub_directories(self.directory):
             facts.jobs.append(self._job(name, stream, facts.verified))
+        if not job:
+            facts.jobs += self._in_the_way()
         facts.used_bytes = sum(found.bytes for found in facts.jobs)
         free = free_bytes(self.directory)
         facts.limit_bytes = facts.used_bytes + free if free is not None else 0
@@ -84,18 +112,33 @@ class DirectoryLog:
             facts.problem = str(error)
             meta = JobMeta()
         facts.generation, facts.trimmed_below_step = meta.generation, meta.trimmed_below_step
-        names = sorted({*meta.streams, *sub_directories(self.directory / name)})
-        for stream in names:
+        folder = self.directory / name
+        for stream in sorted({*meta.streams, *sub_directories(folder)}):
             if only in ("", stream):
-                found = self._stream(name, stream, meta, verified)
-                facts.streams.append(found)
+                try:
+                    facts.streams.append(self._stream(name, stream, meta, verified))
+                except Apart as apart:
+                    facts.problem = facts.problem or str(apart)
+        for stream in in_the_way(folder):
+            facts.problem = facts.problem or str(Apart(folder / stream, "it is not a directory"))
         facts.records = sum(stream.records for stream in facts.streams)
         facts.bytes = sum(stream.bytes for stream in facts.streams)
         return facts
 
+    def _in_the_way(self) -> list[JobFacts]:
+        """(A file that somebody has put here is nobody's, unless a job of that name was here.)"""
+        paths = [self.directory / name for name in in_the_way(self.directory)]
+        return [
+            JobFacts(job=path.name, problem=str(Apart(path, "it is not a directory")))
+            for path in paths
+            if not path.is_file() or path.is_symlink() or path.with_name(f"{GRANTED}{path.name}").exists()
+        ]
+
     def _stream(self, job: str, name: str, meta: JobMeta, verified: Verified | None) -> StreamFacts:
-        scans = self._scans(job, name, verify_bodies=verified is not None)
-        stream_meta, trimmed = self._meta_now(job, name, meta)
+        scans = self._scans(job, name, meta, verify_bodies=verified is not None)
+        meta = self._meta_now(job, meta)
+        self._check_generation(scans, meta)
+        stream_meta, trimmed = meta.streams.get(name, StreamMeta()), meta.trimmed_below_step
         first = stream_meta.first
         facts = StreamFacts(
             stream=name, first_sequence=first, durable_sequence=first, appended_sequence=first, segments=[]
@@ -105,39 +148,59 @@ class DirectoryLog:
         expected = first
         for scan in scans:
             expected = self._segment(scan, facts, expected, trimmed, verified)
-        if expected < stream_meta.next_at_least:
-            last = stream_meta.next_at_least - 1
-            facts.problems.append(f"records {expected} to {last} were durable and are gone")
-            expected = stream_meta.next_at_least
+        acked = self._acked.get((bytes.fromhex(meta.uid), stream_tag(job, name)), 0)
+        for at_least, what in ((stream_meta.next_at_least, "durable"), (acked, "acknowledged")):
+            if expected < at_least:
+                facts.problems.append(f"records {expected} to {at_least - 1} were {what} and are gone")
+                expected = at_least
         facts.durable_sequence = facts.appended_sequence = expected
         return facts
 
-    def _meta_now(self, job: str, name: str, before: JobMeta) -> tuple[StreamMeta, int]:
-        """Beside a server the manifest is read again after the files: a trim may have come between."""
-        meta = before
+    def _meta_now(self, job: str, before: JobMeta) -> JobMeta:
+        """Beside a server the manifest is read again after the files: a trim or a fence may have come between."""
         if self.server_runs:
             try:
-                meta = load_manifest(self.directory, job)
+                return load_manifest(self.directory, job)
             except ServiceError:
                 pass  # it was told already
-        return meta.streams.get(name, StreamMeta()), meta.trimmed_below_step
+        return before
 
-    def _scans(self, job: str, name: str, *, verify_bodies: bool) -> list[SegmentScan]:
+    @staticmethod
+    def _check_generation(scans: Sequence[SegmentScan], meta: JobMeta) -> None:
+        for scan in scans if meta.uid != NO_UID else ():
+            headers = [scan.header, *(record.header for record in scan.records)]
+            newest = max((header.generation for header in headers if header is not None), default=0)
+            if newest > meta.generation:
+                raise Apart(scan.path, f"it is of generation {newest}, the manifest of {meta.generation}")
+
+    def _scans(self, job: str, name: str, meta: JobMeta, *, verify_bodies: bool) -> list[SegmentScan]:
         paths = segment_paths(self.directory, job, name)
+        owner = Owner(job, name, meta.uid) if meta.uid != NO_UID else None
         scans = []
         for index, path in enumerate(paths):
             last = index == len(paths) - 1
             try:
-                scan = walk(path, verify_bodies=verify_bodies, last=last)
+                self._check_file(path)
+                scan = walk(path, verify_bodies=verify_bodies, last=last, owner=owner)
                 for _ in range(_LOOKS if last and self.server_runs else 0):
                     if not scan.damage:
                         break
                     time.sleep(_LOOK_AGAIN_S)  # a record that is being written looks damaged for a moment
-                    scan = walk(path, verify_bodies=verify_bodies, last=last)
+                    scan = walk(path, verify_bodies=verify_bodies, last=last, owner=owner)
             except FileNotFoundError:
                 continue  # trimmed meanwhile
+            except OSError as error:
+                raise Apart(path, error.strerror or str(error)) from None
             scans.append(scan)
         return scans
+
+    @staticmethod
+    def _check_file(path: Path) -> None:
+        if int(path.stem) > SEQUENCE_MAX:
+            raise Apart(path, "it is named after a record that there cannot be")
+        size = path.lstat().st_size
+        if size > FILE_BYTES_LEAST:
+            raise Apart(path, f"it has {size} bytes: no segment has so many")
 
     def _segment(
         self, scan: SegmentScan, facts: StreamFacts, expected: int, trimmed: int, verified: Verified | None
@@ -183,7 +246,7 @@ class DirectoryLog:
             if stream not in ("", name):
                 continue
             first = meta.streams.get(name, StreamMeta()).first
-            for scan in self._scans(job, name, verify_bodies=False):
+            for scan in self._scans(job, name, meta, verify_bodies=False):
                 there = {record.header.sequence for record in scan.records}
                 unknown = [
                     damage

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from swift.inspect.facts import JobFacts, LogFacts, StreamFacts
+from swift.words import one_line
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -54,7 +55,7 @@ def time_words(seconds: float) -> str:
 
 def show(facts: LogFacts, *, segments: bool) -> None:
     """``segments``: every file, too."""
-    print(_head(facts))
+    print(one_line(_head(facts)))
     _table(JOB_COLUMNS, [_job_row(job) for job in facts.jobs])
     _table(STREAM_COLUMNS, [_stream_row(job.job, s) for job in facts.jobs for s in job.streams])
     if segments:
@@ -63,10 +64,10 @@ def show(facts: LogFacts, *, segments: bool) -> None:
         )
     for alarm in (facts.alarm, *(job.alarm for job in facts.jobs)):
         if alarm:
-            print(f"alarm: {alarm}")
+            print(one_line(f"alarm: {alarm}"))
     if facts.verified is None:
         for problem in facts.problems():
-            print(f"problem: {problem}")
+            print(one_line(f"problem: {problem}"))
 
 
 def _head(facts: LogFacts) -> str:
@@ -126,6 +127,7 @@ def _files(job: str, stream: StreamFacts) -> list[list[str]]:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
+    rows = [[one_line(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _rich_table(columns, rows)
         return

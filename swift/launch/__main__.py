@@ -14,15 +14,16 @@ if __name__ == "__main__":
     for early in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(early, _leave)
     from swift.errors import SwiftError
+    from swift.words import tell
 
     try:
         from swift.launch.command import main
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print("swift: run: torch is not installed: pip install 'swift-ft[train]'", file=sys.stderr)
+        tell("run: torch is not installed: pip install 'swift-ft[train]'")
         sys.exit(3)
     except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         sys.exit(error.exit_code)
     sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,6 @@ rank's death.
 """
 
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -34,18 +33,21 @@ from swift.launch.torch_names import (
     WorkerSpec,
     WorkerState,
 )
-from swift.views import Told, inexact_words
+from swift.views import Told, end_words, state_name
+from swift.words import tell
 
 SPARE_DELAY_S_MAX = 30.0
 """A new spare is started this long after a death, even if no View says that the job runs again."""
 SPARE_FAILURES_MAX = 3
 """Spares that may die in a row before they are warm; then there are none any more."""
+LEFT_S = 5.0
+"""A rank that has ended with 0 is looked for in the View this long: it may show that the job has just finished."""
 SETTLE_S = 0.5
 """Once the job fails, ranks may end by themselves this long: what they print and return says why."""
 
 
 def say(line: str) -> None:
-    print(f"swift: {line}", file=sys.stderr, flush=True)
+    tell(line)
 
 
 def _has_run(view: pb.View | None) -> bool:
@@ -104,6 +106,8 @@ class ReplacingAgent(SimpleElasticAgent):
         """By local rank: its living process."""
         self._done: dict[int, Child] = {}
         """By local rank: its process that ended with 0, or that was lost after the job had finished."""
+        self._left_at: dict[int, float] = {}
+        """By local rank: when a process of it ended with 0 while the job, as far as is known, is not over."""
         self._replacements_left = spec.max_restarts
         self._due: dict[int, _Due] = {}
         """By local rank: those that wait for another process."""
@@ -128,6 +132,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._done.clear()
+        self._left_at.clear()
         self._due.clear()
         for worker in worker_group.workers:
             self._give_rank(worker.local_rank)
@@ -162,6 +167,7 @@ class ReplacingAgent(SimpleElasticAgent):
             self._spare_failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
         self._on_view(self._view)
+        self._miss_those_who_left(now)
         if self._machines.lost and self.outcome is None:
             self._end({1}, self._machines.lost)
         if self.outcome is not None:
@@ -169,7 +175,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if late := self._told.late(self._view, now):
             say(late)
         self._replace_due()
-        if not self._ranks and not self._due:
+        if not self._ranks and not self._due and not self._awaits_its_end():
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
         self._top_up_spares()
@@ -197,9 +203,8 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _summary(self) -> str:
         """The last line of a run that came to its end, if there is something to say."""
-        view = self._link.view
-        inexact = "" if view is None else inexact_words(view)
-        return f"swift: job {self._job.name}: {inexact}" if inexact else ""
+        words = [] if self._view is None else end_words(self._view)
+        return f"swift: job {self._job.name}: {'; '.join(words)}" if words else ""
 
     def _assign_worker_ranks(
         self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -239,6 +244,9 @@ class ReplacingAgent(SimpleElasticAgent):
         child = spares[0] if spares else self._spawn()
         group = self._worker_group
         env = rank_env(group, local_rank, restart_count=0, job=self._job, incarnation=child.incarnation)
+        env["SWIFT_HAS_RUN"] = (
+            "1" if self._has_run else ""
+        )  # then it is not to begin anew, whoever has lost it
         rank = group.workers[local_rank].global_rank
         child.assign(rank, make_assignment(self._job, self._output, local_rank, env))
         events.emit(
@@ -301,6 +309,8 @@ class ReplacingAgent(SimpleElasticAgent):
             self._replace(local_rank, verdict.reason, 1 if view is None else view.generation)
             return
         self._done[local_rank] = child
+        if not situation.finished:
+            self._left_at[local_rank] = events.now()
         if verdict.action == Action.LOST:
             self._lost_code = verdict.exit_code
             say(verdict.reason)
@@ -397,7 +407,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if view is None or view is self._looked_at or self.outcome is not None:
             return
         self._looked_at = view
-        events.emit("view_seen", generation=view.generation, state=pb.State.Name(view.state))
+        events.emit("view_seen", generation=view.generation, state=state_name(view.state))
         if self._known and self._job.run not in view.runs:
             self._end({1}, "the job was started again by another swift-ft run: this one ends")
             return
@@ -421,6 +431,34 @@ class ReplacingAgent(SimpleElasticAgent):
                 say(f"rank {child.rank}: process {child.pid} is fenced: killed")
                 child.kill_group()
         for child in self._done.values():
-            if child.incarnation in fenced and not over and self.outcome is None:
-                reason = f"rank {child.rank}: exit code 0 before the job was finished"
-                self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
+            if child.incarnation in fenced and not over:
+                self._fail_without(child)
+
+    def _awaits_its_end(self) -> bool:
+        """The job is not over as far as is known, and was not done without those who have ended with 0."""
+        return any(self._misses(self._done[local_rank]) is not None for local_rank in self._left_at)
+
+    def _misses(self, child: Child) -> bool | None:
+        """Whether the job waits for that process, which has ended with 0, to join. None: it has nothing to do with it;
+        False: it has joined, so the coordinator will say that the job is finished, or has lost it."""
+        view = self._view
+        if view is None or view.state == pb.FINISHED:
+            return None
+        if any(member.incarnation == child.incarnation for member in view.members):
+            return False
+        return True if view.state != pb.RUNNING else None
+
+    def _miss_those_who_left(self, now: float) -> None:
+        """Who was no member of the job is fenced by nobody, and the others would wait for it."""
+        for local_rank, at in list(self._left_at.items()):
+            if now - at >= LEFT_S and self._view is not None:
+                del self._left_at[local_rank]
+                if self._misses(self._done[local_rank]):
+                    self._fail_without(self._done[local_rank])
+
+    def _fail_without(self, child: Child) -> None:
+        if self.outcome is None:
+            reason = (
+                f"rank {child.rank}: exit code 0 before the job was finished (session.stop() ends one early)"
+            )
+            self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))

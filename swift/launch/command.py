@@ -11,13 +11,15 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from typing import NoReturn
 
 from torch.distributed import DistError
 
 from swift import events
+from swift.arguments import only_finite
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.launch.agent import Outcome, ReplacingAgent, say
 from swift.launch.children import Nursery
@@ -40,6 +42,7 @@ from swift.launch.torch_names import (
     to_map,
 )
 from swift.names import JOB_GRAMMAR, JOB_PATTERN
+from swift.words import tell
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
 START_METHODS = ("fork", "spawn")
@@ -114,6 +117,7 @@ class LaunchPlan:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="swift-ft run", parents=[get_args_parser()], conflict_handler="resolve")
+    only_finite(parser)
     ours = parser.add_argument_group("swift")
     ours.add_argument(
         "--coordinator",
@@ -237,6 +241,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         config, _, _ = config_from_args(args)
         redirects = to_map(Std.from_str(args.redirects), config.nproc_per_node)
         terms = Terms.of(config.rdzv_configs)
+        float(config.rdzv_configs["timeout"])  # of a rendezvous that is made later
         signals = [signal.Signals[name.strip()] for name in config.signals_to_handle.split(",")]
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(f"run: {error}") from error
@@ -262,6 +267,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         from_version=args.from_version,
     )
     path0 = job.sys_path0()
+    _check_preload([args.preload_only or "", *args.preload], path0)
     imports = imports_of(script_of(job.script, job.module, path0), path0) if args.preload_only is None else []
     return LaunchPlan(
         config=config,
@@ -312,6 +318,14 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"run: no module named {top}")
     elif not os.path.exists(args.training_script):
         raise UsageError(f"run: {args.training_script}: there is no such script")
+
+
+def _check_preload(lists: Iterable[str], path0: str) -> None:
+    """A name that is mistyped would be noticed by nobody: it makes a replacement slow, and nothing else."""
+    for name in filter(None, ",".join(lists).split(",")):
+        top = re.split(r"[.:]", name)[0]
+        if top not in sys.builtin_module_names and PathFinder.find_spec(top, [path0, *sys.path]) is None:
+            raise UsageError(f"run: --preload {name}: there is no such module")
 
 
 def _check_origin(args: argparse.Namespace) -> None:
@@ -465,9 +479,9 @@ def main(argv: Sequence[str]) -> int:
             say(f"this is job {plan.job.name} (--job gives it another name)")
         outcome = run(plan)
     except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         return error.exit_code
     if outcome.line:
-        print(outcome.line, file=sys.stderr)
+        tell(outcome.line, who="")
     events.emit("launcher_end", code=outcome.exit_code)
     return outcome.exit_code

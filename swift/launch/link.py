@@ -6,13 +6,13 @@
 """
 
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import SwiftError
+from swift.words import tell
 
 if TYPE_CHECKING:
     from swift.control.client import CoordinatorClient
@@ -85,11 +85,11 @@ class CoordinatorLink:
                 except SwiftError as error:
                     # Of a job that nobody has joined the coordinator knows nothing; that is no news.
                     if self.view is not None and not self._closing:
-                        print(f"swift: {error}", file=sys.stderr)
+                        tell(error)
 
     def _say(self, line: str) -> None:
         if not self._closing:
-            print(f"swift: {line}", file=sys.stderr, flush=True)
+            tell(line)
 
     def _on_view(self, view: pb.View) -> None:
         self.view = view

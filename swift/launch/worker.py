@@ -31,6 +31,7 @@ from types import ModuleType, TracebackType
 from swift import events
 from swift.errors import JobFailed, SwiftError, UsageError
 from swift.launch.title import set_title
+from swift.words import tell
 
 ENV_WORD_FD = "SWIFT_WORD_FD"
 _PR_SET_PDEATHSIG = 1
@@ -117,6 +118,8 @@ def _become(assignment: Assignment) -> None:
     sys.argv = [assignment.script, *assignment.args]
     rank, job = assignment.env.get("RANK", "?"), assignment.env.get("SWIFT_JOB", "?")
     set_title(f"swift-rank{rank}", f"swift-ft: rank {rank} of {job}: {' '.join(sys.argv)}")
+    # What it forks (a DataLoader's workers) is no rank, though it has a rank's command line.
+    os.register_at_fork(after_in_child=lambda: set_title("", f"swift-ft: forked by rank {rank} of {job}"))
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
@@ -161,7 +164,7 @@ def run_script(assignment: Assignment) -> None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         if _has_word(error):
-            print("swift:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+            tell(" ".join(str(error).split()))
         sys.exit(error.exit_code)
 
 
@@ -183,7 +186,7 @@ def main(argv: list[str]) -> None:
         path0, modules = argv[3:]
         control_fd, warm_fd, launcher_pid = (int(arg) for arg in argv[:3])
     except ValueError:
-        print("swift: swift.launch.worker is started by `swift-ft run`, not by hand", file=sys.stderr)
+        tell("swift.launch.worker is started by `swift-ft run`, not by hand")
         sys.exit(2)
     die_with(launcher_pid)
     begin_path(path0)

@@ -9,7 +9,7 @@ import crc32c
 from swift.errors import RecordCorrupt, RecordInvalid
 from swift.log.frame import Bytes, FrameHeader, decode_header
 
-MESSAGE_BYTES = 4 << 20
+MESSAGE_BYTES = 2 << 20
 """No message is made larger, but for a header. gRPC is fastest with 2 to 4 MiB."""
 
 

@@ -53,6 +53,16 @@ def sub_directories(path: Path) -> list[str]:
         )
 
 
+def in_the_way(path: Path) -> list[str]:
+    """Names of what is no directory, where one of a job or a stream belongs."""
+    with os.scandir(path) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if NAME_PATTERN.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+        )
+
+
 def check_directory(directory: Path) -> None:
     """Raises UsageError if this is no log server's directory."""
     if not directory.is_dir():
@@ -124,7 +134,7 @@ def age_s(directory: Path, job: str) -> float | None:
         return None
     for path in paths:
         try:
-            newest = max(newest, path.stat().st_mtime)
+            newest = max(newest, path.lstat().st_mtime)
         except FileNotFoundError:
             continue  # removed meanwhile
     return time.time() - newest if newest else None

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 
 from swift._pb import log_pb2
 from swift.errors import LogUnavailable, SequenceConflict, StaleGeneration, SwiftError, UsageError
-from swift.log.assembly import cut
+from swift.log.assembly import MESSAGE_BYTES, cut
 from swift.log.choice import LinkMeter
 from swift.log.frame import BODY_BYTES_MAX, Bytes, FrameHeader, encode_header
 from swift.log.record import RecordKey, stream_tag
 from swift.log.wire import Reason, frames_message
 
 BATCH_BYTES = 1 << 20
-"""Of a message: no more records are added to it."""
+"""Of a message: no more records are added to one that is as large."""
 RETRY_S = 0.05
 FULL_RETRY_S = 0.5
 _NO_ROOM: dict[str, str] = {
@@ -245,6 +245,9 @@ class LinkCore:
                 if len(stream.unsent[0].stored) > self._body_bytes_max:
                     self._refuse_size(stream.unsent[0])
                     return None
+                first, *rest = cut(stream.unsent[0].stored)
+                if parts and size + len(first) > MESSAGE_BYTES:
+                    return frames_message(parts, size)  # it begins the next message
                 record = stream.unsent.popleft()
                 if record.sequence < 0:
                     assert stream.next_sequence is not None
@@ -252,7 +255,6 @@ class LinkCore:
                     stream.next_sequence += 1
                 stream.sent.append(record)
                 header = record.header(stream.tag, self._generation)
-                first, *rest = cut(record.stored)
                 self._rest.extend(rest)
                 self._rest_of = (stream.name, record.sequence)
                 parts += (header, first)

@@ -133,18 +133,27 @@ def _encode(magic: str, fields: Mapping[str, object]) -> bytes:
 def _decode(magic: str, data: bytes) -> dict[str, object]:
     head, _, body = data.rstrip(b"\0").partition(b"\n")
     words = head.decode(errors="replace").split(" ")
-    if words[0] != magic or len(words) != 3:
+    if words[0] != magic or len(words) != 3 or not words[1].isdecimal() or len(words[1]) > 9:
         raise ManifestDamaged("it does not begin as it should")
     if words[2] != f"{crc32c.crc32c(body):08x}":
         raise ManifestDamaged("its checksum does not match")
     if words[1] != str(_VERSIONS[magic]):
         raise ManifestDamaged(f"it is of version {words[1]}, this program reads version {_VERSIONS[magic]}")
     try:
-        fields = json.loads(body)
+        fields = json.loads(body, object_pairs_hook=_once)
+    except ManifestDamaged:
+        raise
     except (ValueError, RecursionError) as error:
         raise ManifestDamaged(f"what it says is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ManifestDamaged("what it says is not a list of fields")
+    return fields
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ManifestDamaged("it has a field twice")
     return fields
 
 
@@ -194,4 +203,4 @@ def _stream(value: object) -> StreamMeta:
 
 def _nothing_else(fields: dict[str, object]) -> None:
     if fields:
-        raise ManifestDamaged(f"it has a field {min(fields)!r}, which this program does not know")
+        raise ManifestDamaged(f"it has a field {min(fields)[:40]!r}, which this program does not know")

@@ -2,7 +2,10 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
 
 import grpc
 
@@ -23,11 +26,13 @@ from swift.log.record import Record, RecordKey, check_name
 from swift.log.rpc import as_error, code_of, message_of, method, open_channel, reason_of
 from swift.log.share import Share
 from swift.log.unlogged import MARK_SLOT, declared
-from swift.log.wire import Reason, split_frames
+from swift.log.wire import CALLS_PER_CONNECTION, Reason, split_frames
 
 _CALL_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _RETRY_S = 0.05
+_CURSORS_PER_CONNECTION = CALLS_PER_CONNECTION // 2
+"""Each is a call for as long as it is open: the next call would wait for ever if they were all that a server takes."""
 
 
 class LogReader:
@@ -50,14 +55,17 @@ class LogReader:
         self.job = job
         self._servers = servers
         self._prefetch_bytes = prefetch_bytes
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels: dict[tuple[str, int], grpc.Channel] = {}
+        """Of each server as many as its cursors need, numbered from 0."""
+        self._cursors: Counter[int] = Counter()
+        """Number of the connection -> the cursors on it."""
         self._lock = threading.Lock()
 
-    def _channel(self, address: str) -> grpc.Channel:
+    def _channel(self, address: str, number: int = 0) -> grpc.Channel:
         with self._lock:
-            channel = self._channels.get(address)
+            channel = self._channels.get((address, number))
             if channel is None:
-                channel = self._channels[address] = open_channel(address)
+                channel = self._channels[address, number] = open_channel(address)
             return channel
 
     def _copies(self, stream: str) -> Sequence[str]:
@@ -121,8 +129,17 @@ class LogReader:
 
         With a ``share`` nothing else will be asked for: the rest is not read.
         """
-        copies = [(address, self._channel(address)) for address in self._copies(stream)]
-        return StreamCursor(copies, self.job, stream, from_step, self._prefetch_bytes, share)
+        addresses = self._copies(stream)
+        with self._lock:
+            number = next(number for number in count() if self._cursors[number] < _CURSORS_PER_CONNECTION)
+            self._cursors[number] += 1
+        copies = [(address, self._channel(address, number)) for address in addresses]
+        over = partial(self._over, number)
+        return StreamCursor(copies, self.job, stream, from_step, self._prefetch_bytes, share, over)
+
+    def _over(self, number: int) -> None:
+        with self._lock:
+            self._cursors[number] -= 1
 
     def close(self) -> None:
         """After the cursors."""
@@ -148,8 +165,11 @@ class StreamCursor:
         from_step: int,
         prefetch_bytes: int,
         share: Share | None = None,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
+        """``over``: told when the cursor has been closed."""
         self.stream = stream
+        self._over = over
         self._share = share
         self._copies = [(address, _read_call(channel)) for address, channel in copies]
         """Those that have not refused; the first one is read."""
@@ -217,12 +237,15 @@ class StreamCursor:
 
     def close(self) -> None:
         with self._cond:
+            if self._closed:
+                return
             self._closed = True
             if self._call is not None:
                 self._call.cancel()
             self._error = self._error or LogUnavailable(f"the cursor of {self.stream} is closed")
             self._cond.notify_all()
         self._thread.join(5.0)
+        self._over()
 
     # -- the thread -----------------------------------------------------------------------------------
 

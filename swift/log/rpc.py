@@ -18,6 +18,7 @@ from swift.errors import (
 from swift.log.frame import BODY_BYTES_MAX
 from swift.log.wire import REASON_KEY, SERVICE, Reason, client_options
 from swift.security import channel
+from swift.words import one_line
 
 _ERRORS: dict[str, type[SwiftError]] = {
     Reason.STALE_GENERATION: StaleGeneration,
@@ -73,7 +74,7 @@ def code_of(error: grpc.RpcError) -> grpc.StatusCode:
 
 def message_of(error: grpc.RpcError) -> str:
     call = _call(error)
-    return (call.details() if call is not None else "") or str(error)
+    return one_line((call.details() if call is not None else "") or error)
 
 
 def as_error(address: str, error: grpc.RpcError) -> SwiftError:

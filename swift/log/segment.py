@@ -111,6 +111,12 @@ class SegmentHeader:
         return stream_tag(self.job, self.stream)
 
 
+SEQUENCE_MAX = 1 << 62
+"""No file is named after a record behind it."""
+FILE_BYTES_LEAST = 16 << 30
+"""A larger one may be none that a log server has written: a segment ends with the record that makes it large enough."""
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Whose a segment file must be."""

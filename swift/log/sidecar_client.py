@@ -18,7 +18,7 @@ from swift.log.placement import COPIES_MAX, PATIENCE_S
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, check_name
 from swift.log.ring import HEADER_BYTES, Memory, Producer, Word, header_of, producer
 from swift.log.sidecar_messages import Expectations, Message, error_from_json, expectations
-from swift.log.sidecar_process import spawn
+from swift.log.sidecar_process import Stopped, spawn
 from swift.log.stats import WriterStats
 from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Declaring, Unlogged
 from swift.log.writer import LogWriter, check_options
@@ -106,6 +106,7 @@ class SidecarWriter(Declaring):
         self._lent: deque[tuple[int, object]] = deque()
         self._deaths: deque[float] = deque()
         self._moving = False  # the sidecar was ended on purpose
+        self._stopped = Stopped()
         self._stats: WriterStats | None = None  # once it is closed
         self._finish: Callable[[], None] = lambda: None
         self._let_go: Callable[[], None] = lambda: None
@@ -449,7 +450,8 @@ class SidecarWriter(Declaring):
                     if self._dead is not None:
                         raise self._dead
                     if time.monotonic() > deadline:
-                        raise ServiceError(f"the log's sidecar does not answer within {timeout_s:g} s")
+                        raise LogUnavailable(f"the log's sidecar does not answer within {timeout_s:g} s")
+                    self._stopped.look(self._process)  # its successor is asked again
                     self._cond.wait(_POLL_S)
                 error = self._answers.pop(number)
             finally:

@@ -1,11 +1,17 @@
-"""Starts the process of a sidecar."""
+"""Starts the process of a sidecar, and ends one that somebody has stopped."""
 
 import contextlib
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from swift.log.lease import is_running
+
+STOPPED_S = 3.0
+"""Whoever was stopped (SIGSTOP, a debugger) and is not continued by then is ended: a recovery waits for its answer."""
 
 
 def spawn(module: str, ring: int, wake: int) -> "tuple[subprocess.Popen[bytes], socket.socket]":
@@ -34,3 +40,20 @@ def spawn(module: str, ring: int, wake: int) -> "tuple[subprocess.Popen[bytes], 
         )
         failed.pop_all()
         return process, ours
+
+
+class Stopped:
+    """(whoever waits for a sidecar) ``look`` again and again: one that stays stopped is killed, as any may be."""
+
+    def __init__(self) -> None:
+        self._since: tuple[int, float] | None = None
+        """Which process was found stopped, and when."""
+
+    def look(self, process: "subprocess.Popen[bytes]") -> None:
+        now = time.monotonic()
+        if is_running(process.pid):
+            self._since = None
+        elif self._since is None or self._since[0] != process.pid:
+            self._since = (process.pid, now)
+        elif now - self._since[1] > STOPPED_S:
+            process.kill()

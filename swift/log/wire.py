@@ -8,6 +8,7 @@ receiver slices them out. Everything else goes through the generated code.
 from collections.abc import Iterable
 from enum import StrEnum
 
+from swift.log.assembly import MESSAGE_BYTES
 from swift.log.frame import Bytes
 
 SERVICE = "swift.log.v1.Log"
@@ -78,8 +79,17 @@ def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
     ]
 
 
-MESSAGE_BYTES_MAX = 8 << 20
-"""That a server takes. A record that is larger comes in several messages: see `swift.log.assembly`."""
+CALLS_PER_CONNECTION = 16
+"""That a server takes at once; gRPC lets the next one wait. When a connection breaks all its calls end at once, and in
+Python that is a tenth of a millisecond for each: meanwhile nobody else is served."""
+MESSAGE_BYTES_MAX = MESSAGE_BYTES + (256 << 10)
+"""That a server takes: no call of ours sends a larger one. Python makes bytes of it while no other thread runs, so
+large messages of one job hold up the others."""
+
+
+PINGS_TOO_SOON_MAX = 100
+"""One after the other, without anything being sent meanwhile. Clients ping every 10 s; whoever floods, and so makes
+gRPC keep answers without end, loses his connection."""
 
 
 def server_options() -> list[tuple[str, int]]:
@@ -87,13 +97,14 @@ def server_options() -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_concurrent_streams", 1024),
+        ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),  # of gRPC's own pings, which keepalive waits behind
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", PINGS_TOO_SOON_MAX),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 

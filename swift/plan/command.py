@@ -14,6 +14,7 @@ from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.plan.profile import DOCUMENT_BYTES_MAX, Cap, Profile, parse
 from swift.plan.running import Given, RunningJob
+from swift.words import show, tell
 
 EXIT_NOT_MET = 1
 SOURCE = "measured by the job's ranks"
@@ -216,7 +217,7 @@ def measured(running: Running, connect: Callable[[str, str], RunningJob]) -> Pro
     profile = replace(profile, source="; ".join([SOURCE, *(f"assumed: {what}" for what in assumed)]))
     if running.save is not None:
         _write(running.save, json.dumps(profile.document(), indent=2) + "\n")
-    print(profile.source.replace("; ", "\n"), end="\n\n")
+    show([*profile.source.split("; "), ""])
     return profile
 
 
@@ -246,9 +247,9 @@ def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
     for path, content in ((config.json, report.dumps), (config.svg, plot.draw)):
         if path is not None:
             _write(path, content(document))
-    print(report.text(document))
+    show(report.text(document).splitlines())
     if not document["met"]:
-        print(f"swift: {document['problem']}", file=sys.stderr)
+        tell(document["problem"])
         return EXIT_NOT_MET
     if running is not None and running.apply:
         return applied(running, document["chosen"]["text"], connect)
@@ -274,8 +275,8 @@ def main(argv: Sequence[str] | None = None, connect: Callable[[str, str], Runnin
     try:
         return run(config_of(sys.argv[1:] if argv is None else argv), connect)
     except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         return error.exit_code
     except OSError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         return ServiceError.exit_code

@@ -4,6 +4,8 @@ Checked at import: a torch that lacks one of them is refused with the names that
 AttributeError in the middle of a run. Proven with torch 2.13 on CPU with gloo.
 """
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -216,6 +218,12 @@ def hooks_of(
     for optimizer in optimizers:
         kinds += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     return [hook for hooks in kinds for hook in (hooks or {}).values()]
+
+
+def communication_hooks_of(module: torch.nn.Module) -> list[str]:
+    """Names of those of a DistributedDataParallel in it."""
+    hooks = [hook for part in module.modules() for hook, _ in getattr(part, "_comm_hooks", ())]
+    return [getattr(hook, "__name__", type(hook).__name__) for hook in hooks]
 
 
 def loss_functions(schedules: list[Any]) -> list[Any]:
@@ -458,6 +466,16 @@ def forget_half_built_group() -> None:
     """(before a default group is made) torch numbers groups, and forgets the number with the default group only. One
     whose making failed never was one: without this, its rank would look for the others under the next number."""
     _c10d._world.group_count = 0
+
+
+@contextlib.contextmanager
+def one_excepthook() -> Iterator[None]:
+    """(while a default group is made) torch puts a hook of its own, which writes "[rank0]: " before each line, in front
+    of the one that is there; for each generation one more."""
+    before = sys.excepthook
+    yield
+    if before.__qualname__ == sys.excepthook.__qualname__:
+        sys.excepthook = before
 
 
 def register_group(group: Any, name: str, ranks: tuple[int, ...]) -> None:

@@ -21,6 +21,7 @@ from swift.runtime.state import HYPERPARAMETERS, TrainerState
 from swift.runtime.tensors import byte_view
 
 _DIGEST_BYTES = 16
+_SIZE_BYTES = 4
 
 
 class Audit:
@@ -36,9 +37,9 @@ class Audit:
         `untold`: variables of the script that are of another step than this rank's state, in words.
         """
         parts = self._state.parts()
-        own = _tensor(b"".join(map(_digest, parts.values())) + bytes([bool(untold)]))
+        word = untold.encode()
+        own = _tensor(b"".join(map(_digest, parts.values())) + len(word).to_bytes(_SIZE_BYTES, "little"))
         gathered = self._group.gathered(own)
-        elsewhere = any(bool(each[-1]) for each in gathered)
         for index, name in enumerate(parts):
             place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
             others = [
@@ -47,7 +48,11 @@ class Audit:
                 if not torch.equal(digests[place], own[place])
             ]
             if others:
-                self._differs(name, others, untold or ("variables" if elsewhere else ""))
+                # All ranks come here: each of them differs from another one.
+                room = max(_size(each) for each in gathered)
+                words = self._group.gathered(_tensor(word.ljust(room))) if room else []
+                named = sorted({bytes(each.numpy()).decode().strip() for each in words} - {""})
+                self._differs(name, others, ", ".join(named))
         self._compare_attributes()
 
     def _compare_attributes(self) -> None:
@@ -84,6 +89,12 @@ class Audit:
                     f"{name} of this rank are not the same as on rank {ranks}, a replica: train_step changes {untold} "
                     "of the script, which a failure has left at another step; give them to session.register(...)"
                 )
+            if not self._state.updated:
+                raise UsageError(
+                    f"{name} of this rank are not the same as on rank {ranks}, a replica: train_step changes weights, "
+                    "and no optimizer that the session was told of has stepped, which averages gradients before it "
+                    "does; give session.optimizer(...) the one that steps"
+                )
             raise ReplicaDiffers(
                 f"{name} at version {self._state.version} differ from those of rank {ranks}, a replica"
             )
@@ -101,6 +112,11 @@ class Audit:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _size(told: torch.Tensor) -> int:
+    """Of the words that a rank has besides its digests, in bytes."""
+    return int.from_bytes(bytes(told[-_SIZE_BYTES:].numpy()), "little")
 
 
 def _digest(part: Any) -> bytes:

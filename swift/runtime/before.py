@@ -11,7 +11,7 @@ It is done before every step, so it looks at what is there, and copies what is s
 import ctypes
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from operator import is_
@@ -58,6 +58,7 @@ _OTHERS = (
 )
 # Modules of these keep what a step needs in other places.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "torch.fx", "torch.export")
+_CONTAINERS = (list, OrderedDict, dict, set, deque, bytearray)
 _LARGE_BYTES = 64 << 10
 _ENDS_BYTES = 64
 
@@ -247,12 +248,15 @@ class _Copy:
 
 
 class _Contents:
-    """A container, and what was in it."""
+    """A container, and what was in it. One of a trainer's own class is taken as what it derives from: its methods may
+    do other things."""
 
-    __slots__ = ("inert", "value", "was")
+    __slots__ = ("inert", "kind", "value", "was")
 
     def __init__(self, value: Any):
-        self.value, self.was = value, value.copy()
+        self.kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+        self.value: Any = value
+        self.was: Any = self.kind(value)
         self.inert = all(map(_inert, value.values() if isinstance(value, dict) else value))
 
     @property
@@ -270,11 +274,11 @@ class _Contents:
     def put_back(self) -> None:
         if not self.changed:
             return
-        self.value.clear()
+        self.kind.clear(self.value)
         if isinstance(self.value, dict | set):
-            self.value.update(self.was)
+            self.kind.update(self.value, self.was)
         else:
-            self.value.extend(self.was)
+            self.kind.extend(self.value, self.was)
 
 
 class _State:
@@ -413,15 +417,18 @@ class Before:
                         self._value(parameter, parameter=True)
 
     def _thing(self, value: Any) -> None:
-        if isinstance(value, list | dict | set | deque):
+        if isinstance(value, _CONTAINERS):
             found = self._old[2].get(id(value))
             if found is None or found.value is not value or found.changed:
                 found = _Contents(value)
             self._contents[id(value)] = found
             self._kept.append(found)
             if not found.inert:  # (a vocabulary is looked through once)
-                for item in value.values() if isinstance(value, dict) else value:
+                items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+                for item in items:
                     self._value(item)
+            if getattr(value, "__dict__", None):
+                self._dictionary(vars(value), frozenset())
         elif (state := generator_state(value)) is not None:
             self._kept.append(_State(*state))
         elif object_of_ones_own(value):

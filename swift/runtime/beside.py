@@ -13,6 +13,7 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from swift.runtime.before import (
     object_of_ones_own,
     plain_tensor,
 )
+from swift.runtime.loading import load_optimizer
 from swift.runtime.tensors import byte_view, plain
 
 # Of larger tensors the start's values are not kept.
@@ -38,6 +40,10 @@ _OBJECT, _ENUM = "swift:object", "swift:enum"
 _FROZEN, _EVALUATING = "swift:frozen", "swift:evaluating"
 _STATE = "swift:state"
 _VIEW = "view of a parameter"
+
+
+class _NotThere(Exception):
+    """What a step has made, and only numbers, strings, arrays, tensors and containers of them can be made again."""
 
 
 class _Value(NamedTuple):
@@ -134,6 +140,9 @@ class _Seen:
             split(value)
         except Inexpressible:
             return self._object(value, path)
+        if _keeps_more(value) and id(value) not in self._first:
+            self._first[id(value)] = path
+            self.dictionary(path, vars(value), frozenset())
         return value
 
     def _object(self, value: Any, path: str) -> dict[str, str]:
@@ -157,7 +166,9 @@ class _Seen:
             self.places[f"{path}.{_STATE}"] = _Place({"set": state[1]}, _STATE)
         elif _tells_state(value):
             self.values[f"{path}.{_STATE}"] = value.state_dict()
-            self.places[f"{path}.{_STATE}"] = _Place({"set": value.load_state_dict}, _STATE)
+            inner = isinstance(value, torch.optim.Optimizer)
+            put = partial(load_optimizer, value) if inner else value.load_state_dict
+            self.places[f"{path}.{_STATE}"] = _Place({"set": put}, _STATE)
         elif object_of_ones_own(value):
             self.dictionary(path, vars(value), frozenset())
         else:
@@ -178,6 +189,8 @@ class Beside:
         self._known: frozenset[int] = frozenset()
         self.transient: set[str] = set()
         """Names of attributes that need not outlive a failure."""
+        self.lost: list[str] = []
+        """Paths in the state that was loaded last of what a step had made, and a process cannot make again."""
 
     def remember(
         self,
@@ -237,9 +250,17 @@ class Beside:
         ]
         return {"values": values, "gone": gone, "unknown": unknown}
 
+    def untellable(self) -> dict[str, Any]:
+        """By path: what keeps its state to itself (iterators, objects with slots). That it changes can be seen.
+
+        Those with which a process begins: `state` names the others.
+        """
+        return {path: v for path, v in self._look().unknown.items() if self._unknown.get(path, self) is v}
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises ServiceError for what cannot be put where it was."""
         seen = self._look()
+        self.lost = []
         values = dict(state["values"])
         for path, begun in self._begin.items():
             if path in values or path in state["gone"]:
@@ -255,7 +276,12 @@ class Beside:
             if (place := seen.places.get(path)) is not None:
                 place.holder.pop(place.name, None)
         for path in sorted(values, key=lambda path: path.count(".")):  # what holds others first
-            self._put(seen, path, values[path])
+            if path.startswith(tuple(f"{lost}." for lost in self.lost)):
+                continue
+            try:
+                self._put(seen, path, values[path])
+            except _NotThere:
+                self.lost.append(path)
 
     def _put(self, seen: _Seen, path: str, value: Any) -> None:
         key, _, flag = path.rpartition(".")
@@ -269,7 +295,7 @@ class Beside:
             return
         if path.endswith(f".{_STATE}"):
             if (place := seen.places.get(path)) is None:
-                raise ServiceError(f"{path.removesuffix('.' + _STATE)} is no generator here")
+                raise _NotThere
             place.holder["set"](value)
             return
         holder_path, _, name = path.rpartition(".")
@@ -279,10 +305,7 @@ class Beside:
             holder = module._buffers
             module._non_persistent_buffers_set.add(name)
         if holder is None:
-            raise ServiceError(
-                f"{holder_path} was made in a step, and only numbers, strings, arrays, tensors and containers of them "
-                "can be made again; make it in the module's __init__"
-            )
+            raise _NotThere
         revived = self._revived(seen, value, path)
         if revived is seen.views.get(path, self._views.get(path, self)):
             holder[name] = revived
@@ -298,7 +321,7 @@ class Beside:
                 return self._there(seen, value, path)
             if _ENUM in value:
                 if value["type"] not in seen.enums:
-                    raise ServiceError(f"{path} was a {value['type']}, of which this process knows nothing")
+                    raise _NotThere
                 return seen.enums[value["type"]][value[_ENUM]]
             return kind((key, self._revived(seen, item, path)) for key, item in value.items())
         if kind in (list, tuple):
@@ -312,25 +335,26 @@ class Beside:
             return self._view(seen, path)
         found = seen.objects.get(words[_OBJECT])
         if found is None or _kind(found) != words.get("type"):
-            raise ServiceError(
-                f"{path} was given a {words.get('type', 'parameter')} in a step, which cannot be made again; make it "
-                "in the module's __init__"
-            )
+            raise _NotThere
         return found
 
     def _view(self, seen: _Seen, path: str) -> torch.Tensor:
         """Of this process: now, or when it began (spectral_norm's weight, which its first forward replaces)."""
         found = seen.views.get(path, self._views.get(path))
         if found is None or found.untyped_storage().data_ptr() not in seen.weights:
-            raise ServiceError(
-                f"{path} became a view of a parameter in a step, which cannot be made again; make it in the module's "
-                "__init__"
-            )
+            raise _NotThere
         return found
 
 
 def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _keeps_more(value: Any) -> bool:
+    """A container of a class of the trainer's own, with attributes that are not its items once more."""
+    own = getattr(value, "__dict__", {}) if isinstance(value, list | dict | set | deque) else {}
+    items = value if isinstance(value, dict) else {}
+    return any(items.get(name) is not attribute for name, attribute in own.items())
 
 
 def _tells_state(value: Any) -> bool:

@@ -58,11 +58,14 @@ class _Pickler(pickle.Pickler):
 def digest(container: Any, stands_for: Callable[[Any], Any]) -> int:
     """`stands_for(object)`: numbers, strings, containers and objects that tell whether it has changed."""
     sink = _Sink()
-    items = [list(container), list(container.values())] if hasattr(container, "values") else list(container)
+    parts = [list(container)]
+    if hasattr(container, "values"):
+        parts.append(list(container.values()))
     try:
-        _Pickler(sink, stands_for).dump(items)
+        _Pickler(sink, stands_for).dump(parts)
     except Exception:  # noqa: BLE001  (enough, or a thing that holds itself: what is hashed so far, and which there are)
-        sink.hash.update(_which(items))
+        for items in parts:
+            sink.hash.update(_which(items))
     return sink.hash.intdigest()
 
 

@@ -6,6 +6,7 @@ peers'. So the communicator knows which sockets are the group's: those that came
 less the ones that lead to swift's own services.
 """
 
+import gc
 import os
 import socket
 import threading
@@ -24,6 +25,9 @@ from swift.runtime import _torch
 from swift.runtime.groups import LastingGroup
 from swift.runtime.rank_store import CoordinatorStore
 
+# What a rank forks (a DataLoader's workers) has none of the threads that a process group waits for when it ends:
+# collecting one of an ended generation there would hang, or worse.
+os.register_at_fork(after_in_child=gc.freeze)
 # A blocked thread may post its next operation on a socket that was made after the first sweep.
 _SWEEP_INTERVAL_S = 0.02
 StoreOf = Callable[[int], Store]
@@ -102,13 +106,14 @@ class Communicator:
             self._generations_store = self._store_of(generation)
             store = PrefixStore(f"g{generation}", self._generations_store)
             _torch.forget_half_built_group()
-            dist.init_process_group(
-                self._backend,
-                store=store,
-                rank=self._rank,
-                world_size=self._world_size,
-                timeout=self._build_timeout,
-            )
+            with _torch.one_excepthook():
+                dist.init_process_group(
+                    self._backend,
+                    store=store,
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    timeout=self._build_timeout,
+                )
             whole = _torch.default_group()
             for group in self._groups:
                 group.attach(

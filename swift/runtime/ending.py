@@ -34,7 +34,7 @@ from swift.runtime.state import Stopped, TrainerState
 
 
 class Ending:
-    """(trainer's thread) ``finish``; or ``come_back`` in the place of a whole run"""
+    """(trainer's thread) ``begin`` … ``finish``; or ``come_back`` in the place of a whole run"""
 
     def __init__(
         self,
@@ -59,6 +59,10 @@ class Ending:
         """The version that the last step done here led to."""
         self._num_steps = 0
 
+    def begin(self, num_steps: int) -> None:
+        """(before anything is replayed) So many are to be done."""
+        self._num_steps = num_steps
+
     def begin_step(self) -> None:
         self._reason = None
 
@@ -72,7 +76,6 @@ class Ending:
 
     def last(self, num_steps: int) -> int:
         """The version with which the run ends, as far as is known here."""
-        self._num_steps = num_steps
         view = self._member.watcher.latest
         ends = [num_steps]
         stopped = self._state.stopped

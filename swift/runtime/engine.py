@@ -69,6 +69,8 @@ class StepDropped(Exception):
 
 
 _NOTICE_POLL_S = 0.005
+_FAIL_S = 5.0
+"""How long a rank that ends with an error tries to tell the coordinator."""
 
 
 class Engine:
@@ -122,7 +124,10 @@ class Engine:
             self._differs, lambda: communicator.broken is not None, self.losses.look
         )
         self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
-        self._script = Script(state.told, state.beside.transient, self._differs, warns=rank == 0)
+        beside = state.beside
+        self._script = Script(
+            state.told, beside.transient, self._differs, warns=rank == 0, untellable=beside.untellable
+        )
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
         self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._retries = Retries(rank)
@@ -163,9 +168,9 @@ class Engine:
     def _report(self, view: pb.View) -> None:
         if self._writer is not None:
             emptied = self._place_log(view)
-            self._writer.set_generation(view.generation, list(self._own_servers), emptied)
             trouble: SwiftError | None = None
             try:
+                self._writer.set_generation(view.generation, list(self._own_servers), emptied)
                 self._writer.flush(FLUSH_TIMEOUT_S)
             except (ServiceError, LogError, ReplayRefused) as error:
                 # The coordinator asks the log itself what it has, and plans without the rest. If it is still so when
@@ -261,6 +266,7 @@ class Engine:
         if self._view is not None and self._view.state == pb.FINISHED:
             self.ending.come_back(self._view, num_steps)
             return
+        self.ending.begin(num_steps)
         while True:
             try:
                 self._rejoin(train_step)
@@ -306,7 +312,9 @@ class Engine:
         self.lines.write(self._state.version)
         updates = self._state.updates
         updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
-        said = updates.ballot(*self._stage_group, lines=self.lines.in_use)
+        # Also before the first line: who is to write it may be the one that is lost.
+        lines = self.lines.in_use or self._script.loads("log")
+        said = updates.ballot(*self._stage_group, lines=lines)
         try:
             self._world.run(lambda messages: messages.barrier(said))
             self.vote_seconds += time.monotonic() - began
@@ -493,7 +501,12 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """The job ends. Bad input is told by the exit code: the launcher stops the job with the same one."""
         if not isinstance(error, UsageError):
-            self._member.client.fail(words_of(error)[:400] + advice_on(error))
+            try:
+                self._member.client.fail(words_of(error)[:400] + advice_on(error), patience_s=_FAIL_S)
+            except (
+                SwiftError
+            ) as untold:  # the launcher tells of our end, and its author is to see the error itself
+                events.emit("failure_untold", rank=self._rank, reason=str(untold))
         raise error
 
     def close(self) -> None:

@@ -46,7 +46,9 @@ def advice_on(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """One line: the kind of an error that says nothing of itself, and the first line of what it says."""
+    """One line: the kind of an error that says nothing of itself, and the first line of what it says; and what it was
+    raised from (torch: "[Stage 1] failed to run forward:")."""
     lines = _SOURCE.sub("", str(error)).strip().splitlines()
     first = " ".join(lines[0].split()) if lines else ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    words = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return f"{words.removesuffix(':')}: {words_of(error.__cause__)}" if error.__cause__ is not None else words

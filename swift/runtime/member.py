@@ -6,20 +6,24 @@ that this rank must stop, the watcher frees the trainer's thread from wherever i
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
-from swift.errors import Fenced, JobFailed, ServiceError, SwiftError
+from swift.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob
 from swift.recovery import RankMeasured
 from swift.runtime.communicator import Interrupted
 
 ENV_RUN = "SWIFT_RUN"
 """The launcher that started this process."""
+ENV_HAS_RUN = "SWIFT_HAS_RUN"
+"""Set: so has the job, as that launcher knows."""
 ENV_FROM_JOB = "SWIFT_FROM_JOB"
 ENV_FROM_VERSION = "SWIFT_FROM_VERSION"
 """The checkpoint with which the job is to begin."""
@@ -56,6 +60,7 @@ class Member:
         self.measured: Callable[[], RankMeasured | None] = lambda: None
         """(lease thread) What this rank has measured of its steps."""
         self._measured_at = 0.0
+        self._said_unknown = False
         self.lease: dict[str, Any] = {}
         """What the sidecar needs to keep it while no thread of ours can run; since `join`."""
         self._closed = threading.Event()
@@ -72,6 +77,8 @@ class Member:
         """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on."""
         run, from_job = os.environ.get(ENV_RUN, ""), os.environ.get(ENV_FROM_JOB, "")
         version = os.environ.get(ENV_FROM_VERSION)
+        if os.environ.get(ENV_HAS_RUN):
+            self._check_known()
         view = self.client.join(
             self.identity,
             world_size,
@@ -95,6 +102,15 @@ class Member:
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
         return view
+
+    def _check_known(self) -> None:
+        """Raises UnknownJob: what this process has come for is not there, and must not begin anew in its place."""
+        try:
+            self.client.status()
+        except UnknownJob:
+            raise UnknownJob(self.client.forgotten) from None
+        except SwiftError:
+            return  # `join` says it
 
     # --- watcher thread and lease thread ---
 
@@ -124,9 +140,23 @@ class Member:
                 self._noticed += 1
                 self._on_notice(self._noticed)
                 return
-            except ServiceError as error:
+            except (ServiceError, UnknownJob) as error:
                 # Training does not need the coordinator; the next beat tries again.
                 events.emit("heartbeat_unanswered", rank=self.identity.rank, reason=str(error))
+                if isinstance(error, UnknownJob):
+                    self._say_unknown(error)
+            else:
+                self._said_unknown = False
+
+    def _say_unknown(self, error: UnknownJob) -> None:
+        if self.identity.rank == 0 and not self._said_unknown:
+            with suppress(OSError, ValueError):
+                print(
+                    f"swift: {error}; training goes on, but the job can neither recover nor finish",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._said_unknown = True
 
     def _say_wanted(self) -> None:
         wanted, latest = self._wanted, self.watcher.latest

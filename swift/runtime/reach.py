@@ -54,6 +54,7 @@ class Reach:
         self.variables: dict[str, Get] = {}
         self._attributes: set[str] = set()
         self._classes: set[type] = set()
+        self._kinds: set[type] = set()  # those that were gone through
         self._packages = tuple(filter(None, map(_package_of, roots)))
         self._modules: dict[str, types.ModuleType] = {}
         self._words: set[str] = set()
@@ -193,6 +194,9 @@ class Reach:
 
     def _class(self, kind: type) -> None:
         """All of its methods: which one a step calls is not asked."""
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
         for each in kind.__mro__:
             if id(each) in self._seen and each is not kind:
                 continue

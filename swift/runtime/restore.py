@@ -307,10 +307,12 @@ class Restorer:
         """What the rank had and no state can hold."""
         self._tell_drawn(version)
         beside = state.get("beside", {})
-        if lost := [*beside.get("unknown", ()), *beside.get("apart", ())]:
+        lost = [*beside.get("unknown", ()), *beside.get("apart", ()), *self._state.beside.lost]
+        if lost := list(dict.fromkeys(lost)):
             self._member.client.differs(
                 version,
-                f"{', '.join(lost)} of rank {self._rank} cannot be given to another process, and was lost",
+                f"{', '.join(lost)} of rank {self._rank} cannot be given to another process, and was lost; if it need "
+                f"not last: session.transient('{lost[0].rpartition('.')[2]}')",
             )
 
     def _replay(

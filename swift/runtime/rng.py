@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from swift.runtime import _torch
+from swift.runtime.containers import Container
 
 _MASK = (1 << 64) - 1
 # No stage has this index: the seed of what a trainer draws outside of its stages.
@@ -159,13 +160,5 @@ def as_registered(value: Any) -> Any:
         bits: Any = value.bit_generator
         return Registered(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if type(value) in (list, dict, deque):
-        return Registered(value.copy, lambda items: _fill(value, items))
+        return Container(value)
     return value
-
-
-def _fill(container: Any, items: Any) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        container.update(items)
-    else:
-        container.extend(items)

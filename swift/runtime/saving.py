@@ -16,6 +16,9 @@ from swift.recovery.regroup import LoggedGroups
 from swift.runtime.member import Member
 from swift.runtime.state import TrainerState
 
+_TELL_S = 2.0
+"""How long one attempt takes to tell the coordinator of a checkpoint; another one follows it."""
+
 
 class Saving:
     """(trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_before_ready``, ``save_first``;
@@ -44,13 +47,19 @@ class Saving:
         self._version = self._state.version
         number, since = self._groups.saving(self._state.version)
 
-        def durable(version: int) -> None:
-            events.emit("checkpoint_durable", rank=self._rank, version=version)
+        news = iter([True])
+
+        def durable(version: int) -> bool:
+            """False: nobody answers. Soon: the next checkpoint waits for this, and training for that one."""
+            if next(news, False):
+                events.emit("checkpoint_durable", rank=self._rank, version=version)
             try:
-                self._member.client.checkpoint_durable(version, generation, number, since)
+                self._member.client.checkpoint_durable(version, generation, number, since, patience_s=_TELL_S)
             except SwiftError as error:
                 # A version that the coordinator never hears of is not complete; the one before it stands.
                 events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
+                return not isinstance(error, ServiceError)
+            return True
 
         def failed(unsaved: Unsaved) -> None:
             newest = max(view.checkpoints, default=0)

@@ -56,9 +56,13 @@ class Session:
         self, *, rank: int, world_size: int, member: Member, checkpoint_dir: str, config: SessionConfig
     ):
         self.rank = rank
+        """This process's number among all ranks, from 0; one that replaces a lost one has the same."""
         self.world_size = world_size
+        """Ranks of the job."""
         self._mesh = Mesh(rank, world_size, config.replicas, config.shards)
         self.groups = self._lasting_groups()
+        """Process groups that outlive failures: ``world`` (all ranks), ``pipeline`` (of this column), ``data`` (the
+        columns of this stage), and with shards ``replicate`` and ``shard``."""
         self._all = LastingGroup("all", self.groups["world"].ranks, rank)  # the session's own: votes, copies
         self._config = config
         self._member = member
@@ -470,7 +474,6 @@ class Session:
         return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
 
     def _lasting_groups(self) -> dict[str, LastingGroup]:
-        """``world``, ``pipeline``, ``data``, and with shards ``replicate`` and ``shard``."""
         return {
             # A broken message must end the schedule; DDP's reducer must not see an error.
             name: LastingGroup(name, ranks, ranks.index(self.rank), swallow=name == "data")

@@ -14,6 +14,7 @@ import logging
 import multiprocessing.shared_memory
 import multiprocessing.sharedctypes
 import operator
+import random
 import threading
 import types
 import warnings
@@ -64,6 +65,15 @@ _ENDS = 8
 _DEEP = 40
 LEAVES_MAX = 20_000
 """Of one variable."""
+_QUICK_LEAVES_MAX = 1_000
+_QUICK_ITEMS_MAX = 4_096
+_SPECIAL = (
+    torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray, np.generic, np.random.RandomState, np.random.Generator,
+    random.Random, Enum, PurePath, io.IOBase, list, tuple, deque, set, frozenset, weakref.ref, contextvars.ContextVar,
+    threading.local, threading.Thread, multiprocessing.sharedctypes.SynchronizedBase,
+    multiprocessing.shared_memory.SharedMemory, *_BUFFERS, *_MAPPINGS, *_INERT,
+)  # fmt: skip
+"""There is more to them than their attributes."""
 
 Sign = Any
 Signs = dict[str, Sign]
@@ -72,10 +82,16 @@ Reads = Callable[[type, str], bool]
 
 class Look:
     """One look at several values. ``told``: ids of what needs no sign; ``reads(class, attribute)``: somebody looks at
-    it; ``memory``: tensors that lie there (``p.data``, ``model.state_dict()``) need none either."""
+    it; ``memory``: tensors that lie there (``p.data``, ``model.state_dict()``) need none either. ``quick``: what is
+    large has a sign that equals no other."""
 
-    def __init__(self, told: set[int], reads: Reads, memory: Set[int] = frozenset()) -> None:
+    def __init__(
+        self, told: set[int], reads: Reads, memory: Set[int] = frozenset(), *, quick: bool = False
+    ) -> None:
         self.signs: Signs = {}
+        self._quick = quick
+        self._kinds: dict[type, tuple[str, ...] | None] = {}
+        """Of ordinary classes, the attributes that are in slots; None: it is not one."""
         self._told = told
         self._reads = reads
         self._memory = memory
@@ -85,7 +101,7 @@ class Look:
 
     def variable(self, name: str, value: Any) -> None:
         """One variable does not hide what stands behind it, however large it is."""
-        self._leaves_max = len(self.signs) + LEAVES_MAX
+        self._leaves_max = len(self.signs) + (_QUICK_LEAVES_MAX if self._quick else LEAVES_MAX)
         self.at(f"{name}\0", value)
 
     def at(self, path: str, value: Any, depth: int = 0) -> None:
@@ -105,23 +121,38 @@ class Look:
             and not memory_of([value]).isdisjoint(self._memory)
         ):
             return
-        sign = leaf(value)
+        if self._quick and isinstance(value, np.ndarray) and value.nbytes > _SMALL_BYTES:
+            self.signs[path] = object()
+            return
+        slots = self._slots_of(type(value))
+        sign = leaf(value) if slots is None else None
         if sign is not None:
             self.signs[path] = sign
             if not isinstance(value, torch.Tensor) or not vars(value):
                 return
         with suppress(Exception):  # anything may come out of somebody else's `__getattr__` or `__len__`
-            for name, part in parts_of(value, self._reads):
+            for name, part in self._parts_of(value, slots):
                 self.at(f"{path}.{name}", part, depth + 1)
             if isinstance(value, (list, tuple, deque, *_MAPPINGS)) and len(value) > _MANY:
-                self.signs[f"{path}.#rest"] = bulk.digest(value, self._in_bulk)
+                large = self._quick and len(value) > _QUICK_ITEMS_MAX
+                self.signs[f"{path}.#rest"] = object() if large else bulk.digest(value, self._in_bulk)
 
     def _in_bulk(self, value: Any) -> Any:
         """(bulk) What stands for an object in a long container: its sign, or its parts."""
-        if isinstance(value, _INERT) or id(value) in self._told:
+        slots = self._slots_of(type(value))
+        if id(value) in self._told or (slots is None and isinstance(value, _INERT)):
             return None
-        sign = leaf(value)
-        return dict(parts_of(value, self._reads)) if sign is None else sign
+        sign = leaf(value) if slots is None else None
+        return dict(self._parts_of(value, slots)) if sign is None else sign
+
+    def _parts_of(self, value: Any, slots: tuple[str, ...] | None) -> Iterator[tuple[str, Any]]:
+        return parts_of(value, self._reads) if slots is None else _attributes(value, self._reads, slots)
+
+    def _slots_of(self, kind: type) -> tuple[str, ...] | None:
+        """Data sets have hundreds of thousands of objects of one class: it is looked at once."""
+        if kind not in self._kinds:
+            self._kinds[kind] = _slots(kind) if _is_ordinary(kind) else None
+        return self._kinds[kind]
 
 
 def leaf(value: Any) -> Sign:
@@ -177,7 +208,19 @@ def parts_of(value: Any, reads: Reads = lambda _kind, _name: True) -> Iterator[t
     if isinstance(value, torch.Tensor | torch.nn.Module) or root in _LOOKED_INTO or root in _OBSERVERS:
         return
     if not kind.__module__.startswith(_TORCH_OBSERVERS):
-        yield from _attributes(value, reads)
+        yield from _attributes(value, reads, _slots(kind))
+
+
+def _is_ordinary(kind: type) -> bool:
+    """Its objects are what their attributes are."""
+    root = kind.__module__.partition(".")[0]
+    return not (
+        root in _LOOKED_INTO
+        or root in _OBSERVERS
+        or kind.__module__.startswith(_TORCH_OBSERVERS)
+        or issubclass(kind, _SPECIAL)
+        or any("__class__" in vars(each) for each in kind.__mro__[:-1])  # it says that it is another
+    )
 
 
 def _of_mapping(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -250,16 +293,20 @@ def _of_iterator(value: Any) -> Iterator[tuple[str, Any]]:
         yield str(number), part
 
 
-def _attributes(value: Any, reads: Reads) -> Iterator[tuple[str, Any]]:
-    slots = [
-        name
-        for kind in type(value).__mro__
-        for name in _names(getattr(kind, "__slots__", ()))
-        if name not in ("__dict__", "__weakref__")
-    ]
+def _attributes(value: Any, reads: Reads, slots: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     found |= getattr(value, "__dict__", {})
-    yield from ((name, part) for name, part in found.items() if reads(type(value), name))
+    yield from ((name, part) for name, part in found.items() if reads(kind, name))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for each in kind.__mro__
+        for name in _names(getattr(each, "__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    )
 
 
 def _names(slots: Any) -> Iterable[str]:

@@ -2,27 +2,26 @@
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from swift.checkpoint.state import split
-from swift.errors import ServiceError, SwiftError, UsageError
+from swift.errors import ServiceError, UsageError
 from swift.optim.journal import UndoResult
 from swift.optim.kept import Kept
 from swift.optim.preimage import OPTIMIZERS_OWN
 from swift.runtime import _torch, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
+from swift.runtime.first_parameters import FirstParameters, check_ready
 from swift.runtime.gradients import LeftGradients
 from swift.runtime.groups import LastingGroup
 from swift.runtime.loaders import Iterators
-from swift.runtime.loading import load_module, load_optimizer
+from swift.runtime.loading import load_module, load_optimizer, naming, states_of
 from swift.runtime.manifest import local
 from swift.runtime.param_groups import Groups, ParamGroups, become, told
 from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
@@ -87,14 +86,14 @@ class TrainerState:
         self._digests: dict[int, bytes] = {}
         self.beside = Beside()
         self.settings = Settings()
-        self._at_begin: list[torch.nn.Parameter] = []
-        """Parameters, when the process began: a step makes none and removes none."""
-        self._names_at_begin: Iterable[str] = ()
+        self._first = FirstParameters()
         self.iterators = Iterators(self.randomness)
         self.drew: list[str] = []
         """Registered objects that drew random numbers while they loaded their state."""
         self.stopped: Stopped | None = None
         """The trainer ends the run with this version."""
+        self.updated = False
+        """An optimizer that the session was told of has stepped in this process."""
         self.apart: list[str] = []
         """What replicas have each of its own (`swift.runtime.audit`)."""
 
@@ -118,7 +117,7 @@ class TrainerState:
                     f"two stages {stage.stage_index} on one rank: a rank can have several stages of one pipeline, not "
                     "two pipelines; make one pipeline of both, or give a whole model to session.module"
                 )
-        _check_ready(stage.submod)
+        check_ready(stage.submod)
         self.stages.append(stage)
 
     def keyed(self) -> dict[str, Any]:
@@ -169,9 +168,16 @@ class TrainerState:
                 "the schedule is not registered: call session.register(schedule=schedule, scheduler=..., loader=...) "
                 "before session.run"
             )
+        for stage in self.stages:
+            if hooks := _torch.communication_hooks_of(stage.submod):
+                raise UsageError(
+                    f"a DistributedDataParallel has a communication hook ({hooks[0]}): a reduction that a failure cuts "
+                    "short in a hook cannot be taken back; leave register_comm_hook out"
+                )
         self.updates.check_complete(self.objects)
         for optimizer in self.optimizers:
             sharded.check_optimizer(optimizer)
+        states_of(self.optimizers)
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         known, trained = {id(p) for p in parameters}, {id(p) for p in parameters if p.requires_grad}
         updated = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
@@ -192,7 +198,7 @@ class TrainerState:
         modules = {key: stage.submod for key, stage in self.keyed().items()}
         self.beside.remember(modules, self.optimizers, self.objects.values())
         self.settings.remember()
-        self._at_begin, self._names_at_begin = self._parameters(), self._named_parameters(sharded_too=True)
+        self._first.remember(self._parameters(), list(self._named_parameters(sharded_too=True)))
 
     def told(self) -> list[Any]:
         """What the session was told of: all of it is captured."""
@@ -233,30 +239,15 @@ class TrainerState:
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 
     def end_step(self) -> None:
-        self._check_parameters()
+        self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))
         self._before, self._groups = None, []
         self.settings.end_step()
         self._learn_changing()
         self._modules.forget()
         self._gradients.end(updated=self.updates.stepped > 0)
+        self.updated = self.updated or self.updates.stepped > 0
         self.version += 1
         self.updates.begin_step(self.version)
-
-    def _check_parameters(self) -> None:
-        """Raises UsageError for a step that has made or removed parameters."""
-        now = self._parameters()
-        if not self.beside.remembered:
-            return
-        if len(now) == len(self._at_begin) and all(map(is_, now, self._at_begin)):
-            return
-        before, after = set(self._names_at_begin), set(self._named_parameters(sharded_too=True))
-        if before != after:
-            raise UsageError(
-                f"train_step has made or removed parameters ({', '.join(sorted(before ^ after)[:3])}): a process that "
-                "replaces a lost rank makes the modules as they are before session.run, and cannot load them; make all "
-                "parameters there, frozen (requires_grad_(False)) and out of use until a step wants them"
-            )
-        self._at_begin = now
 
     def drop_step(self) -> None:
         """Takes the half-done step back, but for the buckets that are applied: `undo` does that."""
@@ -276,7 +267,11 @@ class TrainerState:
         for name, state in objects.items():
             if isinstance(self.objects[name], torch.amp.GradScaler):
                 _torch.forget_unscaled(self.objects[name])
-            self._load_object(name, state)
+            try:
+                self._load_object(name, state)
+            except ServiceError as error:
+                self.present = False  # it is restored, which may do better
+                print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
         if self._changed_otherwise():
             # Values of before the step are nowhere. (From its next step on they are kept.)
             self.present = False
@@ -316,7 +311,7 @@ class TrainerState:
         else:
             found, self._digests = [], {}
         if not self._steps_here:  # what a first step has made is told now if it cannot be saved
-            split([optimizer.state_dict() for optimizer in self.optimizers])
+            split(states_of(self.optimizers))
         self._steps_here += 1
         for parameter in (*found, *(p for p in frozen if self._looks.changed(p))):
             self._changing[id(parameter)] = parameter
@@ -347,8 +342,18 @@ class TrainerState:
     # --- checkpoints and digests ---
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """The tensors that a copy of a replica's state is received into, by their path in `state_dict`."""
-        tensors, _ = split({key: value for key, value in self.state_dict().items() if key != "beside"})
+        """The tensors that a copy of a replica's state is received into, by their path in `state_dict`.
+
+        No buffers: the replica's may have grown, or be of another type by now.
+        """
+        state = self.state_dict()
+        stages: dict[str, Any] = {}
+        for key, stage in self.keyed().items():
+            names = {name for name, _ in stage.submod.named_parameters(remove_duplicate=False)}
+            stages[key] = {name: tensor for name, tensor in state["stages"][key].items() if name in names}
+        tensors, _ = split(
+            {key: value for key, value in state.items() if key != "beside"} | {"stages": stages}
+        )
         return tensors
 
     def shared_dict(self) -> dict[str, Any]:
@@ -363,7 +368,7 @@ class TrainerState:
         state = {
             "version": self.version,
             "stages": {key: stage.submod.state_dict() for key, stage in self.keyed().items()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": states_of(self.optimizers),
             "objects": self._object_states(),
             "beside": self.beside.state(),
             "iterators": self.iterators.state(),
@@ -405,7 +410,10 @@ class TrainerState:
         cannot load it, with its name."""
         stages = self.keyed()
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
-            raise ServiceError("the checkpoint holds other stages or optimizers than this trainer made")
+            raise ServiceError(
+                f"the checkpoint holds stages {sorted(state['stages'])} and {len(state['optimizers'])} optimizer(s), "
+                f"this trainer made stages {sorted(stages)} and {len(self.optimizers)} optimizer(s)"
+            )
         if set(self.objects) != set(state["objects"]):
             raise ServiceError(
                 f"the checkpoint holds {sorted(state['objects'])}, this trainer registered {sorted(self.objects)}"
@@ -416,10 +424,10 @@ class TrainerState:
         sharded.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
         state = sharded.globalized(state, placements, self._parameters())
         for name, stage in stages.items():
-            with _naming(f"stage {name}"):
+            with naming(f"stage {name}"):
                 load_module(stage.submod, state["stages"][name], self.beside.names_at_begin(name))
         for number, (optimizer, value) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
-            with _naming(f"optimizer {number} ({type(optimizer).__name__})"):
+            with naming(f"optimizer {number} ({type(optimizer).__name__})"):
                 load_optimizer(optimizer, value)
         self.iterators.restore(state["iterators"])
         for name, value in state["objects"].items():
@@ -436,7 +444,7 @@ class TrainerState:
         with kept():
             seed_all(_LOADING, torch.device("cpu"))
             before = digest_of_states()
-            with _naming(f"register({name}=...)"):
+            with naming(f"register({name}=...)"):
                 self.objects[name].load_state_dict(state)
             set_anew = (
                 torch.default_generator.initial_seed() != _LOADING
@@ -487,25 +495,3 @@ class TrainerState:
             parts = [local(parameter).detach().flatten().float() for parameter in self._parameters()]
         flat = torch.cat(parts) if parts else torch.empty(0)
         return flat[:: max(1, -(-flat.numel() // at_most))].contiguous().numpy().tobytes().hex()
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Whatever comes out of a trainer's own objects says whose it is."""
-    try:
-        yield
-    except SwiftError as error:
-        raise type(error)(f"{what}: {error}") from error
-    except Exception as error:
-        raise ServiceError(f"{what} cannot load its state: {type(error).__name__}: {error}") from error
-
-
-def _check_ready(module: torch.nn.Module) -> None:
-    """Raises UsageError for a module that makes its parameters in its first forward."""
-    lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if isinstance(tensor, lazy):
-            raise UsageError(
-                f"{name} of a lazy module has no shape yet; call the module once (under torch.no_grad()) before the "
-                "session is told of it, and make the optimizer after that"
-            )

@@ -79,7 +79,10 @@ class Credentials:
 
     def check(self, address: str) -> None:
         """UsageError, in one line: a file is missing or badly kept, or the connection would be in clear text."""
-        if self.ca is None and not self.insecure and not is_loopback(address.rpartition(":")[0]):
+        host, _, port = address.rpartition(":")
+        if not host or not _is_port(port):
+            raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
+        if self.ca is None and not self.insecure and not is_loopback(host):
             raise UsageError(
                 f"{address} is not loopback and {ENV_CA} is not set: name the CA of its certificate there, "
                 f"or say {ENV_INSECURE}=1 if the network is trusted"
@@ -92,8 +95,7 @@ class Credentials:
         """As `check`, of an address that somebody else has named: he must not get this process's token in clear text,
         wherever that is allowed otherwise, nor make it connect to anything but a host's port."""
         host, _, port = address.rpartition(":")
-        is_port = _PORT.fullmatch(port) is not None and int(port) < 65536
-        if not is_port or not _HOST.fullmatch(host) or host.lower() in _SCHEMES:
+        if not _is_port(port) or not _HOST.fullmatch(host) or host.lower() in _SCHEMES:
             raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
         if self.token_file is not None and self.ca is None and not is_loopback(host):
             raise UsageError(
@@ -113,6 +115,10 @@ class Credentials:
 
     def tls_files(self) -> list[Path]:
         return [path for path in (self.ca, self.certificate, self.key) if path is not None]
+
+
+def _is_port(text: str) -> bool:
+    return _PORT.fullmatch(text) is not None and int(text) < 65536
 
 
 def read_token(path: Path) -> str:

@@ -14,6 +14,7 @@ from swift.security import tokens
 from swift.security.files import Owner, write_file
 from swift.security.renewal import LOOK_EVERY_S, Complaints, Renewal
 from swift.security.roles import Role
+from swift.words import tell
 
 HOURS_MAX = 24 * 366
 
@@ -182,16 +183,16 @@ def _turn(renewal: Renewal, complaints: Complaints, hours: float) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"swift: {line}", file=sys.stderr, flush=True)
+    tell(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(parse(sys.argv[1:] if argv is None else argv))
     except SwiftError as error:
-        print(f"swift: {error}", file=sys.stderr)
+        tell(error)
         return error.exit_code
     except OSError as error:
-        print(f"swift: token: {error.filename}: {error.strerror}", file=sys.stderr)
+        tell(f"token: {error.filename}: {error.strerror}")
         return ServiceError.exit_code
     return 0

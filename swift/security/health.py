@@ -7,7 +7,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from swift.errors import ServiceError
+from swift.security.advice import advised
 from swift.security.channel import Credentials, open_channel
+from swift.words import one_line
 
 SECURITY_KEY = "swift-security"
 
@@ -39,7 +41,8 @@ def check(
         answer, call = ask.with_call(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
     except grpc.RpcError as error:
         said = cast("grpc.Call", error).details()  # what a failed call raises is the call itself
-        raise ServiceError(f"{address} does not answer a health check: {said}") from None
+        why = advised(address, one_line(said), credentials)
+        raise ServiceError(f"{address} does not answer a health check: {why}") from None
     finally:
         channel.close()
     words: set[str] = set()
@@ -47,9 +50,14 @@ def check(
         if key == SECURITY_KEY and isinstance(value, str):
             words = set(value.split(","))
     return Health(
-        status=health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status),
+        status=_named(answer.status),
         tls="tls" in words,
         mutual_tls="mutual-tls" in words,
         tokens="tokens" in words,
         insecure="insecure" in words,
     )
+
+
+def _named(status: int) -> str:
+    known = health_pb2.HealthCheckResponse.ServingStatus
+    return str(known.Name(status)) if status in known.values() else f"STATUS_{status}"

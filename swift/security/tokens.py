@@ -13,7 +13,9 @@ The header's ``kid`` is the name of the key's file (of the file that a link lead
 time, and one is replaced by adding the next, minting with it, and removing the old one, which revokes its tokens.
 """
 
+import base64
 import contextlib
+import json
 import threading
 import time
 import uuid
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 from swift.errors import UsageError
 from swift.security.files import Signature, read_secret, signature, write_file
 from swift.security.roles import Role
+from swift.words import one_line
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -37,6 +40,8 @@ TOKEN_BYTES_MAX = 4096
 REFRESH_S = 1.0
 """A key that was removed is used no longer than this."""
 _GRANTS_MAX = 4096
+_NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""What JSON may raise that is no token's."""
 _REVOKED_BYTES_MAX = 16 << 20
 SUBJECT_MAX = 128
 
@@ -136,7 +141,7 @@ def new_key(directory: Path) -> tuple[Path, Path]:
 
 def shown(text: str) -> str:
     """For a line of a log: short, and nothing in it that ends or colours the line."""
-    return "".join(one if one.isprintable() else "?" for one in text[:SUBJECT_MAX])
+    return one_line(text[:SUBJECT_MAX])
 
 
 class Revoked:
@@ -256,11 +261,25 @@ class Authority:
                 audience=AUDIENCE,
                 options={"require": ["exp", "aud", "job", "roles"]},
             )
+            _check_said_once(token)
             return _grant_of(claims, now)
         except jwt.ExpiredSignatureError:
             raise NotAuthenticated("the token has expired: put a newer one into its file") from None
-        except (jwt.PyJWTError, ValueError, TypeError, KeyError, OverflowError):
+        except (jwt.PyJWTError, *_NONSENSE):
             raise NotAuthenticated("the token is not valid") from None
+
+
+def _check_said_once(token: str) -> None:
+    """Of a token that says something twice, others may believe the other one. ValueError."""
+    for part in token.split(".")[:2]:
+        json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)), object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("twice")
+    return found
 
 
 def _grant_of(claims: Mapping[str, object], now: float) -> Grant:
@@ -292,7 +311,7 @@ def claims_of(token: str) -> Grant | None:
     try:
         claims = jwt.decode(token, options={"verify_signature": False})
         return _grant_of(claims, time.time())
-    except (jwt.PyJWTError, ValueError, TypeError, KeyError, OverflowError):
+    except (jwt.PyJWTError, *_NONSENSE):
         return None
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -12,11 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.health import REQUEST_BYTES_MAX, WATCHES_PER_PEER
 from swift._pb import log_pb2
 from swift.bench.http2 import Connection
-from swift.log.rpc import code_of, reason_of
-from swift.log.wire import SERVICE
+from swift.log.rpc import code_of, open_channel, reason_of
+from swift.log.wire import CALLS_PER_CONNECTION, SERVICE
 from swift.security.health import check
 from swift.security.roles import LOG
 from tests.hostile.world import BOUND_S, Neighbour, Server
+from tests.integration.launch_world import wait_until
 from tests.integration.logserver_world import LogServer
 
 HEALTH = "/grpc.health.v1.Health/"
@@ -75,9 +76,10 @@ def test_calls_whose_requests_never_come_take_no_threads_that_others_need(
 ) -> None:
     """More of them than there are places: of other kinds of calls none is held up, of the same kind none for long."""
     neighbour = Neighbour()
-    with Connection(server.address) as one, Connection(server.address) as other:
-        for connection in (one, other):
-            for _ in range(150):
+    with ExitStack() as stack:
+        for _ in range(300 // CALLS_PER_CONNECTION):
+            connection = stack.enter_context(Connection(server.address))
+            for _ in range(CALLS_PER_CONNECTION):
                 connection.begin(method)
         time.sleep(0.5)
         neighbour.use(server.address)
@@ -88,10 +90,12 @@ def test_calls_whose_requests_never_come_take_no_threads_that_others_need(
 
 
 def test_watches_are_bounded_and_so_is_what_they_ask_for(tmp_path: Path) -> None:
-    with Server(tmp_path / "log") as server:
+    """Of one peer: its connections count together."""
+    with Server(tmp_path / "log") as server, ExitStack() as stack:
         stub = health_pb2_grpc.HealthStub(server.channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_PER_PEER)]
         assert {next(watch).status for watch in watches} == {health_pb2.HealthCheckResponse.SERVING}
+        stub = health_pb2_grpc.HealthStub(stack.enter_context(open_channel(server.address)))
         with pytest.raises(grpc.RpcError) as caught:
             next(stub.Watch(health_pb2.HealthCheckRequest()))
         assert (code_of(caught.value), reason_of(caught.value)) == (
@@ -107,7 +111,14 @@ def test_watches_are_bounded_and_so_is_what_they_ask_for(tmp_path: Path) -> None
         with pytest.raises(grpc.RpcError) as caught:
             stub.Check(health_pb2.HealthCheckRequest(service="nobody"))
         assert code_of(caught.value) is grpc.StatusCode.NOT_FOUND
-        unknown = next(stub.Watch(health_pb2.HealthCheckRequest(service="nobody")))
+
+        def admitted() -> health_pb2.HealthCheckResponse | None:
+            """The ends of the others come over another connection, and may come later."""
+            with suppress(grpc.RpcError):
+                return next(stub.Watch(health_pb2.HealthCheckRequest(service="nobody")))
+            return None
+
+        unknown = wait_until(admitted, "their places to be free")
         assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
@@ -125,18 +136,26 @@ def test_readers_and_writers_that_never_read_hold_nobody_up(server: LogServer) -
     neighbour, other = Neighbour(), Neighbour("other")
     other.use(server.address)
     request = log_pb2.ReadRequest(job="other", stream="s0.F", follow=True).SerializeToString()
-    with Connection(server.address) as deaf:
-        for _ in range(40):
-            deaf.message(deaf.begin(LOG + "Read"), request, end=True)
-            deaf.message(
-                deaf.begin(LOG + "Inventory"),
-                log_pb2.InventoryRequest(job="other").SerializeToString(),
-                end=True,
-            )
-            deaf.begin(LOG + "Append")
+    inventory = log_pb2.InventoryRequest(job="other").SerializeToString()
+    with ExitStack() as stack:
+        for _ in range(4):
+            deaf = stack.enter_context(Connection(server.address))
+            for _ in range(CALLS_PER_CONNECTION // 3):
+                deaf.message(deaf.begin(LOG + "Read"), request, end=True)
+                deaf.message(deaf.begin(LOG + "Inventory"), inventory, end=True)
+                deaf.begin(LOG + "Append")
         time.sleep(0.3)
         neighbour.use(server.address)
         other.use(server.address)
         began = time.monotonic()
         server.stop()
         assert time.monotonic() - began < BOUND_S
+
+
+@pytest.mark.parametrize("field", ["k\udce9y", "\udca5", "\udc80\x00"])
+def test_fields_that_are_no_text_are_not_worth_a_line(server: LogServer, field: str) -> None:
+    """What a stranger may say as often as he likes fills no journal: `LogServer.stop` looks for what was said."""
+    with Connection(server.address) as odd:
+        for _ in range(20):
+            odd.message(odd.begin(HEALTH + "Check", {field: field}), NAMED, end=True)
+        Neighbour().use(server.address)

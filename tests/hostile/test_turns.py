@@ -12,6 +12,7 @@ from services.logserver.appends import Appends
 from services.logserver.commits import AMONG_OTHERS, Commits
 from services.logserver.disk import RealDisk
 from services.logserver.failures import StorageFailed, StorageFull
+from services.logserver.reading import Turns
 from services.logserver.seam import Write
 from services.logserver.state import EngineConfig, ServerState, Session
 from services.logserver.storage import DirectoryStorage
@@ -265,3 +266,24 @@ def test_a_manifest_that_is_saved_holds_up_no_other_jobs_records(tmp_path: Path)
     saving.join()
     storage.commit(one[1:], True)
     storage.close()
+
+
+def test_questions_of_one_job_take_turns_and_another_jobs_do_not_wait() -> None:
+    turns, order, going = Turns(), [], threading.Event()
+
+    def ask() -> None:
+        with turns.turn("asks"):
+            order.append("in")
+            going.wait(BOUND_S)
+            order.append("out")
+
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    with turns.turn("other"):
+        going.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["in", "out"] * 5
+    assert not turns._of
+    assert not turns._there

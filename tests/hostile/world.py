@@ -28,8 +28,14 @@ STREAM = "s0.F"
 class Server:
     """Starts in the constructor. A context manager."""
 
-    def __init__(self, directory: Path, config: EngineConfig | None = None, gate: Gate | None = None) -> None:
-        self.storage = DirectoryStorage(directory, 1 << 20)
+    def __init__(
+        self,
+        directory: Path,
+        config: EngineConfig | None = None,
+        gate: Gate | None = None,
+        segment_bytes: int = 1 << 20,
+    ) -> None:
+        self.storage = DirectoryStorage(directory, segment_bytes)
         self.engine = LogEngine(self.storage, config or EngineConfig())
         self.server, self.health = make_server(self.engine, gate)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"

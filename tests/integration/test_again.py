@@ -94,3 +94,28 @@ def test_a_death_while_the_job_forms_is_a_death_like_any_other(
     with Again(tmp_path) as job:
         assert job.unlucky(STEPS, {"rank": 1, "at": "made", "what": "kill"}) == 0, job.said
         assert job.digests(STEPS) == twin
+
+
+def test_the_end_of_a_run_outlives_the_rank_that_has_called_it(
+    twin: list[dict[str, object]], tmp_path: Path
+) -> None:
+    """It is killed once the coordinator has heard of it, and before anybody else is through."""
+    stops = {"rank": 1, "step": 6, "what": "stop", "times": 99}
+    dies = {"rank": 1, "step": 6, "what": "die with the word"}
+    with Again(tmp_path) as job:
+        assert job.unlucky(10, stops, dies) == 0, job.said
+        assert "killed by SIGKILL: replaced" in job.said
+        assert "stopped at step 6: enough" in job.status()
+        stopped = "stopped at step 6: enough; with more than 10 steps it goes on"
+        assert job.said.splitlines()[-1] == f"swift: job drill: {stopped}"
+        ended = job.digests(7), job.lines()
+
+        begun = len(job.events("step_begin"))
+        assert job.unlucky(10, stops, dies) == 0, job.said
+        assert job.said.splitlines()[-1] == f"swift: job drill: {stopped}"
+        assert (job.digests(7), job.lines()) == ended
+        assert len(job.events("step_begin")) == begun
+
+        assert job.unlucky(STEPS) == 0, job.said
+        assert job.digests(STEPS) == twin
+        assert [[line["step"] for line in lines] for lines in job.lines()] == [list(range(STEPS))] * 2

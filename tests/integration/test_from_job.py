@@ -1,5 +1,6 @@
 """A job that begins with the checkpoint of another one: real services, launchers and ranks, every bit compared."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,18 @@ def test_it_goes_on_as_the_other_one_would_have_and_writes_nothing_there(tmp_pat
         assert said == [
             "swift: --from-job nobody: this coordinator has no such job (swift-ft jobs lists them)"
         ]
+
+        # Two stages on each rank, where that job had one.
+        assert (
+            job.run("interleaved.py", STEPS, 0, tmp_path, 5, "", flags=["--from-job", JOB], job="fourth") == 2
+        )
+        (line,) = [line for line in job.said.splitlines() if line.startswith("swift:")]
+        assert line.startswith(
+            "swift: --from-job drill: its version 12 is not this trainer's: the checkpoint holds "
+        )
+        one = r"1 optimizer\(s\)"
+        assert re.search(
+            rf"holds stages \['([01])'\] and {one}, this trainer made stages \['\1', '[23]'\] and {one}$",
+            line,
+        )
+        assert everything_in(tmp_path / "checkpoints" / JOB) == before

@@ -99,6 +99,18 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     assert not coordinator.failures
 
 
+def test_what_a_rank_forks_is_not_called_a_rank(start: Start) -> None:
+    """Workers of a DataLoader were, and whoever looked for the rank's process killed one of them."""
+    launch = start("--nproc-per-node=1", "--job=test", "--spares=0")
+    rank = launch.rank(0)
+    launch.go(0, "child = os.fork()\nif not child:\n    time.sleep(60)\nos.waitpid(child, 0)")
+    (child,) = wait_until(lambda: psutil.Process(rank.pid).children(), "its child")
+    wait_until(lambda: title_of(child.pid)[1] == "swift-ft: forked by rank 0 of test", "its name")
+    assert title_of(rank.pid)[1] == "swift-ft: rank 0 of test: script.py --flag value"
+    child.kill()
+    assert launch.wait()[0] == 0
+
+
 def _warm_at(launch: Launch, pid: int) -> list[float]:
     return [event["t"] for event in launch.events("worker_warm") if event["pid"] == pid]
 
@@ -297,6 +309,37 @@ def test_leaving_early_fails_the_job(start: Start, coordinator: ScriptedCoordina
     code, stderr = launch.wait()
     assert code == 1
     assert "rank 1: exit code 0 before the job was finished" in stderr
+
+
+def test_leaving_before_it_has_joined_fails_the_job(start: Start, coordinator: ScriptedCoordinator) -> None:
+    """Nobody fences a process that holds no rank, and the others would wait for it."""
+    coordinator.publish(state=pb.FORMING, generation=1)
+    launch = start("--nproc-per-node=2")
+    launch.rank(0)
+    launch.rank(1)
+    launch.go(1)
+    code, stderr = launch.wait()
+    assert code == 1
+    assert "rank 1: exit code 0 before the job was finished" in stderr
+
+
+def test_all_that_leave_at_once_fail_the_job(start: Start, coordinator: ScriptedCoordinator) -> None:
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    launch = start("--nproc-per-node=2")
+    ranks = [launch.rank(number) for number in range(2)]
+    members = [
+        pb.Member(rank=n, incarnation=rank.env["SWIFT_INCARNATION"], pid=rank.pid)
+        for n, rank in enumerate(ranks)
+    ]
+    coordinator.publish(state=pb.RUNNING, generation=1, members=members)
+    wait_until(lambda: len(launch.events("view_seen")) > 1, "that View")
+    for number in range(2):
+        launch.go(number)
+    wait_until(lambda: len(coordinator.exits) == 2, "the notices of the exits")
+    coordinator.publish(state=pb.FENCING, generation=2, fenced=members)
+    code, stderr = launch.wait()
+    assert code == 1
+    assert "exit code 0 before the job was finished" in stderr
 
 
 MACHINES = ["--nnodes=2", "--nproc-per-node=1", "--job=two", "--local-addr=127.0.0.1", "--spares=0"]

@@ -256,6 +256,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         (["--segment-bytes", "10"], "too small"),
         (["--fsync-interval", "0"], "must be positive"),
         (["--quota-bytes", "-1"], "must be positive"),
+        (["--quota-bytes", "10"], "--quota-bytes 10 has no room for anything: give at least 65536"),
         (["--high-water", "0.5"], "--low-water 0.6 must be below --high-water 0.5"),
         (["--keep-days", "-1"], "--keep-days must be positive"),
         (["--address-file", "/nowhere/at/all"], "there is no directory"),

@@ -12,7 +12,7 @@ import pytest
 from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
 from swift.drill.cluster import COORDINATOR, JOB, Cluster
-from swift.errors import ServiceError
+from swift.errors import ServiceError, UnknownJob
 from tests.integration.drill_world import Twins, drill, kills, passed
 from tests.integration.trainer_world import Run, run_trainer
 
@@ -84,7 +84,7 @@ class Watched(Cluster):
     def _look(self) -> None:
         client = CoordinatorClient(self._addresses[COORDINATOR], JOB, patience_s=5.0)
         try:
-            with contextlib.suppress(ServiceError):  # nobody has joined yet
+            with contextlib.suppress(ServiceError, UnknownJob):  # nobody has joined yet
                 ranks = {rank.rank: rank for rank in client.status().ranks}
                 if VICTIM in ranks:
                     PROGRESS.append(ranks[VICTIM].replay if ranks[VICTIM].HasField("replay") else None)

@@ -190,10 +190,10 @@ def test_sidecars_killed_at_random_lose_and_double_nothing(server: LogServer, se
     def kill() -> None:
         nonlocal kills
         while kills < 4 and not stop.wait(chance.uniform(0.0, 0.8)):
-            before = writer.restarts
-            os.kill(writer.pid, signal.SIGKILL)
+            killed = writer.pid
+            os.kill(killed, signal.SIGKILL)
             kills += 1
-            while writer.restarts == before and not stop.is_set():
+            while writer.pid == killed and not stop.is_set():
                 time.sleep(0.001)
 
     killer = threading.Thread(target=kill)

@@ -1,4 +1,4 @@
-"""A plain pipeline under 1F1B."""
+"""A pipeline whose losses are reported by session.log: every step once, whatever dies."""
 
 # verdict: same bits
 # worlds: 2

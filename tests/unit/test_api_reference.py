@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,20 @@ def test_every_public_name_of_the_session_is_described(reference: ModuleType) ->
         if not (getattr(thing, "__doc__", None) or "").strip():
             silent.append(name)
     assert silent == []
+
+
+def test_every_name_of_a_session_that_the_pages_for_trainers_use_is_on_it(reference: ModuleType) -> None:
+    """`session.rank` and `session.groups` were on none: they are set in `__init__`."""
+    page = reference.page()
+    root = SCRIPT.parents[1]
+    used = {
+        name
+        for path in (root / "README.md", root / "docs" / "trainers.md", root / "examples" / "resilient.py")
+        for name in re.findall(r"\bsession\.([a-z]\w*)", path.read_text())
+    }
+    known = set(re.findall(r"^(?:### session\.|\| `)(\w+)", page, re.MULTILINE))
+    assert {"rank", "groups", "run"} <= used
+    assert used - known == set()
 
 
 def test_every_setting_is_described(reference: ModuleType) -> None:

@@ -1,10 +1,13 @@
 """What services say on stderr: JSON that a program can read, and never a secret."""
 
+import fcntl
 import io
 import json
 import logging
+import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -44,6 +47,14 @@ def test_an_event_is_one_json_object_on_one_line(environment: None) -> None:
     assert before - 0.001 <= float(str(line["monotonic"])) <= events.now()
     assert (line["level"], line["role"], line["event"]) == ("info", "coordinator", "state")
     assert line["fields"] == {"job": "a", "generation": 2, "reason": "two\nlines", "ranks": [{"rank": 1}]}
+
+
+def test_as_text_an_event_is_one_line_that_moves_no_cursor(environment: None) -> None:
+    stream = io.StringIO()
+    stop = Log("coordinator", TEXT, logging.INFO, stream).start()
+    events.emit("suspect", job="a", reason="two\nlines\r\x1b[2J\x9b1A\u2028\u202e, \ud800 und größer")
+    stop()
+    assert stream.getvalue() == "WARNING suspect job=a reason=two lines  [2J 1A  ,   und größer\n"
 
 
 def test_logging_and_exceptions_are_json_too(environment: None) -> None:
@@ -194,3 +205,27 @@ def test_a_stderr_that_fails_troubles_nobody_and_says_what_is_missing(
         assert [line["event"] for line in said] == ["lines_lost", "storage_failed", "storage_failed"]
         assert said[0]["fields"] == {"count": 2}
         assert said[1]["fields"] == {"reason": "EIO 2"}
+
+
+@pytest.mark.parametrize("size", [80, 5000])
+def test_a_pipe_that_nobody_reads_holds_nobody_up(environment: None, size: int) -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading) as unread:
+        log = Log("coordinator", TEXT, logging.INFO, stream)
+
+        def say(count: int) -> None:
+            for number in range(count):
+                log.say("refused", logging.WARNING, fields={"n": number, "x": "x" * size})
+
+        saying = threading.Thread(target=say, args=(200,), daemon=True)
+        saying.start()
+        saying.join(10)
+        assert not saying.is_alive()
+        os.set_blocking(reading, False)
+        first = unread.read()
+        whole = first.splitlines() if first.endswith("\n") else first.splitlines()[:-1]
+        log.say("refused", logging.WARNING, fields={"n": "last"})
+        lost, last = unread.read().strip().splitlines()
+        assert last == "WARNING refused n=last"
+        assert lost == f"WARNING lines_lost count={200 - len(whole)}"

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from swift import events
 from swift.arguments import metrics_address
 from swift.errors import UsageError
 from swift.metrics import COUNTER, GAUGE, HISTOGRAM, STATES, Distribution, Exposition, Family, Samples, plain
+from swift.metrics_http import CONNECTIONS_MAX
 from swift.recovery import Plan, RankPlan, Strategy
 from swift.runtime import metrics as trainer
 from swift.runtime.config import SessionConfig
@@ -79,6 +82,43 @@ def test_each_registry_is_its_own_and_shows_what_it_reads() -> None:
         other.close()
     with pytest.raises(OSError, match="refused"):
         scrape(one.address)
+
+
+@pytest.fixture
+def shown() -> Iterator[Exposition]:
+    exposition = Exposition("127.0.0.1", 0, (Family("y", GAUGE, "Ys."),), lambda: {"y": plain(1)})
+    yield exposition
+    exposition.close()
+
+
+def test_connections_that_say_nothing_take_little_and_keep_nobody_out(shown: Exposition) -> None:
+    host, _, port = shown.address.rpartition(":")
+    threads = threading.active_count()
+    silent = []
+    try:
+        for said in (b"", b"GET /metrics HT", b"POST /metrics HTTP/1.1\r\nX:") * 30:
+            silent.append(socket.create_connection((host, int(port)), timeout=5))
+            silent[-1].sendall(said)
+        assert scrape(shown.address).value("y") == 1
+        assert threading.active_count() - threads <= CONNECTIONS_MAX
+        assert silent[0].recv(1) == b""  # it was let go
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_who_goes_away_in_the_middle_is_not_told_of(
+    shown: Exposition, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host, _, port = shown.address.rpartition(":")
+    for said in (b"", b"G", b"GET /metrics HTTP/1.1\r\n\r\n") * 5:
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(said)
+            reset = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    assert scrape(shown.address).value("y") == 1
+    shown.close()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from swift import cli
+
 ROOT = Path(__file__).parents[2]
 FILE_LINES_MAX = 520
 FUNCTION_LINES_MAX = 75
@@ -282,6 +284,14 @@ def test_what_is_missing_is_said_in_one_line(command: str) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("swift.control.status.main", interrupted)
+    assert cli.main(["status", "--job", "j"]) == 130
 
 
 def test_every_pin_but_torch_has_its_hashes() -> None:

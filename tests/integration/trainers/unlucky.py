@@ -6,6 +6,7 @@ the optimizer), "replay" (of any step), "build" (while groups are connected), "m
 the session), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset; with
 "terminate" the launcher gets SIGTERM, the step goes on when a last checkpoint is agreed on, and `LEAVES_WITHIN` steps
 later the process stands still; with "nan" the data of the step are not numbers; "slow" takes a tenth of a second.
+"stop" ends the run, in replays as well; "die with the word" kills the rank once it has said that it is at its end.
 """
 
 import ctypes
@@ -70,7 +71,8 @@ def happen(at: str, step: int = -1) -> None:
     for number, mishap in enumerate(MISHAPS):
         if mishap["rank"] != RANK or mishap.get("at", "step") != at or mishap.get("step", step) != step:
             continue
-        if at != "replay" and "session" in globals() and session.replaying:
+        replaying = "session" in globals() and session.replaying
+        if replaying and at != "replay" and mishap["what"] != "stop":
             continue
         done = DIRECTORY / f"mishap{number}"
         times = len(done.read_text()) if done.exists() else 0
@@ -107,6 +109,16 @@ def suffer(what: str, times: int) -> None:
             factor = math.nan
         case "slow":
             time.sleep(0.1)
+        case "stop":
+            session.stop("enough")
+        case "die with the word":
+            finish = session._member.client.finish
+
+            def say_and_die(*said: Any) -> None:
+                finish(*said)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            session._member.client.finish = say_and_die  # type: ignore[method-assign]
 
 
 def reset_while_building() -> None:

@@ -14,13 +14,15 @@ from pathlib import Path
 from tests.trainers.harness import header, run, table, verdict
 from tests.trainers.harness.services import Services
 
+_JOB_NAME_MAX = 64
+
 
 def judge(
     services: Services, place: Path, trainer: header.Trainer, world: int
 ) -> tuple[verdict.Verdict, Path]:
     """Undisturbed, then killed at three places."""
     place.mkdir(parents=True, exist_ok=True)
-    name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"
+    name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
     calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm")
     found = verdict.of_undisturbed(calm)
     if found.word != verdict.SAME:

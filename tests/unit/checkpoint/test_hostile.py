@@ -45,6 +45,12 @@ def states() -> dict[str, Any]:
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "tied": [shared, shared, shared[1:]],
         "arrays": [np.arange(3), np.float32(1.5), np.ones((2, 3), order="F")],
+        "structured": [
+            np.ones(2, dtype=[("a", "<i4"), ("b", [("c", "<f8", (2,)), ("d", "<U3")])]),
+            np.ones(2, dtype=[("a", "<i4")])[0],
+            np.zeros(2, dtype="<M8[25s]"),
+            np.zeros(2, dtype="V3"),
+        ],
         "others": [{1, 2}, b"x", deque([1], 3), torch.float16],
         "plain": [1, "x", None, float("nan"), (True, 1 << 70), {3: 4, "3": 5}],
     }
@@ -101,6 +107,11 @@ def test_others_can_take_the_weights_out(tmp_path: Path) -> None:
         ({"x": torch.ones(3).to_sparse()}, "sparse or nested tensor"),
         ({"x": torch.ones(3, device="meta")}, "meta tensor"),
         ({"x": torch.empty(3, dtype=torch.uint3)}, "torch.uint3"),
+        ({"x": np.zeros(2, dtype=[(("title", "a"), "<i4")])}, "array of"),
+        (
+            {"x": np.zeros(2, dtype={"names": ["a", "b"], "formats": ["<i4", "<i4"], "offsets": [4, 0]})},
+            "array of",
+        ),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, state: Any, says: str) -> None:
@@ -351,6 +362,26 @@ def test_folders_are_not_followed_elsewhere(tmp_path: Path, level: str) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("level", ["v00000001", "v00000001/rank0"])
+def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path, level: str) -> None:
+    of_another = saved(tmp_path / "other", {"a": torch.arange(4)})
+    path = tmp_path / "job" / level
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "other" / level, target_is_directory=True)
+    store = CheckpointStore(tmp_path / "job", rank=0)
+    store.generation = lambda: 9
+    durable: list[int] = []
+    store.save(1, {"a": torch.ones(4)}, durable.append)
+    store.settle()
+    assert durable == []
+    assert store.unsaved is not None
+    assert "a link" in store.unsaved.reason
+    store.prune({5})
+    store.close()
+    assert [shard.name for shard in of_another.parent.iterdir()] == [of_another.name]
+    assert torch.equal(load(tmp_path / "other")["a"], torch.arange(4))
+
+
 # --- zombie and heir ---
 
 
@@ -419,6 +450,9 @@ def test_what_an_earlier_job_left_is_neither_used_nor_lost(
         {"scalar": "00" * 8, "dtype": "O", "shape": []},
         {"scalar": "zz", "dtype": "<f4", "shape": []},
         {"scalar": "00", "dtype": [["a", "O"]], "shape": [1 << 60]},
+        {"scalar": "00" * 8, "dtype": "f4,(1", "shape": []},  # numpy reads these as Python
+        {"scalar": "00" * 8, "dtype": ",", "shape": []},
+        {"scalar": "00" * 8, "dtype": [["a", "(2)f4"]], "shape": []},
         {"device": "no such device"},
         {"dtype": "Tensor"},
         {"dtype": "load"},

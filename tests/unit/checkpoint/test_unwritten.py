@@ -62,6 +62,26 @@ def in_the_way(directory: Path, version: int) -> Path:
     return path
 
 
+def test_it_is_told_again_until_somebody_hears_it_or_a_newer_one_is_saved(store: CheckpointStore) -> None:
+    told: list[int] = []
+    again = threading.Event()
+
+    def nobody_hears(version: int) -> bool:
+        told.append(version)
+        if len(told) == 3:
+            again.set()
+        return False
+
+    store.save(1, STATE, nobody_hears)
+    assert again.wait(_PATIENCE_S)
+    store.save(2, STATE, lambda version: told.append(version) or len(told) % 2 == 0)  # type: ignore[func-returns-value]
+    store.settle()
+    assert told[:3] == [1, 1, 1]
+    assert set(told[told.index(2) :]) == {2}
+    assert len(told) % 2 == 0
+    store.wait()
+
+
 def test_it_is_tried_again_until_it_can_be_written(tmp_path: Path, store: CheckpointStore) -> None:
     told = Told()
     blocked = in_the_way(tmp_path, 1)

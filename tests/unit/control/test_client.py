@@ -15,7 +15,7 @@ from swift import control
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.control import CoordinatorClient, View, make_member, newer
-from swift.errors import Fenced, JoinRefused, ServiceError, UsageError
+from swift.errors import Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
 
 
 class Scripted:
@@ -234,7 +234,16 @@ def test_patience_ends_with_the_address(served: Served) -> None:
     [
         (grpc.StatusCode.FAILED_PRECONDITION, Fenced, "^scripted FAILED_PRECONDITION$"),
         (grpc.StatusCode.INVALID_ARGUMENT, UsageError, "^scripted INVALID_ARGUMENT$"),
-        (grpc.StatusCode.NOT_FOUND, ServiceError, "NOT_FOUND: scripted"),
+        (
+            grpc.StatusCode.NOT_FOUND,
+            UnknownJob,
+            "^the coordinator at 127.0.0.1:[0-9]+ does not know job j any more: .* start it on the job's own, and then",
+        ),
+        (
+            grpc.StatusCode.UNIMPLEMENTED,
+            UsageError,
+            "^at 127.0.0.1:[0-9]+ there is no coordinator but another service$",
+        ),
         (grpc.StatusCode.INTERNAL, ServiceError, "INTERNAL: scripted"),
     ],
 )
@@ -246,6 +255,13 @@ def test_refusals_have_their_error(
         client.finish(3)
     assert type(caught.value) is error
     assert len(served.scripted.requests) == 1
+
+
+def test_whoever_only_asks_for_a_job_hears_which_there_are(served: Served) -> None:
+    served.scripted.script = [grpc.StatusCode.NOT_FOUND]
+    with CoordinatorClient(served.address, "j") as client:
+        with pytest.raises(UnknownJob, match="scripted NOT_FOUND: swift-ft jobs lists those that there are"):
+            client.status()
 
 
 class TestJoin:

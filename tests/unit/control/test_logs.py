@@ -40,6 +40,12 @@ def test_for_people() -> None:
     ]
 
 
+def test_nobody_asks_the_log_servers_of_a_job_that_is_over() -> None:
+    told = status()
+    told.view.state = pb.FINISHED
+    assert logs.lines(told)[-1] == "c:1 on an unknown machine: ranks 0 (copy), 1"
+
+
 def test_for_programs() -> None:
     shown = json.loads(json.dumps(logs.as_json(status())))
     assert shown["ranks"] == {"0": ["b:1", "c:1"], "1": ["c:1"]}

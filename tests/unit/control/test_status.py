@@ -42,6 +42,15 @@ def test_for_people() -> None:
     ]
 
 
+def test_nobody_listens_to_the_ranks_of_a_job_that_is_over() -> None:
+    told = said(replays=False)
+    told.view.state, told.view.reason, told.view.waiting_for = pb.FINISHED, "", ""
+    assert status.lines(told)[2:4] == [
+        "rank 0: was process 70 on a01, version 15",
+        "rank 1: was process 81 on a02, version 7",
+    ]
+
+
 @pytest.mark.parametrize(
     ("state", "checkpoints", "words"),
     [

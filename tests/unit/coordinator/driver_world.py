@@ -9,7 +9,7 @@ from services.coordinator import messages as m
 from services.coordinator.driver import Driver
 from services.coordinator.logs import JobForgotten
 from services.coordinator.row import LogServer
-from services.coordinator.store import MemoryStore
+from services.coordinator.store import MemoryStore, MetadataStore
 from services.coordinator.timing import Timing
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -76,7 +76,7 @@ class FakeClock:
 
 def driver_of(
     logs: FakeLogs,
-    store: MemoryStore,
+    store: MetadataStore,
     servers: tuple[str, ...] = ("l0", "l1"),
     copies: int = 1,
     clock: Callable[[], float] = events.now,

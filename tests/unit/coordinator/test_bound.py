@@ -19,6 +19,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("broken connection"), RANKS),
     st.tuples(st.just("other bytes"), RANKS),
     st.tuples(st.just("ends by itself"), RANKS),
+    st.tuples(st.just("interrupts itself"), RANKS),
     st.tuples(st.just("killed"), RANKS),
     st.tuples(st.just("steps"), st.integers(0, 2)),
     st.tuples(st.just("coordinator dies"), RANKS),
@@ -88,9 +89,9 @@ class Job(World):
             case "refuse early":  # while the coordinator is busy with the last one
                 self.tell(f'refuse rank={number} generation={generation} reason="one"')
                 self.tell(f'refuse rank={number} generation={generation + 1} reason="two"')
-            case "ends by itself":
+            case "ends by itself" | "interrupts itself":  # a KeyboardInterrupt that its script raises
                 self.exits[number] += 1
-                self.tell(f"exited rank={number} code=1")
+                self.tell(f"exited rank={number} code={1 if what == 'ends by itself' else -2}")
                 self.go_on()
             case "killed":
                 self.deaths += 1
@@ -121,6 +122,7 @@ class Job(World):
 @example(actions=[("coordinator dies", 0), ("refuse", 0)] * (REFUSALS_MAX + 1))
 @example(actions=[("refuse", 0), ("broken connection", 1), ("killed", 0)] * REFUSALS_MAX)
 @example(actions=[("ends by itself", 1), ("refuse", 0)] * EXITS_MAX)
+@example(actions=[("interrupts itself", 1)] * EXITS_MAX)
 def test_a_job_without_progress_ends_within_a_bound(actions: list[tuple[str, int]]) -> None:
     job = Job()
     job.join(0)

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from services.coordinator import driver as driver_module
 from services.coordinator import messages as m
+from services.coordinator.apart import JobApart
 from services.coordinator.driver import Driver, NoSuchJob, Unavailable
 from services.coordinator.fencing import EMPTIED_WHEN_NEW
 from services.coordinator.logs import Answered, GenerationRefused, Unfit
@@ -266,8 +268,10 @@ async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
 @scenario
 async def test_a_row_that_cannot_be_read_is_named(logs: FakeLogs, store: MemoryStore) -> None:
     store.save("j", "{}", expected_revision=0, revision=1)
-    with pytest.raises(StoreFailed, match="the row of job j cannot be read"):
-        driver_of(logs, store)
+    driver = driver_of(logs, store)
+    with pytest.raises(JobApart, match="row of it is damaged \\(it cannot be read"):
+        driver.apply("j", m.Tick())
+    driver.stop()
 
 
 @scenario
@@ -479,4 +483,27 @@ async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, 
         few.setattr(driver_module, "JOBS_SHOWN_MAX", 2)
         listed = driver.jobs(lambda name: True)
     assert ([one.job for one in listed.jobs], listed.left_out) == (["b", "c"], 1)
+    driver.stop()
+
+
+@scenario
+async def test_whom_a_recovery_still_waits_for_is_shown_after_a_while(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    clock = FakeClock()
+    driver = driver_of(logs, store, clock=clock)
+    for rank, incarnation in ((0, "a"), (1, "b")):
+        driver.join("j", replace(join(rank, incarnation), world_size=2))
+    await view_with(driver, lambda view: view.waiting_for == "ranks 0, 1 to be ready")
+    driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=2))
+    driver.tick()
+    assert (await view_with(driver, lambda _: True)).waiting_for == "ranks 0, 1 to be ready"
+    before = driver._views["j"].revision
+    clock.now += driver_module.SHOWN_S
+    driver.tick()
+    view = await view_with(driver, lambda view: view.waiting_for == "rank 1 to be ready")
+    assert view.revision > before, "else nobody takes it for a newer one"
+    clock.now += driver_module.SHOWN_S
+    driver.tick()
+    assert driver._views["j"] is view, "nothing new, so nobody is woken"
     driver.stop()

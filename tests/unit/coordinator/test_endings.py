@@ -7,7 +7,7 @@ from services.coordinator.core import Job
 from services.coordinator.endings import UNLIKE_CODE
 from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.timing import Timing
-from services.coordinator.views import view_of
+from services.coordinator.views import status_of, view_of
 from swift._pb import coordinator_pb2 as pb
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
@@ -116,6 +116,8 @@ def test_one_rank_ends_it_and_all_are_told() -> None:
     world.finish(0, 10, called=False)
     assert world.row.state is State.FINISHED
     assert view_of(world.row).reason == "stopped at step 9: enough"
+    # However long before their last heartbeats were.
+    assert [rank.version for rank in status_of(world.job, world.now).ranks] == [10, 10]
 
 
 def test_who_is_on_its_way_there_is_waited_for() -> None:

@@ -35,6 +35,14 @@ async def recovering(logs: FakeLogs, store: MemoryStore) -> Job:
 
 
 @scenario
+async def test_a_rank_that_has_finished_is_at_the_last_version(logs: FakeLogs, store: MemoryStore) -> None:
+    """The heartbeat that would say so never came: `swift-ft status` showed the one before, for good."""
+    job = await recovering(logs, store)
+    job.row.finished[0] = 12
+    assert [rank.version for rank in status_of(job, 1.0).ranks] == [12]
+
+
+@scenario
 async def test_in_the_status_while_it_replays(logs: FakeLogs, store: MemoryStore) -> None:
     job = await recovering(logs, store)
     assert not status_of(job, 1.0).ranks[0].HasField("replay")

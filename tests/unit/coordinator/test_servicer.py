@@ -8,8 +8,10 @@ import pytest
 
 from services.coordinator import messages as m
 from services.coordinator.driver import Driver
+from services.coordinator.row import State
 from services.coordinator.servicer import Context, Servicer
 from services.coordinator.views import view_of
+from services.coordinator.words import waiting_for
 from swift._pb import coordinator_pb2 as pb
 from tests.unit.coordinator.test_parts import row
 
@@ -79,3 +81,43 @@ def test_a_plan_is_shown_whole() -> None:
     assert shown.plan is not None
     shown.plan = replace(shown.plan, exact=True)
     assert view_of(shown).plan.exact
+
+
+class Aborted(Exception):
+    pass
+
+
+class Caller:
+    """A context."""
+
+    async def abort(self, _code: object, words: str) -> None:
+        raise Aborted(words)
+
+
+def test_what_a_job_says_of_itself_is_bounded() -> None:
+    servicer = Servicer(cast("Driver", Taker()))
+    member = pb.Member(rank=0, incarnation="i", pid=1, host="h")
+    for said in (
+        {"config": {"a": "x" * 60_000}, "fingerprint": {"b": "x" * 6_000}},
+        {"config": {"x" * 66_000: ""}},
+    ):
+        request = pb.JoinRequest(job="j", member=member, world_size=2, **said)
+        with pytest.raises(Aborted, match="more than 65536 characters"):
+            asyncio.run(servicer.Join(request, cast("Context", Caller())))
+
+
+def test_a_reason_moves_no_cursor() -> None:
+    taker = Taker()
+    request = pb.FailRequest(**ME, reason="line 1\n\tline 2\x1b[2J\r\x9b1A\u202e größer")
+    asyncio.run(Servicer(cast("Driver", taker)).Fail(request, cast("Context", None)))
+    (command,) = taker.commands
+    assert isinstance(command, m.Fail)
+    assert command.reason == "line 1\n\tline 2 [2J  1A  größer"
+
+
+def test_of_a_large_job_few_ranks_are_named() -> None:
+    shown = row()
+    shown.state, shown.world_size, shown.holders = State.FORMING, 1 << 16, {}
+    words = waiting_for(shown)
+    assert "; ranks 0, 1, 2, " in words
+    assert words.endswith(f", 63 and {(1 << 16) - 64} more to join")

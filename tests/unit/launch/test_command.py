@@ -177,6 +177,10 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ([COORDINATOR, "--nnodes=2", "train.py"], "--job NAME or --rdzv-id ID"),
         ([COORDINATOR, "--spares=-1", "train.py"], "--spares -1"),
         ([COORDINATOR, "--max-restarts=-1", "train.py"], "max-restarts"),
+        (
+            [COORDINATOR, "--preload=json,no_such.thing", "train.py"],
+            "--preload no_such.thing: there is no such",
+        ),
         ([COORDINATOR, "--monitor-interval=0", "train.py"], "--monitor-interval 0"),
         ([COORDINATOR, "--job=Über", "train.py"], "--job Über"),
         ([COORDINATOR, "--redirects=9", "train.py"], "9 does not match"),
@@ -184,6 +188,7 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ([COORDINATOR, "--log-dir=train.py/logs", "train.py"], "name a directory that can be written"),
         ([COORDINATOR, "--signals-to-handle=SIGWHAT", "train.py"], "SIGWHAT"),
         ([COORDINATOR, "--rdzv-conf=nonsense", "train.py"], "nonsense"),
+        ([COORDINATOR, "--rdzv-conf=timeout=soon", "train.py"], "soon"),
         ([COORDINATOR, "--rdzv-backend=etcd", "--nnodes=2", "--job=j", "train.py"], "--rdzv-backend etcd"),
         (
             [COORDINATOR, "--nnodes=2", "--job=j", "--rdzv-conf=last_call_timeout=-1", "train.py"],
@@ -245,9 +250,9 @@ def test_preload_adds_to_what_is_imported_anyway() -> None:
     for flags, found in (
         ([], base),
         (["--preload", "numpy"], f"{base},numpy"),
-        (["--preload=a,b", "--preload=c"], f"{base},a,b,c"),
+        (["--preload=json,glob", "--preload=csv"], f"{base},json,glob,csv"),
         (["--preload-only=json"], "json"),
-        (["--preload-only=json", "--preload=a"], "json,a"),
+        (["--preload-only=json", "--preload=csv"], "json,csv"),
     ):
         assert make_plan([COORDINATOR, *flags, "train.py"]).preload == found
 

@@ -1,16 +1,21 @@
 """What a writer does with a server's answers: `LinkCore`, without a connection."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swift._pb import log_pb2
 from swift.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration
-from swift.log.assembly import MESSAGE_BYTES
+from swift.log.assembly import MESSAGE_BYTES, Assembler
 from swift.log.choice import LinkRate
-from swift.log.frame import checksum, decode_header
-from swift.log.link_core import FULL_RETRY_S, RETRY_S, LinkCore, Outgoing
-from swift.log.record import RecordKey, digest_of
-from swift.log.wire import Reason, split_frames
+from swift.log.frame import BODY_BYTES_MAX, checksum, decode_header
+from swift.log.link_core import BATCH_BYTES, FULL_RETRY_S, RETRY_S, LinkCore, Outgoing
+from swift.log.record import RecordKey, digest_of, stream_tag
+from swift.log.wire import MESSAGE_BYTES_MAX, Reason, split_frames
 from tests.unit.log.frames import JOB, STREAM, body_of
+
+SIZES = [1, BATCH_BYTES - 1000, BATCH_BYTES, MESSAGE_BYTES - 1, MESSAGE_BYTES, MESSAGE_BYTES + 1]
+ZEROS = {size: checksum(bytes(size)) for size in SIZES}
 
 
 def outgoing(step: int) -> Outgoing:
@@ -27,6 +32,13 @@ def outgoing(step: int) -> Outgoing:
         digest=digest_of("uint8", (len(body),), body),
         held_bytes=10,
     )
+
+
+def sized(step: int, size: int, stream: str) -> Outgoing:
+    record = outgoing(step)
+    record.stream, record.stored, record.body_crc = stream, bytes(size), ZEROS[size]
+    record.raw_bytes, record.shape = size, (size,)
+    return record
 
 
 def opened(
@@ -123,12 +135,39 @@ def test_a_record_is_not_let_go_before_its_last_message(core: LinkCore) -> None:
     record.stored, record.raw_bytes, record.shape = large, len(large), (len(large),)
     core.enqueue(record, 0.0)
     number, _ = opened(core, 0, credit=1 << 30)
+    assert sequences(core.next_message(number)) == [0, 1, 2]
     core.next_message(number)
     acked(core, number, 4)
     assert core.pending == 0
     assert core.acked(STREAM) == 3
     core.next_message(number)
     assert core.acked(STREAM) == 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from([STREAM, "other"])), min_size=1, max_size=6)
+)
+def test_no_message_is_larger_than_a_server_takes(records: list[tuple[int, str]]) -> None:
+    """And all frames come whole, in the order of their streams."""
+    core = LinkCore("here", JOB, 1, 0.0)
+    for step, (size, stream) in enumerate(records):
+        core.enqueue(sized(step, size, stream), 0.0)
+    number = core.begin_call(0.0)
+    opens = log_pb2.AppendRequest.FromString(core.next_message(number) or b"").opens
+    reply = [log_pb2.Opened(stream=asked.stream, next_sequence=0) for asked in opens]
+    core.on_reply(number, log_pb2.AppendReply(credit_bytes=1 << 30, opened=reply), 0.0)
+    assembler, came = Assembler(BODY_BYTES_MAX), []
+    while (message := core.next_message(number)) is not None:
+        assert len(message) <= MESSAGE_BYTES_MAX
+        frames = split_frames(message)
+        assert frames is not None
+        came += [
+            (header.stream_tag, header.key.step, header.raw_bytes) for header, _ in assembler.feed(frames)
+        ]
+    assembler.finish()
+    sent = [(stream_tag(JOB, stream), step, size) for step, (size, stream) in enumerate(records)]
+    assert sorted(came) == sorted(sent)
 
 
 def test_the_bandwidth_is_of_the_time_in_which_something_waits(core: LinkCore) -> None:

@@ -3,15 +3,16 @@
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import crc32c
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.logserver.acked import NAME as ACKED
 from services.logserver.engine import LogEngine
 from services.logserver.servicer import make_server
 from services.logserver.state import EngineConfig
@@ -20,7 +21,17 @@ from swift._pb import log_pb2, log_pb2_grpc
 from swift.errors import JobSetApart, ServiceError, UsageError
 from swift.inspect.command import main as inspect
 from swift.log import admin
-from swift.log.manifest import GRANTED, MANIFEST, Granted, JobMeta, encode_granted, encode_manifest
+from swift.log.acked import NAME as ACKED
+from swift.log.manifest import (
+    GRANTED,
+    MANIFEST,
+    Granted,
+    JobMeta,
+    ManifestDamaged,
+    decode_manifest,
+    encode_granted,
+    encode_manifest,
+)
 from swift.log.rpc import open_channel, reason_of
 from swift.log.segment import SEGMENT_HEADER_BYTES
 from swift.log.wire import Reason
@@ -361,7 +372,11 @@ def directory_(path: Path) -> None:
 
 
 def device(path: Path) -> None:
-    os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero: has no end
+    """/dev/zero: it has no end."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    except PermissionError:  # only root makes devices
+        path.symlink_to("/dev/zero")
 
 
 def socket_(path: Path) -> None:
@@ -420,7 +435,10 @@ def test_something_else_in_the_place_of_a_file(
         something(path)
     except PermissionError:
         pytest.skip("only root makes devices")
-    assert inspect(["--directory", str(tmp_path)]) in (0, 1, 3)  # and does not wait for a pipe
+    assert inspect(["--directory", str(tmp_path)]) == 1  # and does not wait for a pipe
+    shown = capsys.readouterr()
+    assert f"inspect: {tmp_path}" in shown.err
+    assert f"\n{OTHER} " in shown.out
     with running(tmp_path) as server:
         assert list(server.apart()) == [JOB]
         assert "swift-ft inspect --drop-job job" in server.apart()[JOB]
@@ -441,6 +459,23 @@ def test_something_else_in_the_place_of_a_file(
     with running(tmp_path) as server:
         assert server.apart() == {}
         assert server.read() == b"".join(frame_of(n)[1] for n in range(2))
+
+
+@pytest.mark.parametrize(
+    ("begins", "fields", "says"),
+    [
+        ("swift-log-manifest 2", '{"job": "job", "job": "job"}', "a field twice"),
+        ("swift-log-manifest 2", '{"streams": {"s": {"first": 0, "first": 0}}}', "a field twice"),
+        ("swift-log-manifest \x1b[2J", "{}", "does not begin as it should"),
+        ("swift-log-manifest 7", "{}", "of version 7"),
+        ("swift-log-manifest 2", "[" * 100_000, "no JSON"),
+        ("swift-log-manifest 2", '{"generation": 1' + "0" * 5000 + "}", "no JSON"),
+    ],
+)
+def test_a_manifest_that_no_server_writes(begins: str, fields: str, says: str) -> None:
+    body = fields.encode()
+    with pytest.raises(ManifestDamaged, match=says):
+        decode_manifest(f"{begins} {crc32c.crc32c(body):08x}\n".encode() + body)
 
 
 def test_a_file_that_is_nobodys_is_no_job(tmp_path: Path) -> None:

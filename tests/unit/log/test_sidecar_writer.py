@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, UsageError
-from swift.log import ring
+from swift.log import ring, sidecar_process
 from swift.log.reader import LogReader
 from swift.log.ring_writer import RingWriter
 from swift.log.sidecar_client import SidecarWriter
@@ -173,6 +173,29 @@ def test_a_request_never_comes_before_the_beginning() -> None:
         writer.append("s0.F", key(1), "uint8", (5,), bytes(5))
         writer.flush(TIMEOUT_S)
         assert writer.restarts == 1
+
+
+def test_one_that_was_stopped_is_replaced_by_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar_process, "STOPPED_S", 0.3)
+    with InProcess() as running, writing(running) as writer:
+        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
+        writer.flush(TIMEOUT_S)
+        os.kill(writer.pid, signal.SIGSTOP)
+        writer.append("s0.F", key(1), "uint8", (5,), bytes(5))
+        running.engine.administration.fence(JOB, 2)
+        writer.set_generation(2)
+        writer.flush(TIMEOUT_S)
+        assert (writer.stats.records, writer.restarts) == (2, 1)
+
+
+def test_one_that_goes_on_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar_process, "STOPPED_S", 10 * TIMEOUT_S)
+    with InProcess() as running, writing(running) as writer:
+        os.kill(writer.pid, signal.SIGSTOP)
+        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
+        threading.Timer(0.5, os.kill, (writer.pid, signal.SIGCONT)).start()
+        writer.flush(TIMEOUT_S)
+        assert (writer.stats.records, writer.restarts) == (1, 0)
 
 
 def test_what_is_lent_may_change_once_it_is_settled() -> None:

@@ -1,9 +1,11 @@
 """What a start allocates is bounded by the files that there are, whatever they say."""
 
+import os
 import tracemalloc
 from pathlib import Path
 
 from services.logserver.storage import DirectoryStorage
+from swift.log.acked import NAME as ACKED
 from swift.log.frame import FrameHeader, encode_header
 from tests.unit.log.frames import frame_of
 from tests.unit.log.test_storage import FRAME, SEGMENT_HEADER_BYTES, crash, files, fill, on_disk
@@ -55,3 +57,15 @@ def test_a_sound_frame_behind_damage_that_claims_a_sequence_far_away(tmp_path: P
     whole[SEGMENT_HEADER_BYTES + 20] ^= 1
     path.write_bytes(whole)
     assert peak_of_a_start(data) < BYTES_MAX
+
+
+def test_a_large_file_of_what_was_acknowledged_that_has_nothing_in_it(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    storage = on_disk(data)
+    fill(storage, 0, 3)
+    crash(storage)
+    os.truncate(data / ACKED, 1 << 40)
+    assert peak_of_a_start(data) < BYTES_MAX
+    storage = DirectoryStorage(data, 1 << 20)
+    ((job,), _) = storage.recover(), crash(storage)
+    assert job.streams[0].next_sequence == 3

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.acked import NAME as ACKED
 from services.logserver.disk import LOCK, RealDisk
 from services.logserver.failures import JobDamaged, StorageBusy, StorageFailed, StorageFull
 from services.logserver.recovered import RecoveredStream
 from services.logserver.seam import Storage, Write
 from services.logserver.storage import RESERVE, DirectoryStorage
 from swift.errors import ServiceError, UsageError
+from swift.log.acked import NAME as ACKED
 from swift.log.manifest import GRANTED, MANIFEST, JobMeta, StreamMeta
 from swift.log.segment import (
     BLOCK_BYTES,

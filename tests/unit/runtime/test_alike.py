@@ -23,7 +23,8 @@ B, D = 4, 5
 
 
 class Part(nn.Module):
-    """Uses one layer in even steps alone; keeps statistics in place, and one that it binds anew."""
+    """Uses one layer in even steps alone; keeps statistics in place, and some that it binds anew: one that grows, one
+    that becomes a float."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,9 +32,13 @@ class Part(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
         self.norm = nn.BatchNorm1d(D)
         self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("bank", torch.zeros(0, D))
+        self.register_buffer("seen", torch.tensor(0))
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         self.mean = 0.9 * self.mean + x.mean()
+        self.bank = torch.cat([self.bank, x.detach().mean(0, keepdim=True)])
+        self.seen = self.seen * 0.5 + len(x) / 3
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.norm(x + self.sometimes(x) if step % 2 == 0 else x)

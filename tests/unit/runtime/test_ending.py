@@ -33,7 +33,7 @@ class World:
         self.view.state = pb.FINISHED
 
     def step(self, *, stops: str | None = None, of: int = 100) -> None:
-        self.ending.last(of)
+        self.ending.begin(of)
         self.ending.begin_step()
         if stops is not None:
             self.ending.call(stops)

@@ -8,6 +8,7 @@ import pytest
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import (
     Divergence,
+    Fenced,
     LogUnavailable,
     RecordCorrupt,
     ReplayRefused,
@@ -43,12 +44,16 @@ class Told:
 
     def __init__(self, trouble: SwiftError | None = None) -> None:
         self.trouble = trouble
+        self.deaf: SwiftError | None = None
+        """It does not even take the generation."""
         self.lost: SwiftError | None = None
         self.moves: list[tuple[int, list[str], list[str]]] = []
         self.reports: list[int] = []
 
     def set_generation(self, generation: int, servers: list[str], emptied: list[str]) -> None:
         self.moves.append((generation, servers, emptied))
+        if self.deaf is not None:
+            raise self.deaf
 
     def flush(self, timeout_s: float) -> None:
         if self.trouble is not None:
@@ -110,6 +115,22 @@ def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: Sw
     told.trouble = None
     engine._report(view_of("l0:1"))
     assert engine._restorer.flushed
+    told.deaf = trouble
+    engine._report(view_of("l0:1"))
+    assert told.reports == [2, 2, 2]
+    assert not engine._restorer.flushed
+
+
+@pytest.mark.parametrize("away", [ServiceError("no answer from the coordinator"), Fenced("generation 7")])
+def test_a_trainers_own_error_is_raised_whoever_cannot_be_told_of_it(away: SwiftError) -> None:
+    def fail(reason: str, patience_s: float) -> None:
+        assert (reason, patience_s < 10) == ("KeyError: 'a mistake'", True)
+        raise away
+
+    told = Told()
+    told.fail = fail  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="a mistake"):
+        engine_of(told)._fail(KeyError("a mistake"))
 
 
 @pytest.mark.parametrize("when", ["before", "with", "after"])
@@ -181,3 +202,32 @@ def test_ready_is_said_once_for_each_change_though_the_view_that_was_entered_is_
     engine._await_running(entered, say)
     member.client.close()
     assert len(said) == 1
+
+
+def test_who_calls_the_end_in_a_step_that_it_replays_has_called_it() -> None:
+    """Its predecessor had called it, and was lost with the word. The replay comes before the loop over the steps."""
+    engine = engine_of(Told())
+    engine.ending._member = engine._member
+    engine._member.watcher = SimpleNamespace(latest=None)  # type: ignore[assignment]
+    engine._member.await_change = lambda _view: None  # type: ignore[method-assign]
+    engine._writer = Told()  # type: ignore[assignment]
+    ended: list[int] = []
+
+    def replay(_train_step: Any) -> None:
+        engine.ending.begin_step()
+        engine.ending.call("enough")
+        engine._state.version = 21
+        engine.ending.end_step(21)
+
+    def go_on(_train_step: Any) -> None:
+        raise AssertionError("no step comes behind it")
+
+    engine._rejoin = replay  # type: ignore[method-assign]
+    engine._faults = SimpleNamespace(at=lambda *_: None)  # type: ignore[assignment]
+    engine._member.check = lambda: None  # type: ignore[method-assign]
+    engine._step = go_on  # type: ignore[method-assign]
+    engine._script = SimpleNamespace(look=lambda: None)  # type: ignore[assignment]
+    engine.ending.finish = lambda *_: ended.append(engine._state.version)  # type: ignore[method-assign]
+    engine.lines = SimpleNamespace(cut=lambda _version: None)  # type: ignore[assignment]
+    engine.run(lambda _step: None, 30)
+    assert ended == [21]

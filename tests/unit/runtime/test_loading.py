@@ -1,6 +1,7 @@
 """States come back as they were saved: what follows has the same bits, through a checkpoint and through a copy."""
 
 import copy
+import io
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,35 @@ def test_the_steps_after_a_restore_have_the_same_bits(
         assert alike(model, other), begin
 
 
+@pytest.mark.parametrize("way", [through_a_checkpoint, through_a_copy])
+def test_files_that_a_trainer_saves_afterwards_are_the_same_to_the_byte(way: Any, tmp_path: Path) -> None:
+    """pickle writes a name once as long as it is one object: the sums of files differed, and no tensor did."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Convolutions(torch.float32, torch.contiguous_format)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        return file.getvalue()
+
+    model, optimizer = make()
+    steps(model, optimizer, range(3))
+    other, another = make()
+    state = way(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        {"model": other.state_dict(), "optimizer": another.state_dict()},
+        tmp_path,
+    )
+    load_module(other, state["model"])
+    load_optimizer(another, state["optimizer"])
+    for which in (model, optimizer), (other, another):
+        steps(*which, range(3, 5))
+    assert saved(model, optimizer) == saved(other, another)
+
+
 class Odd(torch.optim.Optimizer):
     """State as people keep it: fp32 moments of bf16 parameters, numbers, lists, words, and of no parameter."""
 
@@ -230,3 +260,61 @@ def test_parameters_whose_layout_has_changed_get_it_back() -> None:
     assert model.weight is parameter
     assert model.weight.stride() == saved["weight"].stride()
     assert same_bits(model.weight, saved["weight"])
+
+
+def test_buffers_that_have_grown_or_are_of_another_type_come_back_as_they_were() -> None:
+    """A queue that a step makes longer; a count that became a mean, and with it a float."""
+
+    def make() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.register_buffer("queue", torch.zeros(0, 2))
+        module.register_buffer("seen", torch.tensor(0))
+        return module
+
+    module, other = make(), make()
+    module.queue, module.seen = torch.rand(3, 2), module.seen * 0.9 + 0.25
+    load_module(other, copy.deepcopy(module.state_dict()))
+    assert alike(module, other)
+    assert other.seen.dtype == torch.float32
+    load_module(module, make().state_dict())  # a survivor goes back
+    assert module.queue.shape == (0, 2)
+    assert module.seen.dtype == torch.int64
+
+
+def test_parameters_of_another_type_are_refused() -> None:
+    with pytest.raises(
+        ServiceError, match=r"weight is torch\.float64 in the state, and torch\.float32 in this process"
+    ):
+        load_module(nn.Linear(2, 2), nn.Linear(2, 2).double().state_dict())
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As SAM and Lookahead are written: one list of groups for both, so that a scheduler of the outer one works."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class Careful(Wrapper):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.base.param_groups, self.base.state = self.param_groups, self.state
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Careful])
+def test_what_a_wrapper_shares_with_the_optimizer_inside_of_it_stays_shared(kind: type[Wrapper]) -> None:
+    model = nn.Linear(2, 2)
+    wrapper = kind(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    saved = copy.deepcopy(wrapper.state_dict())
+    model(torch.ones(1, 2)).sum().backward()
+    wrapper.step()
+    load_optimizer(wrapper, saved)
+    load_optimizer(wrapper.base, copy.deepcopy(saved))
+    wrapper.param_groups[0]["lr"] = 0.5
+    assert wrapper.base.param_groups[0]["lr"] == 0.5
+    assert wrapper.base.state is wrapper.state
+    assert not wrapper.state

@@ -9,7 +9,7 @@ import pytest
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import Unsaved
-from swift.errors import ReplayRefused, ServiceError, UsageError
+from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
 from swift.recovery import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
@@ -32,13 +32,13 @@ class Store:
         self,
         version: int,
         state: Any,
-        on_durable: Callable[[int], None],
+        on_durable: Callable[[int], bool | None],
         on_failed: Callable[[Unsaved], None],
         generation: int,
     ) -> None:
         if self.error is None:
             self.saved.append(version)
-            on_durable(version)
+            self.heard = on_durable(version)
         else:
             self.unsaved = Unsaved(version=version, reason=str(self.error))
             on_failed(self.unsaved)
@@ -59,13 +59,17 @@ class Client:
 
     def __init__(self, deaf: int = 0) -> None:
         self.deaf = deaf
+        self.error: SwiftError = ServiceError("nobody answers")
         self.told: list[tuple[int, int]] = []
         self.groups: list[tuple[int, int]] = []
 
-    def checkpoint_durable(self, version: int, generation: int, number: int, since: int) -> None:
+    def checkpoint_durable(
+        self, version: int, generation: int, number: int, since: int, patience_s: float | None = None
+    ) -> None:
+        self.patience_s = patience_s
         if self.deaf:
             self.deaf -= 1
-            raise ServiceError("nobody answers")
+            raise self.error
         self.told.append((version, generation))
         self.groups.append((number, since))
 
@@ -97,6 +101,21 @@ def test_it_is_of_the_generation_that_the_rank_acts_in() -> None:
     one._member.watcher.latest.generation = 10
     one.save()
     assert client.told == [(17, 9)]
+
+
+@pytest.mark.parametrize(
+    ("error", "heard"),
+    [(None, True), (ServiceError("nobody answers"), False), (Fenced("another one has it"), True)],
+)
+def test_a_coordinator_that_does_not_answer_is_told_again_and_holds_nobody_up(
+    error: SwiftError | None, heard: bool
+) -> None:
+    store, client = Store(), Client(deaf=int(error is not None))
+    client.error = error or client.error
+    saving(store, client).save()
+    assert store.heard is heard
+    assert client.patience_s is not None
+    assert client.patience_s <= 2.0, "the next checkpoint waits so long"
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
@@ -195,7 +214,7 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         logged_groups=LoggedGroups(2, RecoveryGroups()),
     )
     state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict, told=list, code=list)
-    state.beside = SimpleNamespace(transient=set())
+    state.beside = SimpleNamespace(transient=set(), untellable=dict)
     state.updates = SimpleNamespace(end_step=ignored)
 
     def end_step() -> None:

@@ -299,6 +299,25 @@ def test_strings_that_are_equal_are_the_same_to_it() -> None:
     assert bulk.digest(words(), str) == bulk.digest(words(), str)
 
 
+@pytest.mark.parametrize(
+    ("values", "new"),
+    [(["x" * 40_000] * 300, "y"), ([Thing() for _ in range(bulk._OBJECTS_MAX + 10)], Thing())],
+)
+def test_a_dict_that_is_too_long_is_the_same_until_one_of_its_things_is_another(
+    values: list[Any], new: Any
+) -> None:
+    """A vocabulary of 500,000 words was called changed, now and then, by a step that only read it."""
+    found = {f"key{i}": value for i, value in enumerate(values)}
+    before = signs(found)
+    elsewhere = [
+        [*values] for _ in range(100)
+    ]  # so that nothing made while looking comes to lie where it lay
+    assert signs(found) == before
+    elsewhere.clear()
+    found[f"key{len(values) - 20}"] = new
+    assert signs(found) != before
+
+
 def test_a_list_that_holds_itself_and_one_that_is_too_long_have_a_digest() -> None:
     def endless() -> Iterator[Any]:
         return itertools.repeat(None)

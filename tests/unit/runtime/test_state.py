@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from swift.errors import ReplicaDiffers, ServiceError, UsageError
-from swift.runtime.audit import _DIGEST_BYTES, Audit, _digest
+from swift.runtime.audit import _DIGEST_BYTES, _SIZE_BYTES, Audit, _digest
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.stage import WholeModule
@@ -196,7 +196,7 @@ def test_every_part_of_the_state_is_in_its_own_digest() -> None:
 def test_a_checkpoint_of_another_trainer_is_refused() -> None:
     state, *_ = make()
     saved = state.state_dict()
-    with pytest.raises(ServiceError, match="other stages"):
+    with pytest.raises(ServiceError, match="this trainer made stages"):
         make()[0].load_state_dict({**saved, "stages": {"7": {}}})
     with pytest.raises(ServiceError, match="registered"):
         make()[0].load_state_dict({**saved, "objects": {}})
@@ -219,6 +219,29 @@ def test_an_object_that_cannot_load_its_state_is_named() -> None:
         ServiceError, match=r"register\(loader2=...\) cannot load its state: KeyError: 'positions'"
     ):
         state.load_state_dict(saved)
+
+
+def test_a_rank_that_cannot_take_its_step_back_gives_up_its_state_and_not_the_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The worker of a DataLoader, made anew after a failure, had died: a survivor ended, and the job with it."""
+    state, stage, _, counter = make()
+
+    class Breaks:
+        def state_dict(self) -> dict[str, int]:
+            return {"place": 3}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise ConnectionResetError("reset by peer")
+
+    state.add_object("batches", Breaks())
+    half_a_step(state, stage, counter)
+    stage.submod.eval()
+    state.drop_step()
+    assert not state.present
+    assert stage.submod.training
+    assert counter.n == 0
+    assert "register(batches=...) cannot load its state: ConnectionResetError" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_has_other_groups_is_named() -> None:
@@ -343,6 +366,15 @@ def test_other_parameters_of_the_same_names_are_the_trainer_s() -> None:
     assert state.version == 1
 
 
+def test_a_communication_hook_is_refused_by_its_name() -> None:
+    def compress(state: object, bucket: object) -> None: ...
+
+    state, stage, _, _ = make()
+    stage.submod._comm_hooks = [(compress, None)]  # as DistributedDataParallel keeps them
+    with pytest.raises(UsageError, match=r"has a communication hook \(compress\)"):
+        state.check_complete()
+
+
 class Others:
     """A group of two replicas, of which the other one says what it is told to."""
 
@@ -352,23 +384,31 @@ class Others:
         self._change = change
 
     def gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
-        other = own.clone()
-        self._change(other)
-        return [own, other]
+        return [own, self._change(own.clone())]
 
 
-@pytest.mark.parametrize(("amiss", "elsewhere"), [("count", 0), ("", 1)])
-def test_replicas_that_a_variable_has_parted_are_refused_at_once(amiss: str, elsewhere: int) -> None:
-    """A checkpoint would not help: the variable stays what it is."""
+@pytest.mark.parametrize(
+    ("own", "others", "said"),
+    [("count", "", "count"), ("", "count", "count"), ("count", "seen", "count, seen"), ("a", "a", "a")],
+)
+def test_replicas_that_a_variable_has_parted_are_refused_at_once(own: str, others: str, said: str) -> None:
+    """A checkpoint would not help: the variable stays what it is. Every rank names it, whichever knows of it: of
+    their refusals only the first one is told."""
     state, _, _, _ = make()
 
-    def differs(other: torch.Tensor) -> None:
+    def differs(other: torch.Tensor) -> torch.Tensor:
+        if len(other) <= len("count"):  # the words
+            return torch.frombuffer(bytearray(others.ljust(len(other)).encode()), dtype=torch.uint8)
         other[_DIGEST_BYTES] += 1  # of the parameters
-        other[-1] = elsewhere
+        other[-_SIZE_BYTES] = len(others)
+        return other
 
     audit = Audit(cast(Any, Others(differs)), state)
-    with pytest.raises(UsageError, match=f"train_step changes {amiss or 'variables'} of the script"):
-        audit.compare(amiss)
-    elsewhere = 0
+    with pytest.raises(UsageError, match=f"train_step changes {said} of the script"):
+        audit.compare(own)
+    others = ""
+    with pytest.raises(UsageError, match=r"give session\.optimizer\(\.\.\.\) the one that steps"):
+        audit.compare()
+    state.updated = True
     with pytest.raises(ReplicaDiffers):
         audit.compare()

@@ -109,6 +109,64 @@ def test_the_trail_is_bounded_and_follows_a_rotation(trail: Path, tmp_path: Path
     audit.close()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link", "device", "gone"])
+def test_something_else_in_its_place_stops_no_call_and_is_told_once(
+    trail: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(audit_module.events, "emit", lambda event, **_: told.append(event))
+    audit = Audit(trail, "logserver")
+    audit.allowed("/x/Fence", job="before", peer="p", subject="s", token="t")
+    kept = tmp_path / "kept"
+    trail.rename(kept)
+    match kind:
+        case "pipe":
+            os.mkfifo(trail)
+            reading = os.open(trail, os.O_RDONLY | os.O_NONBLOCK)
+        case "directory":
+            trail.mkdir()
+        case "link":
+            trail.symlink_to("/dev/full")
+        case "device":
+            trail.symlink_to(tmp_path / "to")
+            (tmp_path / "to").symlink_to("/dev/full")
+        case _:
+            trail.parent.rename(tmp_path.with_name(tmp_path.name + "-gone"))
+    for _ in range(5):
+        audit.allowed("/x/Fence", job="meanwhile", peer="p", subject="s", token="t")
+    assert told == ["audit_failed"]
+    if kind == "pipe":
+        os.close(reading)
+    if kind == "gone":
+        tmp_path.with_name(tmp_path.name + "-gone").rename(tmp_path)
+    elif kind == "directory":
+        trail.rmdir()
+    else:
+        trail.unlink()
+    audit.allowed("/x/Fence", job="after", peer="p", subject="s", token="t")
+    assert [line["job"] for line in lines(trail)] == ["after"]
+    assert [line["job"] for line in lines(kept)] == ["before"]
+    audit.close()
+
+
+def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(
+    trail: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit = Audit(trail, "logserver")
+    audit.allowed("/x/Fence", job="before", peer="p", subject="s", token="t")
+    whole = os.write
+
+    def little(fd: int, data: bytes) -> int:
+        return whole(fd, data[:20])
+
+    monkeypatch.setattr(audit_module.os, "write", little)
+    audit.allowed("/x/Fence", job="meanwhile", peer="p", subject="s", token="t")
+    monkeypatch.undo()
+    audit.allowed("/x/Fence", job="after", peer="p", subject="s", token="t")
+    assert [line["job"] for line in lines(trail)] == ["before", "after"]
+    audit.close()
+
+
 def test_a_flood_of_denials_is_counted(trail: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "_DENIALS_PER_S", 1.0)
     audit = Audit(trail, "logserver")

@@ -185,7 +185,9 @@ class Services:
             name = "logserver" if service == LOG else "coordinator"
             assert process.poll() is None
             assert check(self.addresses[service]).status == "SERVING"
-            assert (self.directory / f"{name}.output").read_text() == ""
+            said = (self.directory / f"{name}.output").read_text().splitlines()
+            # Requests may by chance make a rank join and leave.
+            assert [line for line in said if not line.startswith("WARNING fenced job=")] == []
 
     def close(self) -> None:
         for channel in self.channels.values():

@@ -171,6 +171,13 @@ def test_a_named_address_is_a_host_and_a_port(address: str) -> None:
         Credentials(insecure=True).check_named(address)
 
 
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", ":7300", "h:", "h:99999", "h:x"])
+def test_an_address_of_ones_own_is_a_host_and_a_port_as_well(address: str) -> None:
+    """It was said to be off loopback, and to want TLS."""
+    with pytest.raises(UsageError, match="is not HOST:PORT"):
+        Credentials().check(address)
+
+
 @pytest.mark.parametrize(
     "address", ["h:1", "a01.example.org:7301", "10.0.0.5:7301", "[fd00::5]:7301", "log_1:1"]
 )

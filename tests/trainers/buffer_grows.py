@@ -1,0 +1,42 @@
+"""A memory bank in a persistent buffer that grows by torch.cat until it is full."""
+
+# verdict: same bits
+# worlds: 1, 2
+# quick
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 4)
+        self.register_buffer("bank", torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = nn.functional.normalize(self.encoder(x), dim=1)
+        near = (keys * keys.flip(0)).sum(1, keepdim=True)
+        logits = torch.cat([near, keys @ self.bank.T], 1) / 0.2
+        self.bank = torch.cat([self.bank, keys.detach()])[-70:]
+        return logits
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(Net())
+    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(x), torch.zeros(16, dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

@@ -1,0 +1,43 @@
+"""One of the replicas begins to report its losses by session.log when training is under way."""
+
+# verdict: same bits
+# worlds: 2
+
+import json
+import os
+from pathlib import Path
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+FIRST = 5
+
+
+def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x, y = batch(step, session.column)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if session.rank == 1 and step >= FIRST:
+            session.log(loss=loss)
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    path = Path(os.environ["SWIFT_CHECKPOINT_DIR"], os.environ["SWIFT_JOB"], "metrics", "rank1.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if session.rank == 1 else []
+    assert [line["step"] for line in lines] == list(range(FIRST, probe.steps())) * session.rank
+    probe.end(session, model=model, optimizer=optimizer, lines=[line["loss"] for line in lines])

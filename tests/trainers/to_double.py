@@ -1,0 +1,29 @@
+"""The last steps in float64: model.double() at step 6."""
+
+# verdict: refused
+# says: has changed the type or the shape of parameters
+# worlds: 1, 2
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        if step == 6:
+            model.double()
+        x = torch.randn(16, 8).to(model[0].weight.dtype)
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

@@ -1,0 +1,69 @@
+"""Numbers on the services' command lines with which nothing could work."""
+
+import argparse
+
+import pytest
+
+from services.coordinator.__main__ import checked_timing
+from services.coordinator.__main__ import parse as parse_coordinator
+from services.logserver.__main__ import parse as parse_logserver
+from services.security import listening
+from swift.doctor.command import gathered
+from swift.errors import UsageError
+from swift.inspect.command import parse as parse_inspect
+
+HUGE = str(10**30)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--quota-bytes", "10", "has no room for anything: give at least 65536"),
+        ("--job-quota-bytes", "65535", "has no room for anything: give at least 65536"),
+        ("--segment-bytes", HUGE, "is too large; give at most"),
+        ("--credit-bytes", HUGE, "between 1 and"),
+        ("--credit-bytes", "0", "between 1 and"),
+        ("--body-bytes-max", HUGE, "between 1 and"),
+        ("--job-bytes-max", "1", "must have room for one writer"),
+        ("--fsync-interval", "1e300", "at most 3600 s"),
+        ("--fsync-interval", "nan", "invalid float value"),
+        ("--keep-days", "1e-9", "would drop jobs that live: give at least 0.0007"),
+        ("--calls-per-token-s", "0.001", "must be 0, which is any number, or at least 1"),
+        ("--calls-per-peer", "0", "at least 1"),
+        *((f"--job{name}-max", "0", "at least 1") for name in ("s", "-streams", "-records", "-readers")),
+    ],
+)
+def test_a_log_server_refuses_them_in_one_line(flag: str, value: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        parse_logserver(["--directory", "x", flag, value])
+    assert flag in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--heartbeat-s", "1e300"], "choose 0.01 to 60 s"),
+        (["--lease-s", "1e12", "--step-bound-s", "1e13"], "choose at most 86400 s"),
+        (["--lease-s", "0.1"], "at least 3 heartbeats"),
+        (["--step-bound-s", "1"], "at least 2 leases"),
+        (["--log-lost-s", "1e300"], "choose 6 to"),
+        (["--calls-per-token-s", "1e-300"], "at least 1"),
+    ],
+)
+def test_a_coordinator_too(flags: list[str], words: str) -> None:
+    def check(options: argparse.Namespace) -> None:
+        checked_timing(options)
+        listening.protection_of(options)
+
+    options = parse_coordinator(["--directory", "x", *flags])
+    with pytest.raises(UsageError, match=words) as caught:
+        check(options)
+    assert "\n" not in str(caught.value)
+
+
+def test_and_who_asks_them() -> None:
+    with pytest.raises(UsageError, match="at most 3600"):
+        parse_inspect(["--server", "h:1", "--timeout-s", "1e300"])
+    with pytest.raises(UsageError, match="at most 3600"):
+        gathered(["--timeout", "1e300"])

@@ -1,0 +1,85 @@
+"""A rank whose coordinator does not know its job any more: it runs on another directory, or on an emptied one."""
+
+from typing import Any
+
+import pytest
+
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import ServiceError, SwiftError, UnknownJob
+from swift.runtime.member import ENV_HAS_RUN, Member
+
+
+class Asked:
+    """The coordinator's client. ``answers``: to heartbeats, one after the other; then the rank is closed."""
+
+    forgotten = "the coordinator does not know job j any more"
+
+    def __init__(self, member: Member, *answers: SwiftError | None) -> None:
+        self.calls: list[str] = []
+        self._member, self._answers = member, list(answers)
+
+    def heartbeat(self, *_: object) -> None:
+        self.calls.append("heartbeat")
+        error = self._answers.pop(0)
+        if not self._answers:
+            self._member._closed.set()
+        if error is not None:
+            raise error
+
+    def status(self) -> None:
+        self.calls.append("status")
+        if (error := self._answers.pop(0)) is not None:
+            raise error
+
+    def join(self, *_: object, **__: object) -> pb.View:
+        self.calls.append("join")
+        raise ServiceError("no answer")
+
+
+def asking(rank: int, *answers: SwiftError | None) -> tuple[Member, Asked]:
+    member = Member("127.0.0.1:1", "j", rank, "i")
+    member.client.close()
+    asked: Any = Asked(member, *answers)
+    member.client = asked
+    member._measured_at = float("inf")
+    watcher: Any = None
+    member.watcher = watcher
+    member._say_wanted = lambda: None  # type: ignore[method-assign]
+    return member, asked
+
+
+def test_it_is_said_once_and_the_rank_goes_on_asking(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = UnknownJob("nobody knows job j")
+    for rank, lines in ((0, 2), (1, 0)):
+        member, asked = asking(rank, unknown, ServiceError("away"), unknown, None, unknown, unknown)
+        member._beat(0.0)
+        assert len(asked.calls) == 6
+        said = capsys.readouterr().err.splitlines()
+        assert (
+            said
+            == ["swift: nobody knows job j; training goes on, but the job can neither recover nor finish"]
+            * lines
+        )
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_run", "error", "calls"),
+    [
+        (UnknownJob("no such job"), "1", UnknownJob, ["status"]),
+        (UnknownJob("no such job"), "", ServiceError, ["join"]),
+        (ServiceError("away"), "1", ServiceError, ["status", "join"]),
+        (None, "1", ServiceError, ["status", "join"]),
+    ],
+)
+def test_a_job_that_has_run_does_not_begin_anew_because_it_was_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: SwiftError | None,
+    has_run: str,
+    error: type[SwiftError],
+    calls: list[str],
+) -> None:
+    monkeypatch.setenv(ENV_HAS_RUN, has_run)
+    member, asked = asking(1, answer)
+    with pytest.raises(error, match="any more" if error is UnknownJob else "no answer"):
+        member.join(2, {}, {}, lambda _generation: None)
+    assert asked.calls == calls

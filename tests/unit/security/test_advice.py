@@ -1,0 +1,73 @@
+"""A client without TLS at a server with it, the other way round, and one that believes another authority."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from swift.control import status
+from swift.control.client import CoordinatorClient
+from swift.doctor import gather
+from swift.errors import ServiceError
+from swift.inspect import command as inspect
+from swift.security.advice import advice
+from swift.security.certificates import PrivateCA
+from swift.security.channel import ENV_CA
+from swift.security.health import check
+from tests.unit.security.world import JOB, Guarded
+
+WANTS = "it wants TLS: name the CA of its certificate in SWIFT_TLS_CA"
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> PrivateCA:
+    return PrivateCA(tmp_path / "ca")
+
+
+def test_a_plain_client_is_told_that_the_server_wants_tls(
+    ca: PrivateCA, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENV_CA, raising=False)
+    monkeypatch.setattr("swift.control.asking.PATIENCE_S", 0.5)
+    with Guarded(None, ca=ca) as server:
+        assert status.main(["--coordinator", server.address, "--job", JOB]) == 3
+        at_once, at_last = capsys.readouterr().err.splitlines()
+        assert WANTS in at_once
+        assert WANTS in at_last
+        assert inspect.main(["--server", server.address, "--timeout-s", "0.5"]) == 3
+        assert WANTS in capsys.readouterr().err
+        assert WANTS in gather.peer("log server", server.address, 0.5).problem
+        with pytest.raises(ServiceError, match=WANTS):
+            check(server.address, timeout_s=0.5)
+
+
+def test_with_tls_at_a_server_without_it(ca: PrivateCA, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_CA, str(ca.certificate))
+    with (
+        Guarded(None) as server,
+        CoordinatorClient(server.address, JOB, patience_s=0.5) as client,
+        pytest.raises(ServiceError, match="it does not speak TLS: start it with --tls-cert"),
+    ):
+        client.status()
+
+
+def test_a_server_of_another_authority(
+    ca: PrivateCA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = PrivateCA(tmp_path / "stranger")
+    monkeypatch.setenv(ENV_CA, str(stranger.certificate))
+    with (
+        Guarded(None, ca=ca) as server,
+        CoordinatorClient(server.address, JOB, patience_s=0.5) as client,
+        pytest.raises(ServiceError, match=f"is not signed by the CA in {ENV_CA}, {stranger.certificate}"),
+    ):
+        client.status()
+
+
+def test_nobody_there_is_nobodys_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_CA, raising=False)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        assert advice(address, "Socket closed") == ""
+        assert advice("nonsense", "Socket closed") == ""
