@@ -7,6 +7,7 @@ from pathlib import Path
 
 from swift.bench.workers import Worker
 from swift.errors import ServiceError
+from swift.log.assembly import MESSAGE_BYTES
 
 SIZE = 4 << 20
 PYARROW = "pyarrow>=18"
@@ -20,14 +21,14 @@ def over_log(total: int) -> float:
 def over_grpc(total: int) -> float:
     """Seconds for `total` bytes in one call of gRPC for Python, of messages as large as the log's: no checksum,
     nothing done with them. What the log adds cannot make it quicker."""
-    return _between("drain", "pour", total)
+    return _between("drain", "pour", total, MESSAGE_BYTES)
 
 
-def _between(server_role: str, client_role: str, total: int) -> float:
-    count = total // SIZE
-    with Worker.of_log(server_role, "-", "-", SIZE, count) as server:
+def _between(server_role: str, client_role: str, total: int, size: int = SIZE) -> float:
+    count = total // size
+    with Worker.of_log(server_role, "-", "-", size, count) as server:
         address = f"127.0.0.1:{server.line()}"
-        with Worker.of_log(client_role, address, "bench/s0.F", SIZE, count) as client:
+        with Worker.of_log(client_role, address, "bench/s0.F", size, count) as client:
             client.begin()
             found = client.result()
     return found["ended"] - found["began"]

@@ -25,7 +25,7 @@ class Scene:
     touched: set[str] = field(default_factory=set)
     """Paths, as in the directory."""
     overlaps: bool = False
-    """A file was put in that begins with a record which another one has."""
+    """A file was put in that begins with a record which another one has, or has one which another one begins with."""
 
     def files(self, root: Path | None = None) -> list[Path]:
         root = root or self.directory
@@ -130,6 +130,8 @@ def copy_of(kind: str) -> Callable[[Scene], None]:
         path = scene.draw.choice(scene.files(root))
         target = scene.directory / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if kind == ELSEWHERE and path.suffix == SUFFIX:  # which cuts its segments where its disk took time
+            scene.overlaps |= not target.exists() or walk(target).end != walk(path).end
         shutil.copyfile(path, target)
         scene.say(f"copy, {kind},", target)
 

@@ -58,12 +58,14 @@ def test_a_dead_rank_is_replaced_by_the_warm_spare_and_the_others_stay(
     assert title_of(spare) == ("swift-spare", f"swift-ft: spare of launcher {launch.process.pid}")
     assert title_of(server) == ("swift-forksrv", f"swift-ft: fork server of launcher {launch.process.pid}")
 
+    wait_until(lambda: launch.events("view_seen"), "the launcher to know that the job runs")
     os.kill(victim.pid, signal.SIGKILL)
     second = launch.rank(1, process=2)
     assert second.pid == spare
     assert title_of(second.pid)[0] == "swift-rank1"
     assert second.argv == victim.argv == ["script.py", "--flag", "value"]
-    assert second.env == victim.env | {"SWIFT_INCARNATION": second.env["SWIFT_INCARNATION"]}
+    own = {"SWIFT_INCARNATION": second.env["SWIFT_INCARNATION"], "SWIFT_HAS_RUN": "1"}
+    assert second.env == victim.env | own
     assert second.env["SWIFT_INCARNATION"] != victim.env["SWIFT_INCARNATION"]
     wanted = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     wanted |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -331,12 +333,12 @@ def test_all_that_leave_at_once_fail_the_job(start: Start, coordinator: Scripted
         pb.Member(rank=n, incarnation=rank.env["SWIFT_INCARNATION"], pid=rank.pid)
         for n, rank in enumerate(ranks)
     ]
-    coordinator.publish(state=pb.RUNNING, generation=1, members=members)
-    wait_until(lambda: len(launch.events("view_seen")) > 1, "that View")
+    coordinator.publish(state=pb.RUNNING, generation=2, members=members)
+    wait_until(lambda: any(seen["generation"] == 2 for seen in launch.events("view_seen")), "that View")
     for number in range(2):
         launch.go(number)
     wait_until(lambda: len(coordinator.exits) == 2, "the notices of the exits")
-    coordinator.publish(state=pb.FENCING, generation=2, fenced=members)
+    coordinator.publish(state=pb.FENCING, generation=3, fenced=members)
     code, stderr = launch.wait()
     assert code == 1
     assert "exit code 0 before the job was finished" in stderr
