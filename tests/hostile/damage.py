@@ -130,7 +130,7 @@ def copy_of(kind: str) -> Callable[[Scene], None]:
         path = scene.draw.choice(scene.files(root))
         target = scene.directory / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if kind == ELSEWHERE and path.suffix == SUFFIX:  # which cuts its segments where its disk took time
+        if path.suffix == SUFFIX:  # elsewhere, or in a folder that was swapped, segments are cut at other records
             scene.overlaps |= not target.exists() or walk(target).end != walk(path).end
         shutil.copyfile(path, target)
         scene.say(f"copy, {kind},", target)

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,8 @@ def test_threads_are_told_by_their_names_and_add_up_to_the_process() -> None:
         thread.start()
     burn(0.01)
     passing.join()
+    while Path(f"/proc/self/task/{passing.native_id}").exists():  # Python has ended it, the kernel not yet
+        time.sleep(0.001)
     done.wait()
     found = threads.taken()
     process, main = time.process_time() - process, time.thread_time() - main
