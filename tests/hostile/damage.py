@@ -130,7 +130,7 @@ def copy_of(kind: str) -> Callable[[Scene], None]:
         path = scene.draw.choice(scene.files(root))
         target = scene.directory / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == SUFFIX:  # elsewhere, or in a folder that was swapped, segments are cut at other records
+        if path.suffix == SUFFIX:  # another server's segments are cut at other records
             scene.overlaps |= not target.exists() or walk(target).end != walk(path).end
         shutil.copyfile(path, target)
         scene.say(f"copy, {kind},", target)
