@@ -13,6 +13,7 @@ BENCHMARKS = {
     "soak": "the log at full rate under kills: every acknowledged record compared, memory over time",
     "hostile": "a job's appends while its log server is attacked in every known way, over quiet ones; memory over time",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
+    "coordinator": "the coordinator's processor time for jobs of 64 to 1024 members: join, checkpoint, recovery",
     "plan": "the planner's processor time for a thousand stages",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
     "imports": "a forked replacement's way to its script, with and without its imports in the fork server",

@@ -1,0 +1,38 @@
+"""The benchmark of the coordinator: what it runs, counts and says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swift.bench import coordinator
+from swift.bench.command import main
+
+
+def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coordinator", "--members", "8,16", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [case["members"] for case in found["cases"]] == [8, 16]
+    for case in found["cases"]:
+        assert case["generation"] == 2
+        assert case["join_cpu_s"] > 0
+        assert case["recovery_s"] > 0
+        # Every member has seen every state of the recovery, or the last one at least.
+        assert case["view_bytes"] > case["members"] * 20
+    assert "recovery cpu s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["", "7", "12", "8,x", "0"])
+def test_members_that_cannot_be_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coordinator", "--members", words]) == 2
+    assert "give multiples of 8" in capsys.readouterr().err
+
+
+def test_goals_are_judged() -> None:
+    cases = [{"members": 256, "recovery_cpu_s": 0.5}, {"members": 1024, "recovery_cpu_s": 3.5}]
+    assert coordinator.verdicts(cases) == [
+        "goal at most 2 s: 3.50 s, missed (recovery of 1024 members)",
+        "goal at most 6-fold: 7.0, missed (256 to 1024 members)",
+    ]
+    cases[1]["recovery_cpu_s"] = 1.5
+    assert all(": " in line and "met" in line for line in coordinator.verdicts(cases))
