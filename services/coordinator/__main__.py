@@ -21,7 +21,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.driver import JOBS_MAX, Driver
 from services.coordinator.logs import LogServers
 from services.coordinator.row import JobRow, LogServer, State

@@ -18,10 +18,10 @@ A rank that hears of it too late asks again, and the next margin is twice as wid
 
 from collections.abc import Iterable
 
+from services.coordinator import commands as m
 from services.coordinator import log_end
-from services.coordinator import messages as m
-from services.coordinator.hang import StepClock
 from services.coordinator.row import JobRow
+from services.coordinator.step_watchdog import StepClock
 from services.coordinator.timing import Timing
 
 KEPT_CHECKPOINTS = 2
@@ -30,7 +30,7 @@ _WIDEST = 64
 GIVEN_UP = "checkpoints_given_up"
 
 
-class Checkpoints:
+class CheckpointTracker:
     """Changes the row; its caller makes that durable."""
 
     def __init__(self, row: JobRow, steps: StepClock, timing: Timing) -> None:

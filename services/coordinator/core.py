@@ -21,10 +21,10 @@ generations at most without a death and without a new version (`setbacks`).
 
 from collections.abc import Mapping
 
+from services.coordinator import commands as m
 from services.coordinator import exactness
-from services.coordinator import messages as m
 from services.coordinator.checkpoints import GIVEN_UP
-from services.coordinator.checks import (
+from services.coordinator.command_checks import (
     check_change,
     check_first,
     check_holder,
@@ -32,17 +32,17 @@ from services.coordinator.checks import (
     check_ready,
     is_stale,
 )
+from services.coordinator.commands import Effect, Refusal, Refused
 from services.coordinator.endings import UNLIKE_CODE
 from services.coordinator.lives import begin_again, check_start, note_run, note_stop, starts_again
 from services.coordinator.log_end import ends_next, is_ready
-from services.coordinator.messages import Effect, Refusal, Refused
+from services.coordinator.messages_text import exit_words, report_fields, versions_words
 from services.coordinator.origins import begin, check_origin
 from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
 from services.coordinator.row import Holder, JobRow, LogServer, State
 from services.coordinator.setbacks import launcher_code
 from services.coordinator.timing import Timing
 from services.coordinator.transitions import Transitions
-from services.coordinator.words import exit_words, report_fields, versions_words
 from swift.recovery import Report
 
 

@@ -12,23 +12,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator import origins
 from services.coordinator.apart import Apart
-from services.coordinator.checks import is_stale
+from services.coordinator.command_checks import is_stale
+from services.coordinator.commands import Refusal
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
 from services.coordinator.lives import starts_again
 from services.coordinator.logs import Answered, GenerationRefused, JobForgotten, LogControl, Unfit
 from services.coordinator.meeting import Meetings
-from services.coordinator.messages import Refusal
+from services.coordinator.messages_text import waiting_for
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.sharing import Sharing
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
 from services.coordinator.timing import Timing
 from services.coordinator.views import measurements_of, status_of, summary_of, view_of
-from services.coordinator.words import waiting_for
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ServiceError, UsageError

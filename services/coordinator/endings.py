@@ -13,9 +13,9 @@ replicas. A replica that is lost behind its update does not come to what the ste
 does not either: so replicas of a stage have to decide alike, and that is checked.
 """
 
-from services.coordinator import messages as m
-from services.coordinator.hang import StepClock
+from services.coordinator import commands as m
 from services.coordinator.row import End, JobRow, State
+from services.coordinator.step_watchdog import StepClock
 from services.coordinator.timing import Timing
 
 UNLIKE_CODE = 2

@@ -7,8 +7,8 @@ registered): what the trainer keeps elsewhere does not go back with the checkpoi
 
 from dataclasses import replace
 
-from services.coordinator import messages as m
-from services.coordinator.checks import check_holder
+from services.coordinator import commands as m
+from services.coordinator.command_checks import check_holder
 from services.coordinator.row import JobRow
 from swift.recovery import Plan
 

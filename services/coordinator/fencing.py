@@ -6,7 +6,7 @@ Decided here, without I/O; the driver asks over gRPC, the simulation in simulate
 import enum
 from collections.abc import Mapping
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.core import Job
 from services.coordinator.row import State
 

@@ -14,8 +14,8 @@ last version, with as many steps more as its trainer asks for.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from services.coordinator import messages as m
-from services.coordinator.messages import Refusal, Refused
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal, Refused
 from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.setbacks import RUNS_KEPT
 from swift.recovery import Refusals

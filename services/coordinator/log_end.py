@@ -13,7 +13,7 @@ Until the checkpoint is complete, the one before it and the log stand behind the
 came off the log is in there. So whoever is lost meanwhile is replayed from them, and at worst all restore.
 """
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.row import JobRow, State
 
 

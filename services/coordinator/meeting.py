@@ -14,7 +14,7 @@ as long as a single one of them is held: a job's world size does not change.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.coordinator.messages import Refusal, Refused
+from services.coordinator.commands import Refusal, Refused
 from swift._pb import coordinator_pb2 as pb
 
 MACHINES_MAX = 1 << 13

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.row import JobRow, State
 from services.coordinator.snapshot import JobSnapshot
 from swift import events

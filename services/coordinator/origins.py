@@ -10,9 +10,9 @@ Until that first one is complete the job has nothing but its origin: if it is st
 that, it begins there again. After that it goes on from its own checkpoints, and the other one matters no more.
 """
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal, Refused
 from services.coordinator.lives import LASTING
-from services.coordinator.messages import Refusal, Refused
 from services.coordinator.row import JobRow, Origin
 
 

@@ -4,8 +4,8 @@
 begin by them; those that are wanted, and since when each rank logs by these.
 """
 
-from services.coordinator import messages as m
-from services.coordinator.messages import Refusal, Refused
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal, Refused
 from services.coordinator.planning import layout_of
 from services.coordinator.row import JobRow, State
 from swift.recovery import RecoveryGroups

@@ -15,7 +15,7 @@ import crc32c
 from swift.recovery import Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
 
 if TYPE_CHECKING:
-    from services.coordinator import messages as m
+    from services.coordinator import commands as m
 
 FORMAT = 3
 _CHECKSUM = re.compile(r',"crc32c":"([0-9a-f]{8})"\}$')

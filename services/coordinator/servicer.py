@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.apart import JobApart
+from services.coordinator.commands import Refusal, Refused
 from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
 from services.coordinator.logs import check_address
-from services.coordinator.messages import Refusal, Refused
 from services.security.interceptors import visit_of
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc

@@ -9,9 +9,9 @@ version, is its trainer's doing.
 
 import signal
 
-from services.coordinator.hang import StepClock
+from services.coordinator.messages_text import exit_words
 from services.coordinator.row import JobRow, State
-from services.coordinator.words import exit_words
+from services.coordinator.step_watchdog import StepClock
 
 REFUSALS_MAX = 8
 """Generations without a death and without a new version. The next one ends the job."""

@@ -15,7 +15,7 @@ import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.coordinator.messages import Refusal, Refused
+from services.coordinator.commands import Refusal, Refused
 from swift._pb import coordinator_pb2 as pb
 from swift.names import LASTING_KEYS
 

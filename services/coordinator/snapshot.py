@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from services.coordinator.core import Job
-from services.coordinator.places import unreplaced
+from services.coordinator.log_placement import unreplaced
 from swift.recovery import RecoveryGroups
 
 

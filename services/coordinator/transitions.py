@@ -5,20 +5,20 @@ Each changes the row, and its effects begin with Persist.
 
 from collections.abc import Mapping, Sequence
 
+from services.coordinator import commands as m
 from services.coordinator import endings, exactness
-from services.coordinator import messages as m
-from services.coordinator.checkpoints import Checkpoints
-from services.coordinator.hang import StepClock, Suspicions
+from services.coordinator.checkpoints import CheckpointTracker
+from services.coordinator.commands import Effect
 from services.coordinator.leases import Leases
 from services.coordinator.log_end import leave_recovering
-from services.coordinator.messages import Effect
-from services.coordinator.places import Places
+from services.coordinator.log_placement import Places
+from services.coordinator.messages_text import plan_fields
 from services.coordinator.planning import forget_recovery
 from services.coordinator.regroup import Regroup
 from services.coordinator.row import LEGAL, IllegalTransition, JobRow, LogServer, State
 from services.coordinator.setbacks import Setbacks
+from services.coordinator.step_watchdog import StepClock, Suspicions
 from services.coordinator.timing import Timing
-from services.coordinator.words import plan_fields
 from swift.recovery import RankMeasured
 
 
@@ -32,7 +32,7 @@ class Transitions:
         self.row = row
         self._log_servers = log_servers
         self.steps = StepClock(timing)
-        self.checkpoints = Checkpoints(row, self.steps, timing)
+        self.checkpoints = CheckpointTracker(row, self.steps, timing)
         self.places = Places(row, timing, now)
         self.regroup = Regroup(row)
         self.endings = endings.Endings(row, self.steps, timing)

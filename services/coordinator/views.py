@@ -1,9 +1,9 @@
 """From a row to the messages that show it."""
 
+from services.coordinator.commands import Replaying, Unsaved
 from services.coordinator.core import Job
-from services.coordinator.messages import Replaying, Unsaved
+from services.coordinator.messages_text import waiting_for
 from services.coordinator.row import Holder, JobRow, State
-from services.coordinator.words import waiting_for
 from swift._pb import coordinator_pb2 as pb
 from swift.control.measured import to_message
 from swift.recovery import Plan

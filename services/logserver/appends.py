@@ -6,7 +6,7 @@ from itertools import islice
 from services.logserver.commits import Commits
 from services.logserver.recovered import RecoveredJob
 from services.logserver.seam import Write
-from services.logserver.state import Refused, ServerState, Session, check_names
+from services.logserver.state import AppendCall, Refused, ServerState, check_names
 from services.logserver.streams import Refusal, StreamState
 from swift._pb import log_pb2
 from swift.errors import LogError, RecordCorrupt
@@ -92,7 +92,7 @@ class Appends:
             self._state.space.added(job.name, stream.bytes)
         self._state.touch(job.name, now)
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: AppendCall) -> None:
         """A writer has connected: welcome and the first credit."""
         config = self._state.config
         self._state.check_open()
@@ -104,7 +104,7 @@ class Appends:
             )
         )
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: AppendCall) -> None:
         session.end()
         self._state.sessions.pop(session, None)
         for job in session.oldest:
@@ -116,7 +116,7 @@ class Appends:
             if self._state.holders.get(tag) is session:
                 del self._state.holders[tag]
 
-    def open(self, session: Session, request: log_pb2.Open, now: float) -> None:
+    def open(self, session: AppendCall, request: log_pb2.Open, now: float) -> None:
         check_names(request.job, request.stream)
         self._state.check_apart(request.job)
         try:
@@ -147,12 +147,12 @@ class Appends:
         session.outbox.put(log_pb2.AppendReply(opened=[opened]))
 
     @classmethod
-    def parse(cls, session: Session, frames: memoryview | None) -> list[Frame]:
+    def parse(cls, session: AppendCall, frames: memoryview | None) -> list[Frame]:
         """The frames that a message ends, verified; None: no more will come. Raises Refused."""
         return [frame for some in cls.parse_some(session, frames, 1 << 30) for frame in some]
 
     @staticmethod
-    def parse_some(session: Session, frames: memoryview | None, count: int) -> Iterator[list[Frame]]:
+    def parse_some(session: AppendCall, frames: memoryview | None, count: int) -> Iterator[list[Frame]]:
         """The same, so many at a time."""
         if frames is not None and not session.streams:  # a frame that is begun takes memory until it is whole
             raise Refused(Refusal(Reason.NOT_OPEN, "frames before any stream is open in this call"))
@@ -170,7 +170,7 @@ class Appends:
         except LogError as error:
             raise Refused(Refusal(Reason.INVALID, str(error))) from None
 
-    def accept(self, session: Session, parsed: list[Frame]) -> None:
+    def accept(self, session: AppendCall, parsed: list[Frame]) -> None:
         """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
         given_back = 0
         try:
@@ -180,7 +180,7 @@ class Appends:
             if given_back:
                 session.outbox.put(log_pb2.AppendReply(credit_bytes=given_back))
 
-    def _accept(self, session: Session, header: FrameHeader, frame: list[memoryview]) -> int:
+    def _accept(self, session: AppendCall, header: FrameHeader, frame: list[memoryview]) -> int:
         """Queues a frame; gives the credit to return at once."""
         self._state.check_open()
         _check_session(session)
@@ -210,6 +210,6 @@ class Appends:
         return 0
 
 
-def _check_session(session: Session) -> None:
+def _check_session(session: AppendCall) -> None:
     if session.ended:
         raise Refused(session.refusal or Refusal(Reason.CLOSED, "the call has ended"))

@@ -23,7 +23,7 @@ from itertools import chain
 from services.logserver.failures import JobDamaged, SegmentGone, StorageBusy, StorageError, StorageFull
 from services.logserver.seam import Write
 from services.logserver.space import Notice
-from services.logserver.state import ServerState, Session
+from services.logserver.state import AppendCall, ServerState
 from services.logserver.streams import Refusal, StreamState, cannot_be_mended
 from swift._pb import log_pb2
 from swift.log.wire import Fsync, Reason
@@ -47,7 +47,7 @@ AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4)
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    session: Session
+    session: AppendCall
     stream: StreamState
     write: Write
     fsync: Fsync
@@ -100,10 +100,10 @@ class Commits:
         self._unsynced_since: float | None = None
         self._unsynced: dict[int, StreamState] = {}
         """Stream tag -> a stream with records that are acknowledged to who wanted no sync, and not synced."""
-        self._awaiting: dict[int, Session] = {}
+        self._awaiting: dict[int, AppendCall] = {}
         """Stream tag -> who has sent such records again, and wants them synced before it is told of them."""
 
-    def put(self, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
+    def put(self, session: AppendCall, stream: StreamState, write: Write, fsync: Fsync) -> None:
         line = self._lines.setdefault(stream.job, Line())
         line.queue.append(Queued(session, stream, write, fsync))
         line.accepted += 1
@@ -111,7 +111,7 @@ class Commits:
         if fsync is not Fsync.NEVER:
             line.promised = line.accepted
 
-    def acknowledge_again(self, session: Session, stream: StreamState, fsync: Fsync) -> None:
+    def acknowledge_again(self, session: AppendCall, stream: StreamState, fsync: Fsync) -> None:
         """What was sent again is there: to say so may take a sync, as it did not when it came first."""
         if fsync is Fsync.NEVER or stream.tag not in self._unsynced:
             session.acknowledge(stream)
@@ -298,7 +298,7 @@ class Commits:
 
     def _acknowledge(self, batch: list[Queued]) -> None:
         durable: dict[int, StreamState] = {}
-        credit: dict[Session, int] = {}
+        credit: dict[AppendCall, int] = {}
         for queued in batch:
             if not queued.write.mends:
                 self._state.core.made_durable(queued.stream, queued.write.sequence + 1)

@@ -17,8 +17,8 @@ from typing import Any
 from services.logserver.streams import (
     STEP_UNKNOWN,
     SWEPT_AT_ONCE,
-    Entry,
     Hole,
+    IndexEntry,
     JobState,
     Refusal,
     StreamState,
@@ -82,7 +82,7 @@ class LogCore:
             return stream.lose(acked) or stream
         return stream
 
-    def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> Entry | Refusal | None:
+    def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> IndexEntry | Refusal | None:
         """An entry: write it; in the place of a damaged one, if `StreamState.mending` has it. None: it is there
         already, write nothing and acknowledge it again."""
         job = self.known(stream.job)
@@ -105,13 +105,13 @@ class LogCore:
             return Refusal(
                 Reason.CONFLICT, f"{where}: is record {known.sequence} already, was sent as {frame.sequence}"
             )
-        entry = Entry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
+        entry = IndexEntry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
         stream.bound_holes(frame.key.step)
         stream.add(entry)
         stream.appended += 1
         return entry
 
-    def _again(self, stream: StreamState, frame: FrameHeader, generation: int) -> Entry | Refusal | None:
+    def _again(self, stream: StreamState, frame: FrameHeader, generation: int) -> IndexEntry | Refusal | None:
         """A record that was sent before. The index answers, however long ago it was."""
         known = stream.by_sequence.get(frame.sequence)
         if known is None or (known.key == frame.key and known.digest == frame.digest):
@@ -123,8 +123,8 @@ class LogCore:
         return Refusal(Reason.CONFLICT, f"{stream.name}: {stream.quarantined}")
 
     def _mend(
-        self, stream: StreamState, known: Entry | None, frame: FrameHeader, generation: int
-    ) -> Entry | Refusal | None:
+        self, stream: StreamState, known: IndexEntry | None, frame: FrameHeader, generation: int
+    ) -> IndexEntry | Refusal | None:
         """It is needed again if it is in a hole. ``known``: what the index has of it still."""
         if stream.hole_at(frame.sequence) is None or frame.sequence in stream.mending:
             return None
@@ -140,7 +140,7 @@ class LogCore:
             return Refusal(Reason.CONFLICT, message)
         if known is not None and known.frame_bytes != frame.frame_bytes:
             return cannot_be_mended(stream, frame.sequence)
-        entry = Entry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
+        entry = IndexEntry(frame.sequence, frame.key, frame.digest, generation, frame.frame_bytes)
         stream.mending[frame.sequence] = entry
         return entry
 
@@ -211,10 +211,10 @@ class LogCore:
 
     def look(
         self, stream: StreamState, sequence: int, from_step: int, count: int
-    ) -> tuple[list[Entry], int, Refusal | None]:
+    ) -> tuple[list[IndexEntry], int, Refusal | None]:
         """The durable records of a step >= ``from_step`` among the next ``count`` that are there at or behind
         ``sequence``; the sequence behind all that was looked at; and what keeps a reader from going on there."""
-        found: list[Entry] = []
+        found: list[IndexEntry] = []
         at = max(sequence, stream.first)
         for number in stream.order.some(at, count):
             if number >= stream.durable:

@@ -23,7 +23,7 @@ from services.logserver.recovered import RecoveredJob
 from services.logserver.retention import Retention
 from services.logserver.seam import Storage
 from services.logserver.snapshot import EngineSnapshot, JobSnapshot
-from services.logserver.state import EngineConfig, ServerState, Session
+from services.logserver.state import AppendCall, EngineConfig, ServerState
 from services.logserver.streams import Refusal
 from services.logserver.watch import DiskWatch, rest
 from swift import events
@@ -125,30 +125,30 @@ class LogEngine:
 
     # -- appending ------------------------------------------------------------------------------------
 
-    def attach(self) -> tuple[Session, Outgoing]:
+    def attach(self) -> tuple[AppendCall, Outgoing]:
         """A writer has connected. Its session, and what goes back to it."""
         outgoing = Outgoing()
-        session = Session(outgoing, Assembler(self.config.body_bytes_max))
+        session = AppendCall(outgoing, Assembler(self.config.body_bytes_max))
         with self._changed:
             self._appends.attach(session)
         return session, outgoing
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: AppendCall) -> None:
         with self._changed:
             self._appends.detach(session)
 
-    def open(self, session: Session, request: log_pb2.Open) -> None:
+    def open(self, session: AppendCall, request: log_pb2.Open) -> None:
         with self._changed:
             self._appends.open(session, request, self._clock())
 
-    def handle(self, session: Session, frames: memoryview) -> None:
+    def handle(self, session: AppendCall, frames: memoryview) -> None:
         """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
         for some in self._appends.parse_some(session, frames, _TAKEN_AT_ONCE):
             self._take(session, some)
             if len(some) == _TAKEN_AT_ONCE and len(self.state.writers) > 1:
                 time.sleep(_OTHERS_TURN_S)
 
-    def _take(self, session: Session, parsed: list[Frame]) -> None:
+    def _take(self, session: AppendCall, parsed: list[Frame]) -> None:
         try:
             with self._changed:
                 # Others' records stand behind these: a flood of small ones waits in its own call.
@@ -166,7 +166,7 @@ class LogEngine:
             events.emit("quarantined", job=stream.job, stream=stream.name, reason=stream.quarantined)
             raise
 
-    def finish(self, session: Session) -> None:
+    def finish(self, session: AppendCall) -> None:
         """The writer has sent its last message. Raises Refused if that ended within a frame."""
         self._appends.parse(session, None)
 

@@ -20,7 +20,7 @@ import crc32c
 
 from services.logserver.readmemory import ReadMemory
 from services.logserver.seam import Storage
-from services.logserver.streams import Entry, StreamState
+from services.logserver.streams import IndexEntry, StreamState
 from swift.errors import LogError, RecordCorrupt
 from swift.log.frame import HEADER_BYTES_MAX, FrameHeader, check_body, decode_header
 from swift.log.memory import page_aligned
@@ -40,7 +40,7 @@ _ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is to
 @dataclass(frozen=True, slots=True)
 class Wanted:
     stream: StreamState
-    entry: Entry
+    entry: IndexEntry
 
     @property
     def sequence(self) -> int:

@@ -10,12 +10,12 @@ from services.logserver.readahead import Damage, ReadAhead, Wanted
 from services.logserver.readmemory import ReadMemory
 from services.logserver.space import Account, Alarm
 from services.logserver.state import Refused, ServerState, check_names
-from services.logserver.streams import Entry, Hole, JobState, Refusal, StreamState
+from services.logserver.streams import Hole, IndexEntry, JobState, Refusal, StreamState
 from services.logserver.watch import rest
 from swift import events
 from swift._pb import log_pb2
 from swift.log.assembly import MESSAGE_BYTES
-from swift.log.share import Share
+from swift.log.read_filter import ReadFilter
 from swift.log.wire import Reason
 
 _POLL_S = 0.5
@@ -302,7 +302,7 @@ def _age_of(job: JobState) -> tuple[int, ...]:
     return job.generation, job.trimmed_below_step, job.reset_generation, job.reset_number
 
 
-def _digest(entry: Entry) -> log_pb2.RecordDigest:
+def _digest(entry: IndexEntry) -> log_pb2.RecordDigest:
     key = entry.key
     return log_pb2.RecordDigest(step=key.step, microbatch=key.microbatch, slot=key.slot, digest=entry.digest)
 
@@ -330,8 +330,8 @@ def _stream_inventory(job: JobState, stream: StreamState) -> log_pb2.StreamInven
     )
 
 
-def _share_of(request: log_pb2.ReadRequest) -> Share | None:
+def _share_of(request: log_pb2.ReadRequest) -> ReadFilter | None:
     if not request.HasField("share"):
         return None
     share = request.share
-    return Share(first=share.first, behind=share.behind, of=share.of, below_step=share.below_step)
+    return ReadFilter(first=share.first, behind=share.behind, of=share.of, below_step=share.below_step)

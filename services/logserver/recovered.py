@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.logserver.streams import Entry, Hole
+from services.logserver.streams import Hole, IndexEntry
 from swift.log.manifest import JobMeta
 
 
@@ -11,7 +11,7 @@ class RecoveredStream:
     name: str
     first: int
     next_sequence: int
-    entries: list[Entry]
+    entries: list[IndexEntry]
     holes: list[Hole]
     quarantined: str = ""
     torn_bytes: int = 0

@@ -17,7 +17,7 @@ from services.logserver.disk import Disk, File
 from services.logserver.failures import UNREADABLE, JobDamaged
 from services.logserver.recovered import RecoveredJob, RecoveredStream
 from services.logserver.segments import Segment
-from services.logserver.streams import STEP_UNKNOWN, Entry, Hole
+from services.logserver.streams import STEP_UNKNOWN, Hole, IndexEntry
 from swift.log.manifest import MANIFEST, Granted, JobMeta, ManifestDamaged, StreamMeta, problem_of
 from swift.log.record import NAME_PATTERN, stream_tag
 from swift.log.segment import (
@@ -206,7 +206,9 @@ class Recovery:
                     out.holes[index] = replace(hole, below_step=header.key.step + 1)
             if header.sequence >= first and header.key.step >= self._meta.trimmed_below_step:
                 out.entries.append(
-                    Entry(header.sequence, header.key, header.digest, header.generation, header.frame_bytes)
+                    IndexEntry(
+                        header.sequence, header.key, header.digest, header.generation, header.frame_bytes
+                    )
                 )
         ends = [hole.end_sequence for hole in out.holes]
         out.next_sequence = max(out.next_sequence, segment.next_sequence, *ends)

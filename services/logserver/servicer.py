@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from services.health import Health
 from services.logserver.engine import LogEngine
-from services.logserver.state import Refused, Session
+from services.logserver.state import AppendCall, Refused
 from services.logserver.streams import Refusal
 from services.security.gate import Denied, Gate, Visit
 from services.security.interceptors import SyncGate, visit_of
@@ -99,7 +99,7 @@ class LogServicer:
         if session.refusal is not None:
             _abort(context, session.refusal)
 
-    def _pump(self, session: Session, requests: Iterator[bytes], visit: Visit) -> None:
+    def _pump(self, session: AppendCall, requests: Iterator[bytes], visit: Visit) -> None:
         """Takes the writer's messages until it ends or is refused."""
         try:
             for message in requests:

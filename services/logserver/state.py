@@ -75,7 +75,7 @@ class Changed(AbstractContextManager[bool | None], Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class AppendCall:
     """One Append call: the streams it opened, and what goes back to it."""
 
     outbox: Outbox
@@ -124,9 +124,9 @@ class ServerState:
         self.storage = storage
         self.core = LogCore()
         self.changed = changed
-        self.sessions: dict[Session, None] = {}
+        self.sessions: dict[AppendCall, None] = {}
         """In the order in which they came."""
-        self.holders: dict[int, Session] = {}
+        self.holders: dict[int, AppendCall] = {}
         """Stream tag -> the session that writes it."""
         self.cut_off: dict[str, Refusal] = {}
         """Job -> why nobody may write it for the moment."""
@@ -138,7 +138,7 @@ class ServerState:
         self.space = Space(config.space)
         self.touched: dict[str, float] = {}
         """Job -> when it was written, read, fenced or asked for by its coordinator; at a start, then."""
-        self.writers: dict[str, dict[Session, None]] = {}
+        self.writers: dict[str, dict[AppendCall, None]] = {}
         """Job -> the sessions that have opened a stream of it, in the order in which they came."""
         self.on_health: Callable[[bool], None] = lambda serving: None
         self._shown = True
@@ -241,7 +241,7 @@ class ServerState:
                 Refusal(Reason.LIMIT, f"the server keeps {len(self.core.jobs)} jobs: no more (--jobs-max)")
             )
 
-    def check_writer(self, session: Session, job: str, stream: str) -> None:
+    def check_writer(self, session: AppendCall, job: str, stream: str) -> None:
         """Raises Refused if the job would have a stream, or writers, too many."""
         config = self.config
         self.check_job(job)

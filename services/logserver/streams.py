@@ -23,7 +23,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """One record in the index."""
 
     sequence: int
@@ -72,18 +72,18 @@ class StreamState:
     first: int = 0
     durable: int = 0
     appended: int = 0
-    by_sequence: dict[int, Entry] = field(default_factory=dict)
-    by_key: dict[RecordKey, Entry] = field(default_factory=dict)
+    by_sequence: dict[int, IndexEntry] = field(default_factory=dict)
+    by_key: dict[RecordKey, IndexEntry] = field(default_factory=dict)
     holes: list[Hole] = field(default_factory=list)
     quarantined: str = ""
     """Why nothing is accepted any more: the writer sent other bytes for a record that is there."""
-    mending: dict[int, Entry] = field(default_factory=dict)
+    mending: dict[int, IndexEntry] = field(default_factory=dict)
     """Records of holes that were sent again, and are on their way to their places."""
     bytes: int = 0
     tally: Tally = field(default_factory=Tally)
     """Its job's."""
     tag: int = 0
-    marks: dict[int, Entry] = field(default_factory=dict)
+    marks: dict[int, IndexEntry] = field(default_factory=dict)
     """Those of the records that declare steps unlogged, by their sequences."""
     order: Ordered = field(init=False)
     """Of `by_sequence`."""
@@ -103,7 +103,7 @@ class StreamState:
     def corrupt_reason(self) -> str:
         return self.quarantined or (self.holes[0].reason if self.holes else "")
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: IndexEntry) -> None:
         sequence, step = entry.sequence, entry.key.step
         self.by_sequence[sequence] = entry
         self.order.came(sequence)
@@ -118,7 +118,7 @@ class StreamState:
         self.tally.bytes += entry.frame_bytes
         self.tally.records += 1
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: IndexEntry) -> None:
         sequence, step = entry.sequence, entry.key.step
         del self.by_sequence[sequence]
         self.order.went(sequence)

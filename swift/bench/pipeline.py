@@ -67,7 +67,7 @@ SIZES = {
 # --- processes ---
 
 
-class Job:
+class PipelineRanks:
     """The ranks of one job, from here."""
 
     def __init__(self, directory: Path, stages: int):
@@ -117,8 +117,8 @@ class Job:
         self._listening.close()
 
 
-def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Job:
-    job = Job(directory, config["stages"])
+def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> PipelineRanks:
+    job = PipelineRanks(directory, config["stages"])
     stack.callback(job.close)
     given = json.dumps({**config, "socket": job.path, "store": str(directory / "store")})
     processes = []
@@ -138,9 +138,9 @@ def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Job:
 
 def session_job(
     directory: Path, config: dict[str, Any], stack: ExitStack
-) -> tuple[Job, dict[str, list[int]]]:
+) -> tuple[PipelineRanks, dict[str, list[int]]]:
     """The job, and the processes beside its ranks by what they are."""
-    job = Job(directory, config["stages"])
+    job = PipelineRanks(directory, config["stages"])
     stack.callback(job.close)
     given = json.dumps({**config, "socket": job.path})
     cluster = stack.enter_context(

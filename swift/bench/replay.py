@@ -246,7 +246,7 @@ def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int, combine: str = 
         "replayed_s": _gaps(ended[True]),
         "replay_s": ended[True][-1] - ended[True][0],
         "log_wait_s": end["log_wait_s"],
-        # Of the whole replay, by what set its pace, and of each rank: `swift.runtime.help.waits`.
+        # Of the whole replay, by what set its pace, and of each rank: `swift.runtime.shared_replay.waits`.
         **{name: end[name] for name in ("bottleneck", "split", "waits")},
     }
 

@@ -33,10 +33,10 @@ class MeasuredJob:
 
 def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Profile, list[str]]:
     """(profile, what of it is assumed). ServiceError: not measured yet. UsageError: no plan is for such a job."""
-    columns = int(reply.config.get("replicas", "1")) * int(reply.config.get("shards", "1"))
-    if columns > 1:
+    dp_size = int(reply.config.get("replicas", "1")) * int(reply.config.get("shards", "1"))
+    if dp_size > 1:
         raise UsageError(
-            f"job {job} has {columns} data-parallel ranks to a stage: it recovers by copying, and needs no plan"
+            f"job {job} has {dp_size} data-parallel ranks to a stage: it recovers by copying, and needs no plan"
         )
     measured = {said.rank: from_message(said.measured) for said in reply.ranks}
     missing = [rank for rank in range(reply.world_size) if rank not in measured]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from swift.arguments import Parser, host_and_port
 from swift.doctor import gather
-from swift.doctor.checks import Finding, Status, examine, exit_code
 from swift.doctor.facts import Facts
+from swift.doctor.machine_checks import Finding, Status, examine, exit_code
 from swift.errors import SwiftError, UsageError
 from swift.words import show, tell
 

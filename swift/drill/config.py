@@ -189,7 +189,9 @@ class DrillConfig:
         if wait_free:
             raise UsageError("--data-parallel ddp reduces by itself: leave out --updates wait_free")
         if self.reduction == "fast":
-            raise UsageError("--data-parallel ddp adds in the order of columns: leave out --reduction fast")
+            raise UsageError(
+                "--data-parallel ddp adds in the order of data-parallel ranks: leave out --reduction fast"
+            )
         if self.topology.splits_backward:
             raise UsageError(
                 f"--data-parallel ddp does not go with --schedule {self.topology.schedule}: "
@@ -199,7 +201,7 @@ class DrillConfig:
 
     @property
     def ordered_reduction(self) -> bool:
-        """Gradients are added in the order of columns, whatever the layout of the buckets is."""
+        """Gradients are added in the order of data-parallel ranks, whatever the layout of the buckets is."""
         if self.data_parallel == "ddp":  # its group is the session's, whose sums are
             return True
         return self.reduction == "ordered" or (self.reduction == "auto" and self.topology.replicas > 2)

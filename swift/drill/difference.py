@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill.checks import Check, Comparison, Digest, all_of
+from swift.drill.verdict_checks import Check, Comparison, Digest, all_of
 
 TOLERANCE = 1e-4
 """Of the norm of a rank's parameters."""

@@ -445,12 +445,12 @@ def _replicas(fault: RankFault, topology: Topology) -> list[int]:
 def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
     """Whether none of these victims of one step needs anything of another that stands where it dies.
 
-    Those of different columns do not, as long as no gradients are reduced; nor do those that have all ended the step
-    before. Of one pipeline a rank may wait for what its neighbour would send next; for these it is not worked out.
+    Those of different pipelines do not, as long as no gradients are reduced; nor do those that have all ended the
+    step before. Of one pipeline a rank may wait for what its neighbour would send next; for these it is not worked out.
     """
     ranks = [fault.rank for fault in group if isinstance(fault, RankFault)]
     phases = {fault.phase for fault in group if isinstance(fault, RankFault)}
-    apart = len({topology.column(rank) for rank in ranks}) == len(ranks)
+    apart = len({topology.dp_rank(rank) for rank in ranks}) == len(ranks)
     return phases == {"idle"} or (apart and phases <= {"forward", "backward", "idle"})
 
 

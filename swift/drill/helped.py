@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill.checks import Check
 from swift.drill.timeline import Recovery
+from swift.drill.verdict_checks import Check
 
 
 def replays(found: Sequence[Recovery]) -> list[dict[str, Any]]:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from swift.drill.checks import Check
 from swift.drill.config import DrillConfig
 from swift.drill.faults import LogLossFault
 from swift.drill.timeline import Event, Recovery
+from swift.drill.verdict_checks import Check
 
 
 def places(events: Sequence[Event]) -> dict[str, Any]:

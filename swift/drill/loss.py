@@ -1,22 +1,22 @@
 """Loss curves of both runs, side by side.
 
-A loss is averaged over the columns that both runs have told at that step. What an arithmetic undo gets wrong is a
-few ulps of a parameter: it moves the drill's losses by 1e-7 of their size, 150 steps later still. A step that is
-lost, doubled, or applied in some of the buckets only moves them by 1e-3 and more. The bound lies between.
+A loss is averaged over the data-parallel ranks that both runs have told at that step. What an arithmetic undo gets
+wrong is a few ulps of a parameter: it moves the drill's losses by 1e-7 of their size, 150 steps later still. A step
+that is lost, doubled, or applied in some of the buckets only moves them by 1e-3 and more. The bound lies between.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill.checks import Check
 from swift.drill.timeline import Event
+from swift.drill.verdict_checks import Check
 
 TOLERANCE = 1e-4
 """Of the loss, at every single step."""
 
 Losses = Mapping[int, Mapping[int, float]]
-"""step -> column -> loss"""
+"""step -> data-parallel rank -> loss"""
 
 
 def losses(events: Sequence[Event]) -> dict[int, dict[int, float]]:
@@ -28,7 +28,7 @@ def losses(events: Sequence[Event]) -> dict[int, dict[int, float]]:
     return found
 
 
-def curves(ours: Losses, twin: Losses, steps: int, columns: int) -> dict[str, Any] | None:
+def curves(ours: Losses, twin: Losses, steps: int, dp_size: int) -> dict[str, Any] | None:
     """`loss` of the report; None: there are no losses in a trace."""
     rows = []
     for step in sorted(ours):
@@ -45,7 +45,7 @@ def curves(ours: Losses, twin: Losses, steps: int, columns: int) -> dict[str, An
         "failure_free": _mean([row[2] for row in last]),
     }
     relative = [abs(row[1] - row[2]) / abs(row[2]) if row[2] else math.inf for row in rows]
-    whole = all(len(run.get(step, {})) == columns for run in (ours, twin) for step in range(steps))
+    whole = all(len(run.get(step, {})) == dp_size for run in (ours, twin) for step in range(steps))
     return {
         "steps": [row[0] for row in rows],
         "recovered": [_finite(row[1]) for row in rows],

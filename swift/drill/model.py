@@ -118,15 +118,15 @@ def standard_library(limit: int = 1 << 20) -> bytes:
 
 
 class ByteLoader:
-    """Batches of (inputs, targets), each [batch, S] int64, at offsets drawn from (seed, column, position).
+    """Batches of (inputs, targets), each [batch, S] int64, at offsets drawn from (seed, dp_rank, position).
 
     Its whole state is the position, so a restored loader gives the same batch again.
     """
 
-    def __init__(self, text: bytes, batch: int, sequence: int, seed: int, column: int = 0):
+    def __init__(self, text: bytes, batch: int, sequence: int, seed: int, dp_rank: int = 0):
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._batch, self._sequence = batch, sequence
-        self._seed = seed * 1_000_003 + column * 7_368_787
+        self._seed = seed * 1_000_003 + dp_rank * 7_368_787
         self.position = 0
 
     def __next__(self) -> tuple[Tensor, Tensor]:

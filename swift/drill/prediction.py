@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 from swift.drill import regroup
-from swift.drill.checks import Check, all_of
 from swift.drill.config import DrillConfig
 from swift.drill.faults import LogLossFault
 from swift.drill.sizes import MODELS, NORM_BYTES
 from swift.drill.timeline import Event, Recovery
+from swift.drill.verdict_checks import Check, all_of
 from swift.errors import UsageError
 from swift.log import streams
 from swift.plan.profile import RATE_MAX, Profile
@@ -89,14 +89,14 @@ def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None)
     groups = config.groups if groups is None else groups
     if not groups.logs:
         return {}
-    for column in range(shape.replicas):
+    for dp_rank in range(shape.replicas):
         for stage in range(shape.stages):
             for neighbour, kind in ((stage + 1, "F"), (stage - 1, "B")):
                 if 0 <= neighbour < shape.stages and shape.is_logged(stage, neighbour, groups):
-                    name = streams.boundary(stage, kind, column, shape.replicas)
+                    name = streams.boundary(stage, kind, dp_rank, shape.replicas)
                     found[name] = shape.microbatches * model.boundary_bytes
         for stage, kind in ((0, "X"), (shape.stages - 1, "T")):
-            name = streams.boundary(stage, kind, column, shape.replicas)
+            name = streams.boundary(stage, kind, dp_rank, shape.replicas)
             found[name] = shape.microbatches * model.batch_bytes
     if config.updates == "after_backward":
         found |= {streams.collectives(rank): NORM_BYTES for rank in range(shape.ranks)}
@@ -193,7 +193,7 @@ def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> li
     """The streams that a rank must have given something to in each of its steps."""
     shape = config.topology
     names = {streams.collectives(rank)} | {
-        streams.boundary(stage, kind, shape.column(rank), shape.replicas)
+        streams.boundary(stage, kind, shape.dp_rank(rank), shape.replicas)
         for stage in shape.stages_of(rank)
         for kind in streams.KINDS
     }

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swift.drill.checks import Check
 from swift.drill.timeline import Event
+from swift.drill.verdict_checks import Check
 from swift.errors import UsageError
 from swift.recovery.groups import RecoveryGroups
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.drill import prediction
-from swift.drill.checks import Check, all_of
 from swift.drill.config import DrillConfig
 from swift.drill.timeline import Event, Recovery
+from swift.drill.verdict_checks import Check, all_of
 from swift.recovery import Help, Layout, RankPlan, Strategy
 from swift.recovery.cost import StageCost
 from swift.recovery.prediction import Predictor

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill.checks import TRAINED_FIELDS, Check, Comparison, all_of
 from swift.drill.config import DrillConfig
 from swift.drill.faults import CorruptCopyFault
 from swift.drill.timeline import Event, Recovery, steps_done
+from swift.drill.verdict_checks import TRAINED_FIELDS, Check, Comparison, all_of
 from swift.recovery.groups import RecoveryGroups
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swift.drill import difference, helped, logs, loss, prediction, replaying, replicas, timeline
-from swift.drill.checks import Check, Comparison, Digest, all_of, compare
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
 from swift.drill.timeline import Event, Recovery
+from swift.drill.verdict_checks import Check, Comparison, Digest, all_of, compare
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}

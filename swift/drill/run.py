@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 from swift import events
 from swift.drill import control, faults, loss, prediction, regroup, timeline
-from swift.drill.checks import Digest
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.faults import CoordinatorFault, CorruptFault, LogLossFault, LogServerFault, fault_id
 from swift.drill.operator import Operator
 from swift.drill.report import Evidence
 from swift.drill.security import Security
+from swift.drill.verdict_checks import Digest
 from swift.errors import UsageError
 from swift.plan.command import read as read_profile
 

@@ -1,7 +1,7 @@
 """Which stage runs on which rank, and what a schedule asks of the numbers it is given.
 
-Ranks are a mesh of pipeline ranks and columns, numbered as torch's device mesh (pipeline, data) numbers them:
-rank = pipeline rank * replicas + column. Ranks with the same pipeline rank are replicas of each other.
+Ranks are a mesh (pipeline rank, data-parallel rank), numbered as torch's device mesh numbers it:
+rank = pipeline rank * replicas + dp_rank. Ranks with the same pipeline rank are replicas of each other.
 
 1F1B and GPipe have one stage on each pipeline rank. Looped schedules put stages k and k + P on pipeline rank k; V
 schedules fold the stages, so that it has k and 2P - 1 - k, and the last one holds two neighbours.
@@ -38,7 +38,7 @@ class Topology:
     pipeline_ranks: int
     """``--stages``: ranks of one pipeline."""
     replicas: int = 1
-    """``--replicas``: columns, which are pipelines beside each other with batches of their own."""
+    """``--replicas``: the number of pipelines beside each other; each has batches of its own."""
     steps: int
     microbatches: int
     """Of one replica in one step."""
@@ -87,12 +87,12 @@ class Topology:
     def pipeline_rank(self, rank: int) -> int:
         return rank // self.replicas
 
-    def column(self, rank: int) -> int:
+    def dp_rank(self, rank: int) -> int:
         return rank % self.replicas
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
         """The ranks with the same stages, this one among them."""
-        first = rank - self.column(rank)
+        first = rank - self.dp_rank(rank)
         return tuple(range(first, first + self.replicas))
 
     @property
@@ -125,11 +125,11 @@ class Topology:
         compares their digests with the logged ones.
         """
         received: list[str] = []
-        column = self.column(rank)
+        dp_rank = self.dp_rank(rank)
         for stage in sorted({other for own in self.stages_of(rank) for other in groups.stages(own)}):
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
                 if self.is_logged(neighbour, stage, groups):
-                    received.append(streams.boundary(neighbour, kind, column, self.replicas))
+                    received.append(streams.boundary(neighbour, kind, dp_rank, self.replicas))
         return tuple(received)
 
     def is_logged(self, source: int, destination: int, groups: RecoveryGroups) -> bool:

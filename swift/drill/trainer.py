@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         scheduler = make_scheduler(optimizer, args.steps)
         batch = args.microbatches * config.microbatch
-        loader = ByteLoader(standard_library(), batch, config.sequence, args.seed, session.column)
+        loader = ByteLoader(standard_library(), batch, config.sequence, args.seed, session.dp_rank)
         session.register(schedule=schedule, scheduler=scheduler, loader=loader)
         session.help_replay(lambda index: make_stage(config, index, num_stages, args.seed))
         first, last = 0 in indices, num_stages - 1 in indices
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
             if last and not session.replaying:
                 # Before the update: a rank that dies in it has said what its step's loss was.
                 loss = float(torch.stack(losses).detach().mean())
-                events.emit("loss", rank=session.rank, column=session.column, step=step, loss=loss)
+                events.emit("loss", rank=session.rank, column=session.dp_rank, step=step, loss=loss)
             if (
                 args.updates == "after_backward"
             ):  # wait-free, the norm is not known when the first bucket is applied

@@ -22,7 +22,7 @@ from swift.launch.children import Child, Nursery
 from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_exit
 from swift.launch.leaving import Leaving
 from swift.launch.link import CoordinatorLink
-from swift.launch.ranks import Job, Output, make_assignment, rank_env
+from swift.launch.ranks import Output, RankProgram, make_assignment, rank_env
 from swift.launch.rendezvous import Rendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
@@ -83,7 +83,7 @@ class ReplacingAgent(SimpleElasticAgent):
         spec: WorkerSpec,
         *,
         machines: Rendezvous,
-        job: Job,
+        job: RankProgram,
         output: Output,
         spare_count: int,
         grace_s: float,

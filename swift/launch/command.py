@@ -26,7 +26,7 @@ from swift.launch.children import Nursery
 from swift.launch.imports import imports_of, script_of
 from swift.launch.link import CoordinatorLink
 from swift.launch.meeting import MetRendezvous, NotNeeded, Terms
-from swift.launch.ranks import Job, Output, make_run_dir
+from swift.launch.ranks import Output, RankProgram, make_run_dir
 from swift.launch.rendezvous import LOOPBACK, LoopbackRendezvous, PlacedRendezvous, Rendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
@@ -103,7 +103,7 @@ class LaunchPlan:
     """The job's name was not given in so many letters."""
     meeting: Meeting
     terms: Terms
-    job: Job
+    job: RankProgram
     output: Output
     spare_count: int
     preload: str
@@ -253,7 +253,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     if args.local_ranks_filter:
         shown = frozenset(int(rank) for rank in args.local_ranks_filter.split(","))
     run_dir = make_run_dir(log_dir, config.run_id) if log_dir or any(redirects.values()) else None
-    job = Job(
+    job = RankProgram(
         script=args.training_script,
         module=args.module,
         args=args.training_script_args,

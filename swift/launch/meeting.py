@@ -22,7 +22,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import AccessDenied, ServiceError, SwiftError, UsageError
-from swift.launch.ranks import Job
+from swift.launch.ranks import RankProgram
 from swift.launch.rendezvous import LOOPBACK, Rendezvous
 from swift.launch.torch_names import RendezvousInfo, RendezvousStoreInfo
 
@@ -74,7 +74,7 @@ class MetRendezvous(Rendezvous):
     def __init__(
         self,
         run_id: str,
-        job: Job,
+        job: RankProgram,
         *,
         nodes: tuple[int, int],
         ranks: int,

@@ -11,7 +11,7 @@ from swift.launch.worker import Assignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class RankProgram:
     """What the ranks of a job run, the same for every local rank."""
 
     script: str
@@ -75,7 +75,7 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
 
 
 def rank_env(
-    group: WorkerGroup, local_rank: int, *, restart_count: int, job: Job, incarnation: str
+    group: WorkerGroup, local_rank: int, *, restart_count: int, job: RankProgram, incarnation: str
 ) -> dict[str, str]:
     """The variables of one rank, on top of the launcher's own environment."""
     spec, worker = group.spec, group.workers[local_rank]
@@ -126,7 +126,7 @@ def _device_of(local_rank: int) -> str:
     return devices[local_rank].strip()
 
 
-def make_assignment(job: Job, output: Output, local_rank: int, env: dict[str, str]) -> Assignment:
+def make_assignment(job: RankProgram, output: Output, local_rank: int, env: dict[str, str]) -> Assignment:
     """All that a child needs to become this rank."""
     if output.run_dir is not None:
         env = env | {"TORCHELASTIC_ERROR_FILE": str(output.rank_dir(local_rank) / "error.json")}

@@ -22,9 +22,9 @@ from swift.errors import (
 )
 from swift.log.assembly import Assembler
 from swift.log.frame import BODY_BYTES_MAX, FrameHeader, FrameIncomplete, decode_body
+from swift.log.read_filter import ReadFilter
 from swift.log.record import Record, RecordKey, check_name
 from swift.log.rpc import as_error, code_of, message_of, method, open_channel, reason_of
-from swift.log.share import Share
 from swift.log.unlogged import MARK_SLOT, declared
 from swift.log.wire import CALLS_PER_CONNECTION, Reason, split_frames
 
@@ -123,7 +123,7 @@ class LogReader:
                     raise as_error(address, error) from None
             time.sleep(_RETRY_S)
 
-    def follow(self, stream: str, from_step: int, share: Share | None = None) -> "StreamCursor":
+    def follow(self, stream: str, from_step: int, share: ReadFilter | None = None) -> "StreamCursor":
         """The stream's records of steps >= ``from_step``, prefetched in log order, and those that are yet to be
         written. While the cursor is open the server that it reads from does not trim these steps.
 
@@ -164,7 +164,7 @@ class StreamCursor:
         stream: str,
         from_step: int,
         prefetch_bytes: int,
-        share: Share | None = None,
+        share: ReadFilter | None = None,
         over: Callable[[], None] = lambda: None,
     ) -> None:
         """``over``: told when the cursor has been closed."""
@@ -364,7 +364,7 @@ class StreamCursor:
         return self._copies[0][0]
 
 
-def _share_message(share: Share | None) -> log_pb2.Share | None:
+def _share_message(share: ReadFilter | None) -> log_pb2.Share | None:
     if share is None:
         return None
     return log_pb2.Share(below_step=share.below_step, first=share.first, behind=share.behind, of=share.of)

@@ -220,7 +220,7 @@ class Memory:
 
     # -- servers --------------------------------------------------------------------------------------
 
-    def assign(self, servers: Collection[int], entries: Iterable["Entry"]) -> dict[int, int]:
+    def assign(self, servers: Collection[int], entries: Iterable["RingEntry"]) -> dict[int, int]:
         """(consumer, at its start) Gives each server a copy, the one that it had if it had one: server -> copy.
 
         ``entries``: all that the ring holds. What is known of a copy is cleared before another server gets it.
@@ -400,7 +400,7 @@ class PlainProducer:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RingEntry:
     """A record in the ring. ``body`` is the ring's own memory."""
 
     memory: Memory
@@ -436,7 +436,7 @@ class Consumer:
         self._poll.register(wake, select.POLLIN)
         self.position = memory.load(Word.TAIL)
 
-    def next(self) -> Entry | int | None:
+    def next(self) -> RingEntry | int | None:
         """The next record; or the position behind padding; or None if everything was read."""
         if self.position == self._memory.load(Word.HEAD):
             return None
@@ -448,7 +448,7 @@ class Consumer:
         fields = _HEADER.unpack_from(self._memory.data, at)
         step, microbatch, slot, stream, code, dims, size = fields[3:10]
         body = at + HEADER_BYTES
-        return Entry(
+        return RingEntry(
             memory=self._memory,
             at=at,
             end=self.position,
@@ -459,11 +459,11 @@ class Consumer:
             body=self._memory.data[body : body + size].toreadonly(),
         )
 
-    def held(self) -> list[Entry]:
+    def held(self) -> list[RingEntry]:
         """All that is in the ring now; `next` is not moved by it."""
         before, found = self.position, []
         while (entry := self.next()) is not None:
-            if isinstance(entry, Entry):
+            if isinstance(entry, RingEntry):
                 found.append(entry)
         self.position = before
         return found

@@ -19,7 +19,7 @@ from swift.log.choice import Choice
 from swift.log.link_core import BATCH_BYTES, Outgoing
 from swift.log.placement import COPIES_MAX
 from swift.log.reader import LogReader
-from swift.log.ring import STREAMS_MAX, Consumer, Counts, Entry, Memory, Word
+from swift.log.ring import STREAMS_MAX, Consumer, Counts, Memory, RingEntry, Word
 from swift.log.sidecar_messages import Message, error_to_json
 from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
 
@@ -35,7 +35,7 @@ _RETRY_S = 0.1
 class _Placed(Outgoing):
     """A record whose sequence stands in the ring, before it is sent: a successor must give it the same one."""
 
-    def __init__(self, entry: Entry, copy: int, **fields: Any) -> None:
+    def __init__(self, entry: RingEntry, copy: int, **fields: Any) -> None:
         self._entry = entry
         self._copy = copy
         super().__init__(sequence=entry.sequence(copy), **fields)
@@ -72,7 +72,7 @@ class RingWriter(LogWriter):
         self._tell = tell
         self._pumping = threading.Lock()
         self._sweeping = threading.Lock()
-        self._outstanding: deque[tuple[int, Entry | None, _Item | None]] = deque()
+        self._outstanding: deque[tuple[int, RingEntry | None, _Item | None]] = deque()
         self._calling = threading.Event()  # somebody wants `_pumping`
         self._wanted = 0  # up to this position somebody waits
         self._asking: SwiftError | None = None
@@ -93,7 +93,7 @@ class RingWriter(LogWriter):
         }  # what a predecessor may have sent something of, and which servers are to say it
         self._damaged: dict[str, list[str]] = {}  # those that cannot
 
-    def _resume(self, server: str, copy: int, held: Sequence[Entry]) -> bool:
+    def _resume(self, server: str, copy: int, held: Sequence[RingEntry]) -> bool:
         """Puts the streams where a predecessor left them; whether it has sent anything that is still in the ring."""
         given: dict[int, list[int]] = {}
         for entry in held:
@@ -146,7 +146,7 @@ class RingWriter(LogWriter):
         entry = self._consumer.next()
         if entry is None:
             return False
-        if not isinstance(entry, Entry):
+        if not isinstance(entry, RingEntry):
             with self._sweeping:
                 self._outstanding.append((entry, None, None))
             self._on_change(0)
@@ -167,7 +167,7 @@ class RingWriter(LogWriter):
             self._cond.notify_all()
         return True
 
-    def _placed(self, entry: Entry, server: str, **fields: Any) -> Outgoing:
+    def _placed(self, entry: RingEntry, server: str, **fields: Any) -> Outgoing:
         return _Placed(entry, self._copies[server], **fields)
 
     def _learn(self, stream: str) -> bool:
@@ -259,7 +259,9 @@ class RingWriter(LogWriter):
             position = end
         return position >= 0 and self._consumer.release(position, Counts(records, size, stored, verified))
 
-    def _is_durable(self, entry: Entry, stream: str, server: str, acked: dict[tuple[str, str], int]) -> bool:
+    def _is_durable(
+        self, entry: RingEntry, stream: str, server: str, acked: dict[tuple[str, str], int]
+    ) -> bool:
         """On that server. ``acked``: what was found out about streams in this sweep."""
         copy, memory = self._copies[server], self._memory
         sequence = entry.sequence(copy)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from swift.errors import ServiceError, UsageError
-from swift.optim import error, kinds
+from swift.optim import error, supported_optimizers
 from swift.optim.inverse import Arithmetic, Bucket, numbers, snapshot, unfit
 from swift.optim.preimage import PreImage
 from swift.optim.residue import Exact
@@ -70,7 +70,7 @@ class Journal:
         self._optimizer = optimizer
         self._bucket_bytes = bucket_bytes
         self._bare = bare_step(type(optimizer))
-        self._known = known = kinds.stock_step(type(optimizer))
+        self._known = known = supported_optimizers.stock_step(type(optimizer))
         self._pool = Pool()
         self.whole = known is None
         """The class is unknown: one bucket, its step called as it is (`apply_whole` if it wants a closure)."""
@@ -86,7 +86,7 @@ class Journal:
 
     def _mode_for(self, undo: str, known: type[torch.optim.Optimizer] | None) -> str:
         name = type(self._optimizer).__name__
-        if undo != "none" and kinds.needs_closure(self._optimizer):
+        if undo != "none" and supported_optimizers.needs_closure(self._optimizer):
             raise UsageError(
                 f"{name} calls a closure in its step, so it can be neither cut into buckets nor taken back; "
                 "use updates='after_backward' with it"

@@ -4,7 +4,7 @@ import torch
 
 from swift.optim import torch_names as many
 from swift.optim.error import squares
-from swift.optim.kept import Kept
+from swift.optim.state_snapshot import Kept
 
 
 class PreImage:

@@ -7,7 +7,7 @@ from swift.recovery.types import StreamSummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
+class StreamCopy:
     """What one log server has of a stream."""
 
     server: int
@@ -17,7 +17,7 @@ class Copy:
 
 
 def combined(
-    copies: Sequence[Copy], *, floor: int = 0, lost: str = ""
+    copies: Sequence[StreamCopy], *, floor: int = 0, lost: str = ""
 ) -> tuple[StreamSummary, tuple[int, ...]]:
     """The stream as a plan may count on it, and the servers to read, the best first.
 
@@ -60,7 +60,7 @@ def combined(
     return whole, tuple(copy.server for copy in chosen)
 
 
-def _begins(copy: Copy) -> int | None:
+def _begins(copy: StreamCopy) -> int | None:
     """The first step that it has whole; None: it has none."""
     summary = copy.summary
     if copy.whole_from is None or not summary.records or summary.last_step < copy.whole_from:

@@ -21,7 +21,7 @@ from swift.recovery.measured import RankMeasured
 LINK_BYTES_PER_S = 1e9
 """Between two ranks: what 10 Gbit/s have left."""
 BUCKET_BYTES = 4 << 20
-"""Of the line (`swift.runtime.help.line`)."""
+"""Of the line (`swift.runtime.shared_replay.gradient_chain`)."""
 READ_BYTES_MIN = 8 << 20
 """Fewer bytes, and what they were waited for tells of the way to the log, not of what it gives."""
 _EQUAL = 1 + 1e-9

@@ -1,6 +1,6 @@
 """Can the log feed the replays of a plan?
 
-Replaying stage k in column c over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of that column (swift.log.streams
+Replaying stage k as data-parallel rank c over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of c (swift.log.streams
 has the names), and compares what it sends with its own F and B. A neighbour that replays from b generates its
 stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay must have
 logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a hole,
@@ -27,10 +27,10 @@ def uncovered(
     for reader in by_rank.values():
         if reader.from_version == target:
             continue
-        column, columns = layout.column(reader.rank), layout.columns()
+        dp_rank, dp_size = layout.dp_rank(reader.rank), layout.dp_size()
         for stage in layout.stages[reader.rank]:
             for kind in streams.KINDS:
-                own = log.get(streams.boundary(stage, kind, column, columns))
+                own = log.get(streams.boundary(stage, kind, dp_rank, dp_size))
                 if own is not None and own.corrupt:
                     return _corrupt(own)
                 problem = "" if own is None else _unlogged(own, reader.from_version, target - 1)
@@ -39,8 +39,8 @@ def uncovered(
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
                 if not 0 <= neighbour < layout.num_stages:
                     continue
-                writer = by_rank[layout.owners(neighbour)[column]]
-                stream = streams.boundary(neighbour, kind, column, columns)
+                writer = by_rank[layout.owners(neighbour)[dp_rank]]
+                stream = streams.boundary(neighbour, kind, dp_rank, dp_size)
                 problem = _input_unusable(reader, writer, stream, target, log)
                 if problem:
                     return f"rank {reader.rank} cannot replay stage {stage}: {problem}"

@@ -32,7 +32,7 @@ def helps(
     """At most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one replay only.
     Fewer if the `predictor` knows that more would not make it shorter."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
-    if at_most < 1 or layout.columns() > 1:
+    if at_most < 1 or layout.dp_size() > 1:
         return ()
     spans = {
         owners: until

@@ -6,7 +6,7 @@
 
 2. If there is none, a replay. Target: the highest version that some rank reaches, for which the log has what
    the replays need. Each stage group gets to one base <= target, and if that is below, all of its ranks replay
-   from there together, each its own column:
+   from there together, each with its own streams:
 
     the highest version <= target that the group reaches without replay, not older than the newest complete
     checkpoint c <= target: CATCH_UP for who holds it; ROLL_FORWARD, UNDO, REPLICA, each followed by replay
@@ -116,7 +116,7 @@ class _Situation:
         self._together = config.groups.together(layout.groups(), layout.stages)
         self._allowed = frozenset(ways)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
-        self._has_choice = layout.columns() > 1 or any(
+        self._has_choice = layout.dp_size() > 1 or any(
             r.undo_to is not None or r.forward_to is not None for r in reports
         )
 

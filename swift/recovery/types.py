@@ -88,8 +88,8 @@ class Checkpoints:
 class Layout:
     """Which stages each rank runs (several, with looped and V-schedules), and which shard of their state it holds.
 
-    All ranks of the same stages are a *stage group*; each is a *column* with batches of its own. Those of them
-    with the same shard are *replicas* of each other.
+    All ranks of the same stages are a *stage group*; each has a *data-parallel rank* in it, and its own batches. Those
+    of them with the same shard are *replicas* of each other.
     """
 
     num_stages: int
@@ -99,7 +99,7 @@ class Layout:
     """rank -> its shard; 0 for who is not named."""
 
     def owners(self, stage: int) -> tuple[int, ...]:
-        """The ranks that run it, ascending: one for each column."""
+        """The ranks that run it, ascending: one for each data-parallel rank."""
         return tuple(rank for rank in sorted(self.stages) if stage in self.stages[rank])
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -113,10 +113,10 @@ class Layout:
             return (rank,)
         return tuple(other for other in sorted(self.stages) if self.stages[other] == self.stages[rank])
 
-    def column(self, rank: int) -> int:
+    def dp_rank(self, rank: int) -> int:
         return self.group(rank).index(rank)
 
-    def columns(self) -> int:
+    def dp_size(self) -> int:
         return max((len(group) for group in self.groups()), default=0)
 
     def shard(self, rank: int) -> int:

@@ -16,7 +16,7 @@ import xxhash
 from swift import events
 from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers, UsageError
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.state import HYPERPARAMETERS, TrainerState
 from swift.runtime.tensors import byte_view
 
@@ -27,7 +27,7 @@ _SIZE_BYTES = 4
 class Audit:
     """(every replica, at the same versions) ``compare()``."""
 
-    def __init__(self, group: LastingGroup, state: TrainerState):
+    def __init__(self, group: ReconfigurableGroup, state: TrainerState):
         self._group = group
         self._state = state
 

@@ -10,7 +10,7 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import ServiceError, UsageError
-from swift.runtime.saving import Saving
+from swift.runtime.checkpointing import Saving
 from swift.runtime.state import TrainerState
 
 

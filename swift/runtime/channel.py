@@ -1,6 +1,6 @@
 """What crosses the boundaries of a rank: recorded while it runs, answered from the log while it replays.
 
-Streams are named by stage and column (`swift.log.streams`), each has one writer. A record's key is (step,
+Streams are named by stage and data-parallel rank (`swift.log.streams`), each has one writer. A record's key is (step,
 microbatch, slot).
 
 A replay runs the trainer's own step. What the step receives comes out of the log; what it sends is compared
@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import Store
 
 from swift.errors import RecordMissing, ReplayRefused
 from swift.log import streams
+from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
-from swift.log.share import Share
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.writer import LogWriter
 from swift.recovery.groups import RecoveryGroups
@@ -31,10 +31,10 @@ from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
-from swift.runtime.help.waits import ReplayClock
 from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import Randomness
 from swift.runtime.shapes import Shapes
+from swift.runtime.shared_replay.waits import ReplayClock
 from swift.runtime.tensors import fill, to_tensor
 from swift.runtime.witness import INPUT, LOSS, RESULT, SENT, TARGET, Witness
 
@@ -81,17 +81,17 @@ class Channel:
         self.logged_by = self.logged_groups.at(0)
         """In the step under way."""
         self._rank = mesh.rank
-        self._column, self._columns = mesh.column, mesh.columns
-        self.randomness = Randomness(seed, mesh.column, device)
+        self._dp_rank, self._dp_size = mesh.dp_rank, mesh.dp_size
+        self.randomness = Randomness(seed, mesh.dp_rank, device)
         self._device = device
         self._faults = faults
-        self.shapes = Shapes(store, mesh.column, check)
+        self.shapes = Shapes(store, mesh.dp_rank, check)
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
         self._capture: Capture | None = None
         self._reader: LogReader | None = None
         self._cursors: dict[str, StreamCursor] = {}
-        self._share: Share | None = None
+        self._share: ReadFilter | None = None
         self._replay_from = 0
         self._collective_sources: Sequence[int] = ()
         self._step = 0
@@ -125,13 +125,13 @@ class Channel:
         return self._step
 
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
-        """The name of a boundary's stream in this rank's column, or in another one's."""
-        column = self._column if rank is None else rank % self._columns
-        return streams.boundary(stage, kind, column, self._columns)
+        """The name of a boundary's stream in this rank's pipeline, or in another one's."""
+        dp_rank = self._dp_rank if rank is None else rank % self._dp_size
+        return streams.boundary(stage, kind, dp_rank, self._dp_size)
 
     def rank_at(self, pipeline_rank: int) -> int:
-        """Of this column."""
-        return pipeline_rank * self._columns + self._column
+        """Of this rank's pipeline."""
+        return pipeline_rank * self._dp_size + self._dp_rank
 
     def open(self, writer: LogWriter | SidecarWriter) -> None:
         self._capture = capture_for(writer, self._device)
@@ -178,7 +178,7 @@ class Channel:
         self._reader = None
         self.want(None, self._replay_from)
 
-    def want(self, share: Share | None, from_step: int) -> None:
+    def want(self, share: ReadFilter | None, from_step: int) -> None:
         """(replay) From this step on, nothing of stages but this share will be asked for. What was prefetched is
         forgotten."""
         self._share = share
@@ -218,7 +218,7 @@ class Channel:
         key = RecordKey(self._step, microbatch, slot)
         return to_tensor(self._read(self.stream(stage, kind), key, self._share)).to(self._device)
 
-    def _cursor(self, stream: str, share: Share | None) -> StreamCursor:
+    def _cursor(self, stream: str, share: ReadFilter | None) -> StreamCursor:
         assert self._reader is not None
         cursor = self._cursors.get(stream)
         if cursor is None:
@@ -226,7 +226,7 @@ class Channel:
         return cursor
 
     def _read(
-        self, stream: str, key: RecordKey, share: Share | None = None, *, replayed_too: bool = False
+        self, stream: str, key: RecordKey, share: ReadFilter | None = None, *, replayed_too: bool = False
     ) -> Any:
         cursor = self._cursor(stream, share)
         began = time.perf_counter()

@@ -22,7 +22,7 @@ from swift import events
 from swift.errors import ServiceError
 from swift.names import LASTING_KEYS
 from swift.runtime import _torch
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.rank_store import CoordinatorStore
 
 # What a rank forks (a DataLoader's workers) has none of the threads that a process group waits for when it ends:
@@ -52,8 +52,8 @@ class Communicator:
         world_size: int,
         backend: str = "gloo",
         service_ports: Callable[[], Iterable[int]] = tuple,
-        groups: Sequence[LastingGroup] = (),
-        default: LastingGroup | None = None,
+        groups: Sequence[ReconfigurableGroup] = (),
+        default: ReconfigurableGroup | None = None,
         build_timeout_s: float = 30.0,
         operation_timeout_s: float = 1800.0,
         store_of: StoreOf | None = None,
@@ -147,7 +147,7 @@ class Communicator:
         if self._default is not None:
             _torch.make_default(self._default)
 
-    def _build_inner(self, group: LastingGroup, store: Store) -> Any:
+    def _build_inner(self, group: ReconfigurableGroup, store: Store) -> Any:
         """Ranks that share a group name it alike: by its kind and its first rank."""
         place = PrefixStore(f"{group.label}-{group.ranks[0]}", store)
         index = group.ranks.index(self._rank)

@@ -40,7 +40,7 @@ class SessionConfig:
     """How a wait-free step is taken back: "exact" (up to 3 bytes a parameter), "arithmetic" (no memory, not exact),
     "preimage" (a copy of the buckets in flight)."""
     reduction: str = "auto"
-    """Order of additions: "fast" (the backend's), "ordered" (by column), "auto" (ordered from 3 columns on)."""
+    """Order of additions: "fast" (the backend's), "ordered" (by `dp_rank`), "auto" (ordered from 3 ranks on)."""
     bucket_bytes: int = 25 << 20
     """Gradients that are reduced and applied together."""
     measure_undo: bool = False

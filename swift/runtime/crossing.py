@@ -10,7 +10,7 @@ import torch
 from swift.errors import UsageError
 from swift.runtime import sharded
 from swift.runtime.channel import Channel
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.tensors import laid_like
 from swift.runtime.updates import Updates
 
@@ -18,7 +18,7 @@ from swift.runtime.updates import Updates
 class Crossing:
     """Carried out in a step by the ranks of the session's groups; answered from the log in a replay."""
 
-    def __init__(self, channel: Channel, updates: Updates, groups: Mapping[str, LastingGroup]):
+    def __init__(self, channel: Channel, updates: Updates, groups: Mapping[str, ReconfigurableGroup]):
         self._channel = channel
         self._updates = updates
         self._groups = groups
@@ -88,7 +88,7 @@ class Crossing:
         return norm
 
 
-def _sum(tensor: torch.Tensor, group: LastingGroup) -> torch.Tensor:
+def _sum(tensor: torch.Tensor, group: ReconfigurableGroup) -> torch.Tensor:
     """In rank order."""
     parts = group.gathered(tensor)
     total = parts[0].clone()

@@ -38,15 +38,15 @@ from swift.recovery import RankMeasured
 from swift.runtime.audit import Audit
 from swift.runtime.beginning import begin
 from swift.runtime.channel import Channel
+from swift.runtime.checkpointing import Saving
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
-from swift.runtime.early import EarlyCheckpoint, UnloggedSteps
+from swift.runtime.early_checkpoint import EarlyCheckpoint, UnloggedSteps
 from swift.runtime.ending import Ending
 from swift.runtime.errors import advice_on, is_communication, let_go, words_of
 from swift.runtime.evidence import every_version, write_digests
 from swift.runtime.faults import FaultInjector
-from swift.runtime.groups import LastingGroup
-from swift.runtime.help.helper import MakeModule
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.lines import Lines
 from swift.runtime.losses import Losses
 from swift.runtime.measures import Measures, progress
@@ -55,8 +55,8 @@ from swift.runtime.plans import own_plan
 from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer
 from swift.runtime.retries import Retries
-from swift.runtime.saving import Saving
 from swift.runtime.script import Script
+from swift.runtime.shared_replay.helper import MakeModule
 from swift.runtime.state import TrainerState
 from swift.runtime.updates import Standing
 from swift.runtime.witness import Witness
@@ -86,7 +86,7 @@ class Engine:
         state: TrainerState,
         store: CheckpointStore,
         faults: FaultInjector,
-        world: LastingGroup,
+        world: ReconfigurableGroup,
         audit: Audit | None = None,
         shard: int = 0,
         stage_group: tuple[int, int] = (0, 1),

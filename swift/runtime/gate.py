@@ -15,7 +15,7 @@ import torch
 
 from swift.errors import UsageError
 from swift.runtime.channel import Channel
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.transport import Messages
 from swift.runtime.updates import Updates
 
@@ -63,7 +63,7 @@ class Gate:
 
     def collective(
         self,
-        group: LastingGroup,
+        group: ReconfigurableGroup,
         name: str,
         results: list[torch.Tensor],
         run: Callable[[Messages], None],

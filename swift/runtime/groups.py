@@ -1,7 +1,7 @@
 """Process groups that outlive their generation.
 
 Pipelining stages, DistributedDataParallel, FSDP2 and device meshes hold the group that they were made with. A
-`LastingGroup` is that object: torch sees one group with a name and a rank in it, and the communicator puts the
+`ReconfigurableGroup` is that object: torch sees one group with a name and a rank in it, and the communicator puts the
 gloo group of the current generation under it after every change of membership. What it communicates goes through
 `swift.runtime.transport`, so that a notice frees whoever waits.
 
@@ -30,7 +30,7 @@ class Gate(Protocol):
 
     def collective(
         self,
-        group: "LastingGroup",
+        group: "ReconfigurableGroup",
         name: str,
         results: list[torch.Tensor],
         run: Callable[[Messages], None],
@@ -43,7 +43,7 @@ class Gate(Protocol):
     def new_group(self) -> None: ...
 
 
-class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
+class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
 
     (communicator) ``attach(inner)`` after a new generation's group is built, ``detach()`` before it ends
@@ -68,7 +68,7 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self._between = "connection of an ended generation"
         self._messages: Messages | None = None
         self._runner: Runner | None = None
-        self._some: dict[tuple[int, ...], LastingGroup] = {}
+        self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
         _torch.give_placeholder_backend(self, name)
 
     def attach(self, inner: Any) -> None:
@@ -81,7 +81,7 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         for places, part in self._some.items():
             part.attach(_Among(inner, places))
 
-    def part(self, places: Sequence[int]) -> "LastingGroup":
+    def part(self, places: Sequence[int]) -> "ReconfigurableGroup":
         """A group of some of these ranks, by their indices; over the same connections. Raises UsageError."""
         chosen = tuple(sorted(set(places)))
         if not chosen or chosen[0] < 0 or chosen[-1] >= len(self.ranks) or self._own not in chosen:
@@ -94,7 +94,9 @@ class LastingGroup(_torch.ProcessGroup):  # type: ignore[misc]
         found = self._some.get(chosen)
         if found is None:
             label = f"{self.label}[{','.join(map(str, chosen))}]"
-            found = LastingGroup(label, [self.ranks[place] for place in chosen], chosen.index(self._own))
+            found = ReconfigurableGroup(
+                label, [self.ranks[place] for place in chosen], chosen.index(self._own)
+            )
             self._some[chosen] = found
             if self._inner is not None:
                 found.attach(_Among(self._inner, chosen))
@@ -478,31 +480,31 @@ class _CollectiveWork(_torch.Work):
 
 
 class Mesh:
-    """Where a rank stands among pipeline ranks and columns: rank = pipeline rank * columns + column.
+    """Where a rank stands in the mesh (pipeline, data): rank = pipeline rank * dp_size + dp_rank.
 
-    Columns are the data-parallel workers of a stage. Of `shards` neighbouring columns each holds a part of the
-    stage's state (FSDP2); columns with the same shard are replicas.
+    `dp_rank` counts the workers of a stage. Of `shards` neighbours among them each holds a part of the stage's state
+    (FSDP2); those with the same shard are replicas.
     """
 
     def __init__(self, rank: int, world_size: int, replicas: int = 1, shards: int = 1):
         self.rank, self.world_size = rank, world_size
         self.replicas, self.shards = replicas, shards
-        self.columns = replicas * shards
-        self.pipeline_ranks = world_size // self.columns
-        self.pipeline_rank, self.column = divmod(rank, self.columns)
-        self.replica, self.shard = divmod(self.column, shards)
+        self.dp_size = replicas * shards
+        self.pipeline_ranks = world_size // self.dp_size
+        self.pipeline_rank, self.dp_rank = divmod(rank, self.dp_size)
+        self.replica, self.shard = divmod(self.dp_rank, shards)
 
     def groups(self) -> dict[str, tuple[int, ...]]:
         """name -> the ranks of each group that this rank is in.
 
-        ``world``: all. ``pipeline``: its column's stages. ``data``: all columns of its stage. ``replicate`` and
+        ``world``: all. ``pipeline``: the stages of its pipeline. ``data``: all workers of its stage. ``replicate`` and
         ``shard`` (only with shards): the two sides of the data group.
         """
-        first = self.pipeline_rank * self.columns
+        first = self.pipeline_rank * self.dp_size
         found = {
             "world": tuple(range(self.world_size)),
-            "pipeline": tuple(range(self.column, self.world_size, self.columns)),
-            "data": tuple(range(first, first + self.columns)),
+            "pipeline": tuple(range(self.dp_rank, self.world_size, self.dp_size)),
+            "data": tuple(range(first, first + self.dp_size)),
         }
         if self.shards > 1:
             found["replicate"] = tuple(first + r * self.shards + self.shard for r in range(self.replicas))

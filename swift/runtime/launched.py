@@ -36,11 +36,11 @@ def from_environment(config: SessionConfig) -> Launched:
             "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
         )
     check_job(job)  # it becomes a part of a path
-    columns = config.replicas * config.shards
+    dp_size = config.replicas * config.shards
     shards = f" of {config.shards} shards" if config.shards > 1 else ""
-    if world_size % columns:
+    if world_size % dp_size:
         raise UsageError(
-            f"{world_size} ranks cannot be {config.replicas} replicas{shards}; start a multiple of {columns}"
+            f"{world_size} ranks cannot be {config.replicas} replicas{shards}; start a multiple of {dp_size}"
         )
     return Launched(
         rank=rank,

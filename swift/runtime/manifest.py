@@ -29,7 +29,7 @@ _CHUNKS_PER_SOURCE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor. `shape` is that of the local shard, `placement` is empty if the tensor is not sharded.
 
     `same_as` is the path of the earlier tensor whose memory this one is, or empty. `stride` is empty for the usual
@@ -55,7 +55,7 @@ class Entry:
 class Manifest:
     version: int
     skeleton: Any
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     def to_bytes(self) -> bytes:
         return json.dumps(
@@ -73,7 +73,7 @@ class Manifest:
         try:
             value = json.loads(data)
             entries = tuple(
-                Entry(**{**fields, "shape": tuple(fields["shape"]), "stride": tuple(fields["stride"])})
+                TensorEntry(**{**fields, "shape": tuple(fields["shape"]), "stride": tuple(fields["stride"])})
                 for fields in value["entries"]
             )
             version, skeleton = value["version"], value["skeleton"]
@@ -85,8 +85,8 @@ class Manifest:
         return cls(version=version, skeleton=skeleton, entries=entries)
 
 
-def _check_entries(entries: Sequence[Entry]) -> None:
-    known: dict[str, Entry] = {}
+def _check_entries(entries: Sequence[TensorEntry]) -> None:
+    known: dict[str, TensorEntry] = {}
     for entry in entries:
         if not all(isinstance(v, str) for v in (entry.path, entry.dtype, entry.placement, entry.same_as)):
             raise ValueError("an entry's fields have other types")
@@ -108,7 +108,7 @@ def _check_entries(entries: Sequence[Entry]) -> None:
         known[entry.path] = entry
 
 
-def _check_stride(entry: Entry) -> None:
+def _check_stride(entry: TensorEntry) -> None:
     """`split` tells strides of tensors whose elements are apart; in so much memory at most (slices of bigger ones)."""
     if not entry.stride:
         return
@@ -154,8 +154,8 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"the state at {path} is a {tensor.layout} tensor on {tensor.device}; keep it dense")
 
 
-def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> Entry:
-    return Entry(
+def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> TensorEntry:
+    return TensorEntry(
         path=path,
         dtype=dtype_name(tensor),
         shape=tuple(local(tensor).shape),
@@ -168,7 +168,7 @@ def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> Entry:
 def manifest_of(state: dict[str, Any], version: int) -> tuple[Manifest, list[torch.Tensor]]:
     """(manifest, local tensors in its order)."""
     tensors, skeleton = split(state)
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     parts: list[torch.Tensor] = []
     seen: dict[Any, str] = {}
     for path, tensor in tensors.items():
@@ -262,12 +262,12 @@ def plan_chunks(sizes: Sequence[int], sources: int) -> list[Chunk]:
     return [Chunk(index, index % sources, pieces) for index, pieces in enumerate(found)]
 
 
-def fits(entry: Entry, destination: torch.Tensor) -> bool:
+def fits(entry: TensorEntry, destination: torch.Tensor) -> bool:
     expected = entry_of(entry.path, destination)
     return (entry.dtype, entry.shape, entry.placement) == (expected.dtype, expected.shape, expected.placement)
 
 
-def check_fits(entry: Entry, destination: torch.Tensor, source: int, joiner: int) -> None:
+def check_fits(entry: TensorEntry, destination: torch.Tensor, source: int, joiner: int) -> None:
     """Raises ReplicaDiffers, in one line, if a tensor of that entry cannot be received into `destination`."""
     if not fits(entry, destination):
         expected = entry_of(entry.path, destination)

@@ -1,10 +1,10 @@
-"""Averages gradients over the columns of a stage, bucket by bucket, into copies.
+"""Averages gradients over the data-parallel ranks of a stage, bucket by bucket, into copies.
 
 A collective that fails leaves its buffer partly reduced on some ranks (tests/integration/test_groups.py). So a
 bucket is reduced in a flat copy, and gradients are written only after the collective has ended well here. Whether
 it has ended well everywhere is for the commit vote to say.
 
-Two ways to sum the columns: *ordered* by column (`swift.runtime.transport`), whose bits depend on no layout, and
+Two ways to sum: *ordered* by data-parallel rank (`swift.runtime.transport`), whose bits depend on no layout, and
 *fast*, the backend's all_reduce, whose order of additions is the backend's (the same for the same layout).
 """
 
@@ -14,22 +14,22 @@ from collections.abc import Sequence
 import torch
 
 from swift.errors import UsageError
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.transport import Messages, operation
 
 Bucket = Sequence[torch.nn.Parameter]
 
 
-def is_ordered(reduction: str, columns: int) -> bool:
-    """ "auto" adds in column order from three columns on: a sum of two has one order only."""
-    return reduction == "ordered" or (reduction == "auto" and columns > 2)
+def is_ordered(reduction: str, dp_size: int) -> bool:
+    """ "auto" adds in the order of data-parallel ranks from three on: a sum of two has one order only."""
+    return reduction == "ordered" or (reduction == "auto" and dp_size > 2)
 
 
 class Reduction:
     """One bucket's gradients under way."""
 
     def __init__(
-        self, group: LastingGroup, bucket: Bucket, flat: torch.Tensor, sizes: list[int], ordered: bool
+        self, group: ReconfigurableGroup, bucket: Bucket, flat: torch.Tensor, sizes: list[int], ordered: bool
     ):
         self.bucket = bucket
         self.flat = flat
@@ -51,12 +51,12 @@ class Reduction:
 
 
 class Reducer:
-    """Reductions over one data group, launched in the same order on all columns."""
+    """Reductions over one data group, launched in the same order on all data-parallel ranks."""
 
-    def __init__(self, group: LastingGroup, *, ordered: bool):
+    def __init__(self, group: ReconfigurableGroup, *, ordered: bool):
         self._group = group
         self._ordered = ordered
-        self._columns = len(group.ranks)
+        self._dp_size = len(group.ranks)
         self._buffers: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self.seconds = 0.0
         """Time of the trainer's thread in reductions."""
@@ -64,7 +64,7 @@ class Reducer:
     def launch(self, bucket: Bucket) -> Reduction:
         """Starts the average of the bucket's gradients. Raises RuntimeError if a peer is gone."""
         began = time.monotonic()
-        # Unused parameters have no gradient. Those that some column has used are averaged with zeros; those
+        # Unused parameters have no gradient. Those that some data-parallel rank has used are averaged with zeros; those
         # that nobody has used stay without one, or the optimizer would decay them.
         used = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
@@ -105,20 +105,20 @@ class Reducer:
             values.append(part.view_as(parameter))
         if targets:
             with torch.no_grad():
-                torch._foreach_div_(values, self._columns)
+                torch._foreach_div_(values, self._dp_size)
                 torch._foreach_copy_(targets, values)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor | float:
-        """Of a number that every column has, added in column order."""
+        """Of a number that every data-parallel rank has, added in the order of data-parallel ranks."""
         number = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
         total = number.detach().clone().reshape(1)
         add = operation(None)
         self._group.run(lambda messages: messages.all_reduce(total, add))
-        average = (total / self._columns).reshape(number.shape)
+        average = (total / self._dp_size).reshape(number.shape)
         return average if isinstance(value, torch.Tensor) else float(average)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Gives all columns the first one's values, bit for bit."""
+        """Gives all data-parallel ranks the first one's values, bit for bit."""
 
         def run(messages: Messages) -> None:
             for tensor in tensors:

@@ -33,7 +33,6 @@ import xxhash
 
 from swift.checkpoint.state import join
 from swift.errors import ReplicaDiffers
-from swift.runtime.destination import Destination
 from swift.runtime.manifest import (
     Chunk,
     Manifest,
@@ -41,6 +40,7 @@ from swift.runtime.manifest import (
     manifest_of,
     plan_chunks,
 )
+from swift.runtime.receive_buffers import Destination
 from swift.runtime.tensors import as_bytes, byte_view
 
 # Operations in flight per source: gloo has the next one at hand while a chunk is digested. They hold no copies.

@@ -35,14 +35,14 @@ from swift.log.writer import LogWriter
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
-from swift.runtime.groups import LastingGroup
-from swift.runtime.help.helper import Helper, MakeModule
-from swift.runtime.help.owner import Helped, Owner, send_away, why_alone, why_no_help
-from swift.runtime.help.waits import bottleneck, split
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.member import Member
 from swift.runtime.pace import Pace
 from swift.runtime.plans import collective_sources, gives_up_log, own_plan
 from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
+from swift.runtime.shared_replay.helper import Helper, MakeModule
+from swift.runtime.shared_replay.owner import Helped, Owner, send_away, why_alone, why_no_help
+from swift.runtime.shared_replay.waits import bottleneck, split
 from swift.runtime.standstill import Standstill
 from swift.runtime.state import TrainerState
 
@@ -77,7 +77,7 @@ def _spanned(several: Collection[Steps]) -> Steps:
 class _Wire:
     """A replica's copy goes over the group of all ranks, whose waits a notice ends."""
 
-    def __init__(self, world: LastingGroup, faults: FaultInjector):
+    def __init__(self, world: ReconfigurableGroup, faults: FaultInjector):
         self._world = world
         self._faults = faults
 
@@ -119,7 +119,7 @@ class Restorer:
         state: TrainerState,
         store: CheckpointStore,
         faults: FaultInjector,
-        world: LastingGroup,
+        world: ReconfigurableGroup,
         stall_s: float,
     ):
         """`stall_s`: a replay that stands still for so long is refused."""

@@ -3,7 +3,7 @@
 The default generators of torch, `random` and numpy are seeded per (seed, step, stage, microbatch) before each forward
 and backward, so the bits do not depend on the schedule, on what ran before, or on who computes the microbatch.
 Activation checkpointing saves and restores torch's state around its recomputation, so it sees the same bits. What a
-trainer draws outside of the stages follows from (seed, step, column) at the step's begin and behind each call of a
+trainer draws outside of the stages follows from (seed, step, dp_rank) at the step's begin and behind each call of a
 schedule: so the ranks of one pipeline draw the same there, as ranks with one `torch.manual_seed` do.
 """
 
@@ -25,8 +25,8 @@ _MASK = (1 << 64) - 1
 OUTSIDE_STAGES = 0xFFFF_FFFF
 # Beside a stage's index: what is computed there.
 _BACKWARD, _WEIGHTS, _WHOLE, _ITERATOR = (kind << 33 for kind in range(1, 5))
-# Microbatches of different columns see different randomness.
-_COLUMN_BITS = 40
+# Microbatches of different data-parallel ranks see different randomness.
+_DP_RANK_BITS = 40
 
 
 def _mix(value: int) -> int:
@@ -60,8 +60,8 @@ class Randomness:
     ``outside`` behind a schedule; (whole modules) ``whole``
     """
 
-    def __init__(self, seed: int, column: int = 0, device: torch.device | None = None):
-        self._seed, self._column = seed, column
+    def __init__(self, seed: int, dp_rank: int = 0, device: torch.device | None = None):
+        self._seed, self._dp_rank = seed, dp_rank
         self._device = device or torch.device("cpu")
         self.step = 0
         self._calls = 0
@@ -70,7 +70,7 @@ class Randomness:
         seed_all(self.seed(self.step, stage, count), self._device)
 
     def seed(self, step: int, stage: int, count: int) -> int:
-        return seed_for(self._seed, step, stage, self._column << _COLUMN_BITS | count)
+        return seed_for(self._seed, step, stage, self._dp_rank << _DP_RANK_BITS | count)
 
     def begin_step(self, step: int) -> None:
         """The trainer's own code is next."""
@@ -103,7 +103,7 @@ class Randomness:
     def digest(self, step: int) -> str:
         """SHA-256 of the states with which all generators begin that step."""
         with kept():
-            mine = Randomness(self._seed, self._column, self._device)
+            mine = Randomness(self._seed, self._dp_rank, self._device)
             mine.begin_step(step)
             return digest_of_states()
 

@@ -31,7 +31,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gate import Gate
 from swift.runtime.gradients import accumulating
-from swift.runtime.groups import LastingGroup, Mesh
+from swift.runtime.groups import Mesh, ReconfigurableGroup
 from swift.runtime.launched import from_environment
 from swift.runtime.lines import Lines
 from swift.runtime.member import Member
@@ -60,16 +60,17 @@ class Session:
         self.world_size = world_size
         """Ranks of the job."""
         self._mesh = Mesh(rank, world_size, config.replicas, config.shards)
-        self.groups = self._lasting_groups()
-        """Process groups that outlive failures: ``world`` (all ranks), ``pipeline`` (of this column), ``data`` (the
-        columns of this stage), and with shards ``replicate`` and ``shard``."""
-        self._all = LastingGroup("all", self.groups["world"].ranks, rank)  # the session's own: votes, copies
+        self.groups = self._reconfigurable_groups()
+        """Process groups that outlive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
+        (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
+        # The session's own: votes, copies.
+        self._all = ReconfigurableGroup("all", self.groups["world"].ranks, rank)
         self._config = config
         self._member = member
         self._faults = FaultInjector(rank)
         reducer = None
-        if self._mesh.columns > 1:
-            ordered = is_ordered(config.reduction, self._mesh.columns)
+        if self._mesh.dp_size > 1:
+            ordered = is_ordered(config.reduction, self._mesh.dp_size)
             reducer = Reducer(self.groups["data"], ordered=ordered)
         self._updates = Updates(config, reducer, self._faults, member.check)
         self._state = TrainerState(config.seed, self._updates)
@@ -173,18 +174,18 @@ class Session:
         return self._mesh.replicas
 
     @property
-    def column(self) -> int:
-        """This rank among the data-parallel workers of its stage; every column trains on batches of its own."""
-        return self._mesh.column
+    def dp_rank(self) -> int:
+        """This rank's number among the data-parallel workers of its stage; each trains on batches of its own."""
+        return self._mesh.dp_rank
 
     @property
-    def columns(self) -> int:
+    def dp_size(self) -> int:
         """Data-parallel workers of a stage: replicas * shards."""
-        return self._mesh.columns
+        return self._mesh.dp_size
 
     @property
     def pipeline_rank(self) -> int:
-        """This rank's place in the pipeline of its column."""
+        """This rank's place in its pipeline."""
         return self._mesh.pipeline_rank
 
     @property
@@ -213,7 +214,7 @@ class Session:
         """A `torch.distributed.pipelining.PipelineStage` whose boundaries are logged; `options` are torch's.
 
         With replicas, the gradients of `module` are averaged over them before the optimizer's step, unless it
-        averages them itself (`session.ddp`, FSDP2 on `session.mesh`). Its group is the pipeline of this column.
+        averages them itself (`session.ddp`, FSDP2 on `session.mesh`). Its group is this rank's pipeline.
         """
         device = torch.device(device)
         _check_device(device)
@@ -286,7 +287,7 @@ class Session:
     def adopt(self, stage: Any) -> Any:
         """Makes a stage that exists already (built by `pipeline().build_stage`, say) a logged one."""
         _check_device(torch.device(getattr(stage, "device", "cpu")))
-        if stage.group is None and self.columns == 1:
+        if stage.group is None and self.dp_size == 1:
             stage.group = self.groups["pipeline"]
         if stage.group is not self.groups["pipeline"]:
             raise UsageError(
@@ -473,10 +474,10 @@ class Session:
         progress = self._engine.progress
         return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
 
-    def _lasting_groups(self) -> dict[str, LastingGroup]:
+    def _reconfigurable_groups(self) -> dict[str, ReconfigurableGroup]:
         return {
             # A broken message must end the schedule; DDP's reducer must not see an error.
-            name: LastingGroup(name, ranks, ranks.index(self.rank), swallow=name == "data")
+            name: ReconfigurableGroup(name, ranks, ranks.index(self.rank), swallow=name == "data")
             for name, ranks in self._mesh.groups().items()
         }
 

@@ -35,15 +35,15 @@ class Point(NamedTuple):
 
 
 class Shapes:
-    """Of one rank; ranks of other columns have batches of their own.
+    """Of one rank; ranks of other pipelines have batches of their own.
 
     (stage) ``infer`` → ``put``, ``get`` until the next one
     """
 
-    def __init__(self, store: Callable[[], Store], column: int, check: Callable[[], None]):
+    def __init__(self, store: Callable[[], Store], dp_rank: int, check: Callable[[], None]):
         """`store`: of the generation that this rank is in. `check` raises once a newer one is published."""
         self._store = store
-        self._column = column
+        self._dp_rank = dp_rank
         self._check = check
         self._point = Point(0, 0, training=True)
         self._filed: dict[str, deque[str]] = {}
@@ -107,7 +107,7 @@ class Shapes:
 
     @property
     def _list(self) -> str:
-        return f"shapes/{self._column}/{self.schedule}"
+        return f"shapes/{self._dp_rank}/{self.schedule}"
 
     def _key(self, kind: str, one: int, other: int) -> str:
         point = self._point

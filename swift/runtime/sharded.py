@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from swift.errors import ServiceError, UsageError
 from swift.optim.lamb import Lamb
-from swift.runtime.groups import LastingGroup, Mesh
+from swift.runtime.groups import Mesh, ReconfigurableGroup
 from swift.runtime.manifest import local, placement
 from swift.runtime.transport import Messages
 
@@ -25,14 +25,14 @@ from swift.runtime.transport import Messages
 _COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 
 
-def device_mesh(mesh: Mesh, groups: Mapping[str, LastingGroup]) -> DeviceMesh:
+def device_mesh(mesh: Mesh, groups: Mapping[str, ReconfigurableGroup]) -> DeviceMesh:
     """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation."""
     if mesh.shards == 1:
         raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
     if mesh.replicas == 1:
         return DeviceMesh.from_group(groups["shard"], "cpu", mesh_dim_names=("shard",))
     first = groups["data"].ranks[0]
-    ranks = torch.arange(first, first + mesh.columns).view(mesh.replicas, mesh.shards)
+    ranks = torch.arange(first, first + mesh.dp_size).view(mesh.replicas, mesh.shards)
     return DeviceMesh.from_group(
         [groups["replicate"], groups["shard"]], "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard")
     )
@@ -43,7 +43,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def sharded_parameters(
-    module: torch.nn.Module, groups: Mapping[str, LastingGroup]
+    module: torch.nn.Module, groups: Mapping[str, ReconfigurableGroup]
 ) -> list[torch.nn.Parameter]:
     """Those of a stage's parameters that FSDP2 shards, and whose gradients it reduces.
 
@@ -70,7 +70,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def broadcast(group: LastingGroup, tensors: Iterable[torch.Tensor]) -> None:
+def broadcast(group: ReconfigurableGroup, tensors: Iterable[torch.Tensor]) -> None:
     """Gives all ranks of `group` the first one's values, bit for bit."""
     kept = [tensor for tensor in tensors if tensor.numel()]
 

@@ -21,7 +21,7 @@ from swift.errors import ReplayRefused, UsageError
 from swift.runtime import _torch
 from swift.runtime.before import Before
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.profiling import WEIGHTS
 from swift.runtime.rng import Randomness, kept
 from swift.runtime.updates import Updates
@@ -92,7 +92,7 @@ class _Logged(_Base):
     _updates: Updates
     last_backward: bool
     grad_scale: int
-    groups: Sequence[LastingGroup] = ()
+    groups: Sequence[ReconfigurableGroup] = ()
     """Over which a module, DDP or FSDP may communicate in a forward or backward."""
     share: Share | None = None
     """While others help with a replay."""

@@ -12,14 +12,14 @@ import xxhash
 from swift.checkpoint.state import split
 from swift.errors import ServiceError, UsageError
 from swift.optim.journal import UndoResult
-from swift.optim.kept import Kept
 from swift.optim.preimage import OPTIMIZERS_OWN
+from swift.optim.state_snapshot import Kept
 from swift.runtime import _torch, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
 from swift.runtime.first_parameters import FirstParameters, check_ready
 from swift.runtime.gradients import LeftGradients
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.loaders import Iterators
 from swift.runtime.loading import load_module, load_optimizer, naming, states_of
 from swift.runtime.manifest import local
@@ -64,7 +64,8 @@ class TrainerState:
     def __init__(self, seed: int, updates: Updates) -> None:
         self.randomness = Randomness(seed)
         self.updates = updates
-        self.replicate: LastingGroup | None = None  # the replicas of this rank's shard, if there are shards
+        self.replicate: ReconfigurableGroup | None = None
+        """The replicas of this rank's shard, if there are shards."""
         self.stages: list[Any] = []
         self.schedules: list[Any] = []
         self.objects: dict[str, Any] = {}

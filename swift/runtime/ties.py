@@ -5,7 +5,7 @@
 (updates) ``sum`` before the norm is taken and before the update, once; ``stepped`` behind it
 
 The sum is logged like any collective of the session, so that a replay has it. Gradients are summed behind their average
-over the replicas: then all columns have the same bits.
+over the replicas: then all data-parallel ranks have the same bits.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch
 from swift.errors import UsageError
 from swift.runtime import sharded
 from swift.runtime.channel import Channel
-from swift.runtime.groups import LastingGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.tensors import laid_like
 
 
@@ -28,7 +28,7 @@ class Tie:
 
     parameter: torch.nn.Parameter
     name: str
-    group: LastingGroup
+    group: ReconfigurableGroup
     """The ranks that have it, this one among them."""
     counted: bool
     """This rank is the one that counts it in a norm."""
@@ -44,7 +44,7 @@ class Ties:
         self._early = early
         self._ties: list[Tie] = []
 
-    def open(self, channel: Channel, pipeline: LastingGroup) -> None:
+    def open(self, channel: Channel, pipeline: ReconfigurableGroup) -> None:
         self._channel = channel
         self._pipeline = pipeline
 

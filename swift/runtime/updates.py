@@ -176,8 +176,8 @@ class Updates:
                 self._cut(journal)
 
     def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The gradients of this optimizer, or all, are averages over the columns from here on, until it has stepped; of
-        weights that stages share, sums over these."""
+        """The gradients of this optimizer, or all, are averages over the data-parallel ranks from here on, until it has
+        stepped; of weights that stages share, sums over these."""
         self._average(optimizer)
         with self.spoiling():
             self.ties.sum(
@@ -231,7 +231,7 @@ class Updates:
         bucket.reduction, bucket.reduced = None, True
 
     def _reduce_in_order(self) -> None:
-        """(wait-free) What backward has left of all buckets, in the one order that all columns keep."""
+        """(wait-free) What backward has left of all buckets, in the one order that all data-parallel ranks keep."""
         if self._reduced:
             return
         while self._finished < len(self._buckets):
@@ -242,7 +242,7 @@ class Updates:
         self._reduced = True
 
     def _launch_next(self) -> None:
-        """The next bucket in the one order that all columns keep."""
+        """The next bucket in the one order that all data-parallel ranks keep."""
         assert self._reducer is not None
         half = (len(self._buckets) + 1) // 2
         if self.wait_free and self._launched == half and self._faults.due("update", self._version):
@@ -305,7 +305,7 @@ class Updates:
         return loss
 
     def _averaged(self, closure: Any, optimizer: torch.optim.Optimizer) -> Any:
-        """An optimizer that computes gradients in its step, and looks at the loss, sees the columns' averages."""
+        """An optimizer that computes gradients in its step, and looks at the loss, sees the averages."""
         reducer = self._reducer
         if reducer is None or self.replaying():
             return closure

@@ -12,7 +12,7 @@ import pytest
 
 from services.logserver.space import SpaceConfig
 from services.logserver.state import EngineConfig
-from services.logserver.streams import Entry
+from services.logserver.streams import IndexEntry
 from swift._pb import log_pb2
 from swift.bench.http2 import Connection
 from swift.log import admin
@@ -198,7 +198,7 @@ def fill(server: Server, streams: int, records: int) -> None:
     for number in range(streams):
         stream = job.stream(f"s{number}.F")
         for sequence in range(records):
-            stream.add(Entry(sequence, RecordKey(sequence, 0, 0), bytes(16), 1, 137))
+            stream.add(IndexEntry(sequence, RecordKey(sequence, 0, 0), bytes(16), 1, 137))
         stream.durable = stream.appended = records
 
 

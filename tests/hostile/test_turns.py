@@ -14,7 +14,7 @@ from services.logserver.disk import RealDisk
 from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.reading import Turns
 from services.logserver.seam import Write
-from services.logserver.state import EngineConfig, ServerState, Session
+from services.logserver.state import AppendCall, EngineConfig, ServerState
 from services.logserver.storage import DirectoryStorage
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
@@ -32,14 +32,14 @@ class World:
         self.commits = Commits(self.state)
         self.appends = Appends(self.state, self.commits)
 
-    def writer(self, job: str) -> Session:
+    def writer(self, job: str) -> AppendCall:
         self.state.core.fence(job, 1)
-        session = Session(Nowhere(), Assembler(2 << 20))
+        session = AppendCall(Nowhere(), Assembler(2 << 20))
         self.appends.attach(session)
         return session
 
     def put(
-        self, session: Session, job: str, stream: str, sequences: range, body: bytes = b"x", acked: int = 0
+        self, session: AppendCall, job: str, stream: str, sequences: range, body: bytes = b"x", acked: int = 0
     ) -> None:
         opened = log_pb2.Open(job=job, stream=stream, generation=1, acked_sequence=acked)
         self.appends.open(session, opened, 0.0)
@@ -71,7 +71,7 @@ class World:
         return writes
 
 
-def beside_a_neighbour() -> tuple[World, Session, Session]:
+def beside_a_neighbour() -> tuple[World, AppendCall, AppendCall]:
     """Two jobs' writers; the neighbour has a record in a file."""
     world = World()
     neighbour, enemy = world.writer("neighbour"), world.writer("enemy")

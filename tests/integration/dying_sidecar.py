@@ -44,7 +44,7 @@ def around(owner: Any, name: str, before: str, after: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def assign(entry: ring.Entry, copy: int, value: int) -> None:
+def assign(entry: ring.RingEntry, copy: int, value: int) -> None:
     original_assign(entry, copy, value)
     if value >= 0:
         die("assigned")
@@ -72,8 +72,8 @@ def move(memory: ring.Memory, *args: Any) -> dict[int, int]:
 
 original_move = ring.Memory.assign
 ring.Memory.assign = move  # type: ignore[method-assign]
-original_assign = ring.Entry.set_sequence
-ring.Entry.set_sequence = assign  # type: ignore[method-assign]
+original_assign = ring.RingEntry.set_sequence
+ring.RingEntry.set_sequence = assign  # type: ignore[method-assign]
 original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")

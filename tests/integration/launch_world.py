@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import grpc
 import psutil
 
+from services.coordinator.commands import Refusal
 from services.coordinator.meeting import Meetings
-from services.coordinator.messages import Refusal
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc

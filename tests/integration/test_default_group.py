@@ -11,11 +11,11 @@ EVERYTHING = textwrap.dedent(
     import json, sys
     import torch, torch.distributed as dist
     from swift.runtime.communicator import Communicator
-    from swift.runtime.groups import LastingGroup
+    from swift.runtime.groups import ReconfigurableGroup
 
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    group = LastingGroup("default", range(world), rank)
+    group = ReconfigurableGroup("default", range(world), rank)
     comm = Communicator(rank, world, groups=[group], default=group)
     wrong = []
 

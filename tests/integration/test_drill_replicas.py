@@ -44,7 +44,7 @@ def recovered(report: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def strategies(recovery: dict[str, Any]) -> list[str]:
-    """Of each rank. Nothing keeps a victim from its next forward until ranks of other columns have left the barrier
+    """Of each rank. Nothing keeps a victim from its next forward until ranks of other pipelines have left the barrier
     that ends the step before. Whom the loss catches there finishes its step: it holds as much as who was through."""
     ways = [way["strategy"] for way in recovery["ranks"].values()]
     return ["keep" if way == "roll_forward" else way for way in ways]
@@ -129,7 +129,7 @@ def test_distributed_data_parallel(twins: Twins, tmp_path: Path) -> None:
 def test_a_source_dies_in_the_copy_and_later_all_but_one_replica_at_once(
     twins: Twins, tmp_path: Path
 ) -> None:
-    """With one spare: the others start cold. The sum of four is in the order of columns."""
+    """With one spare: the others start cold. The sum of four is in the order of data-parallel ranks."""
     specs = ["rank=1,step=3,microbatch=1", "rank=0,phase=copy"]
     specs += [f"rank={rank},step=9,microbatch=1" for rank in (0, 1, 3)]
     report = passed(drill("--stages", "1", "--replicas", "4", *kills(*specs), twins=twins, at=tmp_path))
@@ -179,7 +179,7 @@ def test_a_joiner_dies_in_the_copy_and_later_two_stages_lose_a_replica_at_once(
 def test_no_whole_copy_is_left(twins: Twins, tmp_path: Path) -> None:
     """The only whole replica dies in the copy; in a later failure a copy is damaged, and which of the two nobody knows.
 
-    The log is what is left: both columns of the stage are replayed, reducing their gradients again."""
+    The log is what is left: both data-parallel ranks of the stage are replayed, reducing their gradients again."""
     specs = ["rank=3,step=3,microbatch=1", "rank=2,phase=copy"]
     specs += ["rank=1,step=9,microbatch=1", "corrupt=copy,rank=1"]
     report = passed(drill(*HYBRID, *kills(*specs), twins=twins, at=tmp_path))

@@ -16,13 +16,13 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     import json, sys, threading, time
     import torch
     from swift.runtime.communicator import Communicator
-    from swift.runtime.groups import LastingGroup
+    from swift.runtime.groups import ReconfigurableGroup
     from swift.runtime.reducer import Reducer
     from swift.runtime.transport import Messages
 
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
     torch.set_num_threads(1)
-    group = LastingGroup("data", range(world), rank)
+    group = ReconfigurableGroup("data", range(world), rank)
     comm = Communicator(rank, world, groups=[group])
     reducer = Reducer(group, ordered=ordered)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
@@ -76,12 +76,12 @@ DDP_LIVES_ON = textwrap.dedent(
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from swift.runtime.communicator import Communicator
-    from swift.runtime.groups import LastingGroup
+    from swift.runtime.groups import ReconfigurableGroup
     from swift.runtime.transport import Messages
 
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    group = LastingGroup("data", [0, 1], rank, swallow=True)
+    group = ReconfigurableGroup("data", [0, 1], rank, swallow=True)
     comm = Communicator(rank, 2, groups=[group])
     torch.manual_seed(7)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))

@@ -66,7 +66,7 @@ def test_a_stage_with_a_replica_is_copied_and_its_group_keeps_its_state(twins: T
     assert report["prediction"]["bytes"]["equal"] is True
 
 
-def test_a_stage_without_one_takes_all_columns_of_its_group_along(twins: Twins, tmp_path: Path) -> None:
+def test_a_stage_without_one_takes_all_dp_ranks_of_its_group_along(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=2,step=8,microbatch=2,phase=forward", "rank=3,step=8,microbatch=2,phase=forward"]
     words = ["--stages", "4", "--replicas", "2", "--groups", "0-1,2-3", "--spares", "2", *kills(*specs)]
     report = passed(drill(*words, twins=twins, at=tmp_path))

@@ -117,7 +117,7 @@ def test_a_plan_of_what_the_running_job_has_measured_is_applied(twins: Twins, tm
 
 REPLICAS = ["--stages", "3", "--replicas", "2", "--steps", "22", "--groups", "0,1,2"]
 AWAY = ["rank=2,step={},microbatch=2,phase=forward", "rank=3,step={},microbatch=2,phase=forward"]
-"""Both columns of stage 1."""
+"""Both data-parallel ranks of stage 1."""
 
 
 def lost_to(report: dict[str, Any]) -> list[set[str]]:
@@ -145,7 +145,7 @@ def test_with_replicas_a_stage_that_is_lost_whole_before_between_and_after(
 def test_with_replicas_what_a_copied_rank_has_not_logged_is_not_needed_behind_the_checkpoint(
     twins: Twins, tmp_path: Path
 ) -> None:
-    """One column of stage 1 is copied while the groups are wanted; then both are lost, and replayed by these."""
+    """One replica of stage 1 is copied while the groups are wanted; then both are lost, and replayed by these."""
     words = [*REPLICAS, "--regroup", "step=7,by=12,groups=0-1,2", "--spares", "4"]
     specs = ["rank=3,step=8,microbatch=1", *(spec.format(14) for spec in AWAY), "rank=1,step=18"]
     report = passed(drill(*words, *kills(*specs), twins=twins, at=tmp_path))

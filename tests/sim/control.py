@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from services.coordinator import commands as m
 from services.coordinator import fencing
-from services.coordinator import messages as m
+from services.coordinator.commands import Refusal
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call
-from services.coordinator.messages import Refusal
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of

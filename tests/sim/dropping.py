@@ -1,6 +1,7 @@
 """What a simulated rank does under log_when_full="drop", beside the real `Unlogged`.
 
-It asks for a checkpoint and saves the one that is agreed on: as `swift.runtime.early`, which would bring torch along.
+It asks for a checkpoint and saves the one that is agreed on: as `swift.runtime.early_checkpoint`, which would bring
+torch along.
 """
 
 from swift._pb import coordinator_pb2 as pb

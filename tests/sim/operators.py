@@ -2,7 +2,7 @@
 are. Each is a fault of `tests.sim.faults`, with a name.
 """
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from tests.sim.world import World
 
 

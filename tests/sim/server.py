@@ -13,7 +13,7 @@ from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.procedures import Clean, Forget, Save, Settle
 from services.logserver.reading import Reading
 from services.logserver.seam import Write
-from services.logserver.state import EngineConfig, Refused, ServerState, Session
+from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
 from services.logserver.storage import DirectoryStorage
 from services.logserver.streams import JobState, Refusal, StreamState
 from swift._pb import log_pb2
@@ -59,7 +59,7 @@ class Call:
         self.writer = writer
         self.number = number
         self.server = server
-        self.session: Session | None = None
+        self.session: AppendCall | None = None
         self.on_reply: Callable[[Call, log_pb2.AppendReply], None] = lambda call, reply: None
         self.on_end: Callable[[Call, str, str], None] = lambda call, reason, message: None
         self.client: Process | None = None
@@ -131,7 +131,7 @@ class Observed(Commits):
         super().__init__(state)
         self._server = server
 
-    def put(self, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
+    def put(self, session: AppendCall, stream: StreamState, write: Write, fsync: Fsync) -> None:
         outbox = session.outbox
         assert isinstance(outbox, Outbox)
         for part in write.frame:
@@ -227,7 +227,7 @@ class ServerProcess(Process):
         if self.kernel.now > call.deaf_from:
             return
         if message is None:
-            call.session = Session(Outbox(self, call), Assembler(self.state.config.body_bytes_max))
+            call.session = AppendCall(Outbox(self, call), Assembler(self.state.config.body_bytes_max))
             try:
                 self._appends.attach(call.session)
             except Refused as refused:

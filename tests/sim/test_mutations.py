@@ -9,11 +9,11 @@ from collections.abc import Generator, Iterator, Mapping
 
 import pytest
 
+from services.coordinator import commands as m
 from services.coordinator import fencing
-from services.coordinator import messages as m
 from services.coordinator.core import Job
 from services.coordinator.fencing import Call
-from services.coordinator.places import Places
+from services.coordinator.log_placement import Places
 from services.logserver import procedures
 from services.logserver.appends import Appends
 from services.logserver.commits import Commits, Queued
@@ -21,9 +21,9 @@ from services.logserver.core import LogCore
 from services.logserver.procedures import Save, Step
 from services.logserver.recovered import RecoveredJob
 from services.logserver.seam import Write
-from services.logserver.state import ServerState, Session
+from services.logserver.state import AppendCall, ServerState
 from services.logserver.storage import DirectoryStorage
-from services.logserver.streams import Entry, JobState, Refusal, StreamState
+from services.logserver.streams import IndexEntry, JobState, Refusal, StreamState
 from swift.log import unlogged
 from swift.log.frame import FrameHeader
 from swift.log.unlogged import MARK_SLOT, Steps, Unlogged
@@ -95,7 +95,7 @@ def test_an_acknowledgement_before_the_sync(mutation: pytest.MonkeyPatch) -> Non
 def test_an_acknowledgement_before_the_write(mutation: pytest.MonkeyPatch) -> None:
     real = Commits.put
 
-    def put(self: Commits, session: Session, stream: StreamState, write: Write, fsync: Fsync) -> None:
+    def put(self: Commits, session: AppendCall, stream: StreamState, write: Write, fsync: Fsync) -> None:
         real(self, session, stream, write, fsync)
         durable = stream.durable
         stream.durable = write.sequence + 1
@@ -159,7 +159,7 @@ def test_a_key_that_is_taken_under_a_second_sequence(
 
     def append(
         self: LogCore, stream: StreamState, generation: int, frame: FrameHeader
-    ) -> Entry | Refusal | None:
+    ) -> IndexEntry | Refusal | None:
         stream.by_key.pop(frame.key, None)
         return real(self, stream, generation, frame)
 

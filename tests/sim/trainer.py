@@ -8,8 +8,8 @@ process of an older generation posts there reaches its own generation only, as w
 from collections.abc import Callable
 from typing import Protocol
 
-from services.coordinator import messages as m
-from services.coordinator.messages import Refusal, Refused
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal, Refused
 from services.logserver.streams import Refusal as LogRefusal
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import log_pb2

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.coordinator import messages as m
-from services.coordinator.messages import Refusal
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal
 from services.coordinator.row import JobRow, State
 from swift.errors import SwiftError
 from swift.log.streams import boundary

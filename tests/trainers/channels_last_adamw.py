@@ -18,7 +18,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
 
     def train_step(step: int) -> None:
-        generator = torch.Generator().manual_seed(1000 * step + session.column)
+        generator = torch.Generator().manual_seed(1000 * step + session.dp_rank)
         x = torch.randn(4, 3, 8, 8, generator=generator).to(memory_format=torch.channels_last)
         loss = nn.functional.cross_entropy(model(x), torch.arange(4))
         optimizer.zero_grad()

@@ -10,8 +10,8 @@ from torch import nn
 import swift
 
 
-def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
     return x, x.sum(1, keepdim=True)
 
 
@@ -21,7 +21,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.column)
+        x, y = batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -36,7 +36,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         named = {name.replace("_", "."): weight for name, weight in model.weights.items()}
         gradients, losses = vmap(grad_and_value(loss_of), (0, None))(named, x)
         for name, gradient in gradients.items():

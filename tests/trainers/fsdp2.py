@@ -20,7 +20,7 @@ with swift.Session.from_env(replicas=replicas, shards=2, checkpoint_every=5) as 
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()

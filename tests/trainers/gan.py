@@ -10,8 +10,8 @@ from torch import nn
 import swift
 
 
-def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
     return x, x.sum(1, keepdim=True)
 
 
@@ -26,7 +26,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
 
     def train_step(step: int) -> None:
-        x, _ = batch(step, session.column)
+        x, _ = batch(step, session.dp_rank)
         z = torch.randn(16, 4)
         d_optimizer.zero_grad()
         d_loss = bce(d(x), ones) + bce(d(g(z).detach()), zeros)

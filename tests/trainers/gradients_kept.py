@@ -16,7 +16,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         loss.backward()
         optimizer.step()

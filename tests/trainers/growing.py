@@ -19,7 +19,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
         if step == 4:
             model.append(nn.Linear(8, 8))
             optimizer.add_param_group({"params": model[-1].parameters()})
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         output = x
         for layer in model:
             output = output + torch.tanh(layer(output))

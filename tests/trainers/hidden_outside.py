@@ -10,8 +10,8 @@ from torch import nn
 import swift
 
 
-def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
     return x, x.sum(1, keepdim=True)
 
 
@@ -24,7 +24,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
 
     def train_step(step: int) -> None:
         global hidden
-        x, y = batch(step, session.column)
+        x, y = batch(step, session.dp_rank)
         hidden = cell(x, hidden.detach())
         loss = nn.functional.mse_loss(head(hidden), y)
         optimizer.zero_grad()

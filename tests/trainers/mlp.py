@@ -15,7 +15,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        generator = torch.Generator().manual_seed(1000 * step + session.column)
+        generator = torch.Generator().manual_seed(1000 * step + session.dp_rank)
         x = torch.randn(16, 8, generator=generator)
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         optimizer.zero_grad()

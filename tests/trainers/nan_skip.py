@@ -10,8 +10,8 @@ from torch import nn
 import swift
 
 
-def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
     return x, x.sum(1, keepdim=True)
 
 

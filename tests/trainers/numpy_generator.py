@@ -11,8 +11,8 @@ from torch import nn
 import swift
 
 
-def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
     return x, x.sum(1, keepdim=True)
 
 
@@ -23,7 +23,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     rng = np.random.default_rng(0)
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.column)
+        x, y = batch(step, session.dp_rank)
         x = x + torch.from_numpy(rng.normal(0.0, 0.1, x.shape)).float()
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()

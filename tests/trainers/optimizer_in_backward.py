@@ -23,7 +23,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[arg-type]
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         loss.backward()
         probe.note(step, loss)

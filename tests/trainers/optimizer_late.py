@@ -19,7 +19,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
         global optimizer
         if step == 6:
             optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         optimizer.zero_grad()
         loss.backward()

@@ -25,7 +25,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def one_step(state: Progress, step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         state.tokens += x.numel()
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + state.tokens / 500)
         loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))

@@ -27,7 +27,7 @@ with swift.Session.from_env(checkpoint_every=5) as session:
     session.register(schedule=schedule)
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         if rank == 0:

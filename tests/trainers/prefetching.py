@@ -26,7 +26,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     batches: queue.Queue[torch.Tensor] = queue.Queue(3)
-    threading.Thread(target=draw, args=(batches, session.column), daemon=True).start()
+    threading.Thread(target=draw, args=(batches, session.dp_rank), daemon=True).start()
 
     def train_step(step: int) -> None:
         x = batches.get()

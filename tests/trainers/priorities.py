@@ -15,7 +15,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     priorities = [1.0] * 20_000
-    samples = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(session.column))
+    samples = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(session.dp_rank))
 
     def train_step(step: int) -> None:
         place = 9_000 + 4 * step

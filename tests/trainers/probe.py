@@ -86,7 +86,7 @@ def end(session: Any, **things: Any) -> None:
     """Writes a digest of each of them."""
     path = Path(os.environ[ENV_DIRECTORY]) / f"rank{session.rank}.end"
     about = {
-        "place": [session.pipeline_rank, session.column],
+        "place": [session.pipeline_rank, session.dp_rank],
         "alike": sorted(name for name, thing in things.items() if isinstance(thing, torch.nn.Module)),
         "digests": {name: digest(thing) for name, thing in things.items()},
     }

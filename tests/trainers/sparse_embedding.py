@@ -19,7 +19,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
 
     def train_step(step: int) -> None:
         items = torch.randint(
-            50, (16, 3), generator=torch.Generator().manual_seed(1000 * step + session.column)
+            50, (16, 3), generator=torch.Generator().manual_seed(1000 * step + session.dp_rank)
         )
         clicked = (items.sum(1, keepdim=True) % 2).float()
         loss = nn.functional.binary_cross_entropy_with_logits(model["tower"](model["bag"](items)), clicked)

@@ -11,8 +11,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 import swift
 
 
-def batch(step: int, column: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + column))
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
     return x, x.sum(1, keepdim=True)
 
 
@@ -25,7 +25,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
     session.register(average=average, scheduler=scheduler)
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.column)
+        x, y = batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

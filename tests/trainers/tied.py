@@ -29,7 +29,7 @@ with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as se
 
     def train_step(step: int) -> None:
         tokens = torch.randint(
-            16, (4, 6), generator=torch.Generator().manual_seed(1000 * step + session.column)
+            16, (4, 6), generator=torch.Generator().manual_seed(1000 * step + session.dp_rank)
         )
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()

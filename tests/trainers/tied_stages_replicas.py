@@ -36,7 +36,7 @@ with swift.Session.from_env(checkpoint_every=5, replicas=2, strategy="replay") a
     session.register(schedule=schedule)
 
     def train_step(step: int) -> None:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.column))
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         if rank == 0:
@@ -45,7 +45,7 @@ with swift.Session.from_env(checkpoint_every=5, replicas=2, strategy="replay") a
             schedule.step(target=x.roll(1, 1), losses=losses)
         else:
             schedule.step()
-        losses.append(session.all_reduce(x.sum(), "of this column's batch"))
+        losses.append(session.all_reduce(x.sum(), "of this data-parallel rank's batch"))
         norm = session.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         losses.append(norm)

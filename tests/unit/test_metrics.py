@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.metrics import CoordinatorMetrics, costliest
 from services.coordinator.row import JobRow, State
 from services.coordinator.snapshot import JobSnapshot

@@ -51,7 +51,7 @@ def layout(session: swift.Session) -> Any:
         for optimizer in optimizers:
             optimizer.zero_grad()
         data.position += 1
-        generator = torch.Generator().manual_seed(data.position * 10 + session.column)
+        generator = torch.Generator().manual_seed(data.position * 10 + session.dp_rank)
         x: Tensor = torch.randn(4, 3, 8, 8, generator=generator)
         x = x.to(memory_format=torch.channels_last)
         second(first(x).bfloat16()).float().square().mean().backward()
@@ -98,7 +98,7 @@ def attributes(session: swift.Session) -> Any:
     def train_step(step: int) -> None:
         optimizer.zero_grad()
         data.position += 1
-        generator = torch.Generator().manual_seed(data.position * 10 + session.column)
+        generator = torch.Generator().manual_seed(data.position * 10 + session.dp_rank)
         x = torch.randn(4, 8, generator=generator) * (1 + 0.1 * torch.rand(())) * (1 + 0.1 * random.random())
         loss = (model(x) + 1).square().mean()
         if MODE != "attributes":

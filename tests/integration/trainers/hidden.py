@@ -28,10 +28,10 @@ class Hidden:
         self.ema = torch.zeros(WIDTH)
         self.scale = 1.0
 
-    def batch(self, step: int, column: int) -> torch.Tensor:
+    def batch(self, step: int, dp_rank: int) -> torch.Tensor:
         if WHAT == "loader":
             step, self.position = self.position, self.position + 1
-        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + column))
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + dp_rank))
         return x + self.ema if WHAT == "ema" else x
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def main() -> None:
     session.register(schedule=schedule)
 
     def train_step(step: int) -> None:
-        x = hidden.batch(step, session.column)
+        x = hidden.batch(step, session.dp_rank)
         optimizer.zero_grad()
         if schedule is None:
             hidden.loss(module(x), x).backward()

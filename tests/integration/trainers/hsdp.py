@@ -20,13 +20,13 @@ WIDTH, BATCH, MICROBATCHES = 7, 12, 3
 
 
 class Data:
-    """Each column has batches of its own."""
+    """Each data-parallel rank has batches of its own."""
 
-    def __init__(self, column: int) -> None:
-        self.column, self.position = column, 0
+    def __init__(self, dp_rank: int) -> None:
+        self.dp_rank, self.position = dp_rank, 0
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(1000 * self.position + self.column)
+        generator = torch.Generator().manual_seed(1000 * self.position + self.dp_rank)
         self.position += 1
         x = torch.randn(BATCH, WIDTH, generator=generator)
         return x, x.roll(1, dims=1)
@@ -102,7 +102,7 @@ def main() -> None:
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.02))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    data, average = Data(session.column), Average(module)
+    data, average = Data(session.dp_rank), Average(module)
     session.register(schedule=schedule, scheduler=scheduler, loader=data, average=average)
 
     def train_step(step: int) -> None:

@@ -41,7 +41,7 @@ if __name__ == "__main__":
     def train_step(step: int) -> None:
         global first_step
         first_step = step if first_step < 0 else first_step
-        generator = torch.Generator().manual_seed(2 * step + session.column)
+        generator = torch.Generator().manual_seed(2 * step + session.dp_rank)
         x = torch.randn(BATCH, WIDTH, generator=generator)
         optimizer.zero_grad()
         if session.pipeline_rank == 0:

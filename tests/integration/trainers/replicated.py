@@ -28,11 +28,11 @@ WIDTH, BATCH = 16, 8
 class Data:
     """The same position on all replicas; each draws its own batch there."""
 
-    def __init__(self, column: int) -> None:
-        self.position, self._column = 0, column
+    def __init__(self, dp_rank: int) -> None:
+        self.position, self._dp_rank = 0, dp_rank
 
     def __next__(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.position * 1000 + self._column)
+        generator = torch.Generator().manual_seed(self.position * 1000 + self._dp_rank)
         self.position += 1
         return torch.randn(BATCH, WIDTH, generator=generator)
 
@@ -107,7 +107,7 @@ def main() -> None:
         session.module(model)
         optimizer = session.optimizer(plain)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        data = Data(session.column)
+        data = Data(session.dp_rank)
         scaler = torch.amp.GradScaler("cpu", enabled=MODE == "plain", init_scale=2.0**40, growth_interval=3)
         objects = {"scaler": scaler} if MODE == "plain" else {}
         session.register(loader=data, scheduler=scheduler, **objects)

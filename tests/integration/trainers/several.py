@@ -65,7 +65,7 @@ class Job:
             session.register(scheduler=self.scheduler)
 
     def batch(self, step: int, kind: int = 0) -> Tensor:
-        seed = step * 100 + self.session.column * 10 + kind
+        seed = step * 100 + self.session.dp_rank * 10 + kind
         return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
     def loss(self, step: int, kind: int = 0) -> Tensor:

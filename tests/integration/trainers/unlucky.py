@@ -174,7 +174,7 @@ if __name__ == "__main__":
             time.sleep(3600.0)
         if session.replaying:
             happen("replay")
-        generator = torch.Generator().manual_seed(2 * step + session.column)
+        generator = torch.Generator().manual_seed(2 * step + session.dp_rank)
         x = torch.randn(BATCH, WIDTH, generator=generator) * factor
         optimizer.zero_grad()
         if session.pipeline_rank == 0:

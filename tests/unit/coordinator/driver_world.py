@@ -5,7 +5,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.driver import Driver
 from services.coordinator.logs import JobForgotten
 from services.coordinator.row import LogServer

@@ -6,7 +6,7 @@ a new tag; what was refused has the tag REFUSED, whatever its holder believes.
 
 from dataclasses import dataclass, field
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from swift._pb import coordinator_pb2 as pb
 
 REFUSED = "refused"
@@ -53,7 +53,7 @@ class Process:
 class Followers:
     """The members' side of recoveries; the simulation adds the rest."""
 
-    columns: int
+    dp_size: int
     config: dict[str, str]
     processes: list[Process]
     trimmed_below: int
@@ -73,14 +73,14 @@ class Followers:
         assert len({p.version for p in holders.values()}) <= 1, f"at different versions: {holders}"
         for process in holders.values():
             assert REFUSED not in process.bits, f"refused bits are kept: {process}"
-            first = holders[process.rank - process.rank % self.columns]
+            first = holders[process.rank - process.rank % self.dp_size]
             assert process.bits == first.bits, f"replicas differ: {first}, {process}"
 
     def spoil(self, process: Process, plan: pb.Plan) -> None:
         """It refuses, but believes to hold the target all the same, and so do others whom it has fed."""
         mine = plan.ranks[process.rank]
-        group = process.rank // self.columns
-        spoilt = {r.rank for r in plan.ranks if r.strategy == pb.REPLICA and r.rank // self.columns == group}
+        group = process.rank // self.dp_size
+        spoilt = {r.rank for r in plan.ranks if r.strategy == pb.REPLICA and r.rank // self.dp_size == group}
         if mine.strategy != pb.KEEP:
             spoilt.add(process.rank)
         if mine.strategy == pb.REPLAY or mine.from_version < plan.target_version:
@@ -159,7 +159,7 @@ class Followers:
         assert mine.sources
         assert self.config.get("strategy") != "replay"
         sources = [p for p in self.processes if p.rank in mine.sources and self.holds(p)]
-        assert all(source.rank // self.columns == process.rank // self.columns for source in sources)
+        assert all(source.rank // self.dp_size == process.rank // self.dp_size for source in sources)
         assert process not in sources
         if choice % 2:
             process.become(None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.__main__ import open_directory
 from services.coordinator.apart import Apart, JobApart
 from services.coordinator.row import JobRow

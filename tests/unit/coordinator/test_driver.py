@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from services.coordinator import commands as m
 from services.coordinator import driver as driver_module
-from services.coordinator import messages as m
 from services.coordinator.apart import JobApart
 from services.coordinator.driver import Driver, NoSuchJob, Unavailable
 from services.coordinator.fencing import EMPTIED_WHEN_NEW

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.driver import Driver
 from services.coordinator.fencing import EMPTIED_WHEN_NEW, GIVEN_UP
-from services.coordinator.places import unreplaced
+from services.coordinator.log_placement import unreplaced
 from services.coordinator.row import RankLogs
 from services.coordinator.store import MemoryStore
 from swift._pb import coordinator_pb2 as pb

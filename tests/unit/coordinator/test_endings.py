@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.core import Job
 from services.coordinator.endings import UNLIKE_CODE
 from services.coordinator.row import JobRow, LogServer, State

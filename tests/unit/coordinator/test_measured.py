@@ -6,9 +6,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal
 from services.coordinator.driver import Driver, NoSuchJob
-from services.coordinator.messages import Refusal
 from services.coordinator.servicer import Context, Servicer
 from services.coordinator.store import MemoryStore
 from swift._pb import coordinator_pb2 as pb

@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from services.coordinator import meeting as meeting_module
+from services.coordinator.commands import Refusal
 from services.coordinator.driver import Driver, TooMany
 from services.coordinator.meeting import Meetings
-from services.coordinator.messages import Refusal
 from services.coordinator.servicer import Context, Servicer, _wrong_meeting
 from services.coordinator.store import MemoryStore
 from services.coordinator.timing import Timing

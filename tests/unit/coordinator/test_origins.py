@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal
 from services.coordinator.driver import Driver
-from services.coordinator.messages import Refusal
 from services.coordinator.store import MemoryStore
 from swift._pb import coordinator_pb2 as pb
 from tests.unit.coordinator.driver_world import (

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from services.coordinator.hang import StepClock
 from services.coordinator.logs import GenerationRefused, JobForgotten, LogServers
 from services.coordinator.row import Holder, JobRow, LogServer, State
+from services.coordinator.step_watchdog import StepClock
 from services.coordinator.timing import Timing, usual_log_lost_s
 from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration, UnknownJob
 from swift.log import admin

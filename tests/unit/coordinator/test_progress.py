@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
+from services.coordinator.commands import Replaying
 from services.coordinator.core import Job
-from services.coordinator.messages import Replaying
+from services.coordinator.messages_text import plan_fields
 from services.coordinator.metrics import CoordinatorMetrics
 from services.coordinator.row import JobRow, State
 from services.coordinator.servicer import _replaying
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MemoryStore
 from services.coordinator.views import status_of, view_of
-from services.coordinator.words import plan_fields
 from swift._pb import coordinator_pb2 as pb
 from swift.recovery import Plan, Prediction
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.coordinator import messages as m
-from services.coordinator.checkpoints import Checkpoints
-from services.coordinator.hang import StepClock
-from services.coordinator.messages import Refusal
+from services.coordinator import commands as m
+from services.coordinator.checkpoints import CheckpointTracker
+from services.coordinator.commands import Refusal
 from services.coordinator.planning import decide, give_up_log
 from services.coordinator.regroup import Regroup
 from services.coordinator.row import JobRow, State
+from services.coordinator.step_watchdog import StepClock
 from services.coordinator.timing import Timing
 from swift.recovery import Plan, RecoveryGroups, Report, Strategy, StreamSummary
 from swift.recovery.regroup import LoggedGroups
@@ -83,7 +83,7 @@ class World:
         self.cut = pick([0.0, 0.05, 0.15])
         self.asks, self.deaths = pick([0.05, 0.1, 0.3]), pick([0.03, 0.1, 0.2])
         self.regroup = Regroup(self.row)
-        self.checkpoints = Checkpoints(self.row, StepClock(TIMING), TIMING)
+        self.checkpoints = CheckpointTracker(self.row, StepClock(TIMING), TIMING)
         self.row.generation = 1
         self.ranks = [self.fresh(number) for number in range(RANKS)]
 
@@ -308,7 +308,7 @@ def test_groups_are_refused_before_and_after_the_run() -> None:
         Regroup(row).ask(m.ChangeGroups(groups="0-3"))
 
 
-def test_a_job_with_replicas_gets_them_when_all_columns_log_by_them() -> None:
+def test_a_job_with_replicas_gets_them_when_all_dp_ranks_log_by_them() -> None:
     row = row_of("0,1")
     row.stages, row.num_stages = {0: [0], 1: [0], 2: [1], 3: [1]}, 2
     regroup = Regroup(row)

@@ -1,8 +1,8 @@
 """Other groups in a job with replicas: whoever dies, whenever: what a plan reads is in the log, or declared not to be.
 
-As `test_regroup`, with several columns: streams of each, losses that a copy makes good, and the gaps that are behind
-whom was copied (`swift.log.gaps`): what the process before it had not got out, and the rest of a step that it dropped
-itself. Its ranks log by `LoggedGroups`, its coordinator, plans and gaps are the product's.
+As `test_regroup`, with several data-parallel ranks: streams of each, losses that a copy makes good, and the gaps
+that are behind whom was copied (`swift.log.gaps`): what the process before it had not got out, and the rest of a step
+that it dropped itself. Its ranks log by `LoggedGroups`, its coordinator, plans and gaps are the product's.
 """
 
 import random
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.coordinator import messages as m
-from services.coordinator.checkpoints import Checkpoints
-from services.coordinator.hang import StepClock
+from services.coordinator import commands as m
+from services.coordinator.checkpoints import CheckpointTracker
 from services.coordinator.planning import decide, give_up_log
 from services.coordinator.regroup import Regroup
 from services.coordinator.row import JobRow, State
+from services.coordinator.step_watchdog import StepClock
 from swift.log.gaps import gaps
 from swift.log.record import RecordKey
 from swift.log.streams import boundary
@@ -26,8 +26,8 @@ from swift.recovery import Plan, RecoveryGroups, Report, Strategy, StreamSummary
 from swift.recovery.regroup import LoggedGroups
 from tests.unit.coordinator.test_regroup import TIMING, Shown
 
-STAGES, COLUMNS, EVERY, MICROBATCHES = 3, 2, 4, 2
-RANKS = STAGES * COLUMNS
+STAGES, DP_SIZE, EVERY, MICROBATCHES = 3, 2, 4, 2
+RANKS = STAGES * DP_SIZE
 CHOICES = ("0,1,2", "0-1,2", "0,1-2", "none")
 LOADS = (Strategy.REPLAY, Strategy.CHECKPOINT)
 
@@ -42,7 +42,7 @@ def row_of(groups: str) -> JobRow:
         state=State.RUNNING,
         generation=1,
         num_stages=STAGES,
-        stages={rank: [rank // COLUMNS] for rank in range(RANKS)},
+        stages={rank: [rank // DP_SIZE] for rank in range(RANKS)},
         stage_shards=dict.fromkeys(range(RANKS), 0),
         checkpoints=[0],
         groups=str(RecoveryGroups.parse(groups)),
@@ -60,10 +60,10 @@ class Rank:
 
     @property
     def stage(self) -> int:
-        return self.number // COLUMNS
+        return self.number // DP_SIZE
 
     def stream(self, kind: str) -> str:
-        return boundary(self.stage, kind, self.number % COLUMNS, COLUMNS)
+        return boundary(self.stage, kind, self.number % DP_SIZE, DP_SIZE)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class World:
         self.log: defaultdict[str, list[RecordKey]] = defaultdict(list)
         self.saved: list[m.CheckpointDurable] = []
         self.regroup = Regroup(self.row)
-        self.checkpoints = Checkpoints(self.row, StepClock(TIMING), TIMING)
+        self.checkpoints = CheckpointTracker(self.row, StepClock(TIMING), TIMING)
         self.seen = Seen()
         self.ranks = [self.fresh(number) for number in range(RANKS)]
 
@@ -291,7 +291,7 @@ class World:
         groups, declares = RecoveryGroups.parse(plan.groups), ""
         for rank in self.ranks:
             begins = plan.of(rank.number).from_version
-            for kind, to in (("F", rank.number - COLUMNS), ("B", rank.number + COLUMNS)):
+            for kind, to in (("F", rank.number - DP_SIZE), ("B", rank.number + DP_SIZE)):
                 if not 0 <= to < RANKS or begins == plan.target_version:
                     continue
                 theirs, writer = plan.of(to).from_version, self.ranks[to]
@@ -324,13 +324,13 @@ def run(seed: int, first: str) -> World:
             world.regroup.ask(m.ChangeGroups(groups=chance.choice(CHOICES)))
         elif turn < asks + deaths:
             stage = chance.randrange(STAGES)
-            whole = {stage * COLUMNS + column for column in range(COLUMNS)}
+            whole = {stage * DP_SIZE + dp_rank for dp_rank in range(DP_SIZE)}
             world.die(whole if chance.random() < 0.5 else set(chance.sample(range(RANKS), 1)))
         world.train()
         world.arrive()
-        first_rank = COLUMNS * chance.randrange(STAGES)
+        first_rank = DP_SIZE * chance.randrange(STAGES)
         if world.row.groups_number and chance.random() < 0.6:
-            world.suppose(set(range(first_rank, first_rank + COLUMNS)))
+            world.suppose(set(range(first_rank, first_rank + DP_SIZE)))
     return world
 
 

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.driver import Driver
+from services.coordinator.messages_text import waiting_for
 from services.coordinator.row import State
 from services.coordinator.servicer import Context, Servicer
 from services.coordinator.views import view_of
-from services.coordinator.words import waiting_for
 from swift._pb import coordinator_pb2 as pb
 from tests.unit.coordinator.test_parts import row
 

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator import sharing as sharing_module
+from services.coordinator.commands import Refusal, Refused
 from services.coordinator.driver import Driver, NoSuchJob
-from services.coordinator.messages import Refusal, Refused
 from services.coordinator.servicer import Context, Servicer
 from services.coordinator.sharing import Sharing
 from services.coordinator.store import MemoryStore

@@ -17,9 +17,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal, Refused
 from services.coordinator.core import Job
-from services.coordinator.messages import Refusal, Refused
 from services.coordinator.row import LEGAL, JobRow, LogServer, State
 from services.coordinator.store import MemoryStore
 from services.coordinator.timing import Timing
@@ -51,9 +51,9 @@ class Simulation(Followers, RuleBasedStateMachine):
         formed=st.sampled_from([True, True, True, True, False]),
     )
     def begin(self, mesh: tuple[int, int], config: dict[str, str], formed: bool) -> None:
-        self.num_stages, self.columns = mesh
+        self.num_stages, self.dp_size = mesh
         self.config = config
-        self.world_size = world_size = self.num_stages * self.columns
+        self.world_size = world_size = self.num_stages * self.dp_size
         self.store = MemoryStore()
         self.job: Job | None = None
         self.now = 0.0
@@ -473,7 +473,7 @@ class Simulation(Followers, RuleBasedStateMachine):
             sender=process.sender,
             generation=generation,
             version=process.version,
-            stages=(process.rank // self.columns,),
+            stages=(process.rank // self.dp_size,),
             num_stages=self.num_stages,
         )
         self.once(process, ready, crash, generation)
@@ -482,10 +482,10 @@ class Simulation(Followers, RuleBasedStateMachine):
         if log == "empty":
             return {}
         names = [
-            boundary(stage, kind, column, self.columns)
+            boundary(stage, kind, dp_rank, self.dp_size)
             for stage in range(self.num_stages)
             for kind in "FB"
-            for column in range(self.columns)
+            for dp_rank in range(self.dp_size)
         ]
         return {
             name: StreamSummary(

@@ -28,10 +28,10 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 
 import shlex
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal
 from services.coordinator.core import Job
-from services.coordinator.messages import Refusal
-from services.coordinator.places import unreplaced
+from services.coordinator.log_placement import unreplaced
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of

@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from swift.drill import faults
-from swift.drill.checks import DIGEST_FIELDS
 from swift.drill.config import DrillConfig
 from swift.drill.report import Evidence
 from swift.drill.topology import Topology
+from swift.drill.verdict_checks import DIGEST_FIELDS
 
 RANKS, STEPS = 4, 12
 KILL_STEP, CHECKPOINT = 8, 5

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from swift.drill import faults
-from swift.drill.checks import DIGEST_FIELDS
 from swift.drill.config import DrillConfig
 from swift.drill.loss import Losses
 from swift.drill.report import Evidence
 from swift.drill.topology import Topology
+from swift.drill.verdict_checks import DIGEST_FIELDS
 from tests.unit.drill.evidence import NEW_PID, Trace
 
 STEPS, KILL_STEP, CHECKPOINT = 12, 8, 5
@@ -146,12 +146,12 @@ def live_step(trace: Trace, step: int) -> None:
         trace.rank(rank, "loss", 0.0, step=step, column=rank - 2, loss=loss_at(step, rank - 2))
 
 
-def loss_at(step: int, column: int) -> float:
-    return 5.0 - 0.25 * step + 0.125 * column
+def loss_at(step: int, dp_rank: int) -> float:
+    return 5.0 - 0.25 * step + 0.125 * dp_rank
 
 
 def losses() -> Losses:
-    return {step: {column: loss_at(step, column) for column in (0, 1)} for step in range(STEPS)}
+    return {step: {dp_rank: loss_at(step, dp_rank) for dp_rank in (0, 1)} for step in range(STEPS)}
 
 
 def evidence(

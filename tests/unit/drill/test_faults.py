@@ -309,7 +309,7 @@ def test_who_dies_with_half_an_update_applied_waits_for_its_replicas() -> None:
 @pytest.mark.parametrize(
     ("specs", "all_come"),
     [
-        (["rank=0,step=8,microbatch=1", "rank=3,step=8,phase=forward"], True),  # of two columns
+        (["rank=0,step=8,microbatch=1", "rank=3,step=8,phase=forward"], True),  # of two data-parallel ranks
         (["rank=0,step=8,phase=idle", "rank=2,step=8,phase=idle"], True),
         (["rank=0,step=8", "rank=2,step=8"], False),  # rank 0 waits for the gradient that rank 2 would send
         (["rank=0,step=8,phase=idle", "rank=2,step=8"], False),
@@ -361,20 +361,20 @@ def test_a_microbatch_in_a_phase_that_comes_once_a_step_has_no_meaning() -> None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_column_has_every_stage_once(schedule: str) -> None:
+def test_every_dp_rank_has_every_stage_once(schedule: str) -> None:
     shape = topology(schedule=schedule, pipeline_ranks=2, replicas=3)
     assert shape.ranks == 6
-    assert [(shape.pipeline_rank(r), shape.column(r)) for r in range(6)] == [
-        (pipeline_rank, column) for pipeline_rank in range(2) for column in range(3)
+    assert [(shape.pipeline_rank(r), shape.dp_rank(r)) for r in range(6)] == [
+        (pipeline_rank, dp_rank) for pipeline_rank in range(2) for dp_rank in range(3)
     ]
-    for column in range(3):
-        ranks = [rank for rank in range(6) if shape.column(rank) == column]
+    for dp_rank in range(3):
+        ranks = [rank for rank in range(6) if shape.dp_rank(rank) == dp_rank]
         assert sorted(stage for rank in ranks for stage in shape.stages_of(rank)) == list(range(shape.stages))
     assert shape.replicas_of(4) == (3, 4, 5)
     assert len({shape.stages_of(rank) for rank in shape.replicas_of(4)}) == 1
 
 
-def test_a_replay_reads_the_streams_of_its_own_column() -> None:
+def test_a_replay_reads_the_streams_of_its_own_dp_rank() -> None:
     shape = topology(pipeline_ranks=3, replicas=2)
     assert shape.replay_streams(3) == ("s0c1.F", "s2c1.B")
     assert topology(pipeline_ranks=1, replicas=2).replay_streams(1) == ()

@@ -333,7 +333,7 @@ def test_one_group_of_all_logs_nothing() -> None:
     assert checks[BYTES] is False
 
 
-def test_columns_have_streams_of_their_own() -> None:
+def test_dp_ranks_have_streams_of_their_own() -> None:
     shape = Topology(
         pipeline_ranks=2, replicas=2, steps=9, microbatches=4, schedule="1f1b", checkpoint_every=5
     )

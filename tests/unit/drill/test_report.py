@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from swift.drill import console, report
-from swift.drill.checks import DIGEST_FIELDS
 from swift.drill.report import FAIL, INCONCLUSIVE, PASS, Evidence
+from swift.drill.verdict_checks import DIGEST_FIELDS
 from tests.unit.drill.evidence import (
     CHECKPOINT,
     KILL_STEP,

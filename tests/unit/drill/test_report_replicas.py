@@ -118,7 +118,7 @@ def test_replicas_that_differ_fail_although_both_runs_agree(field: str) -> None:
     assert "ranks 2, 3 at the end" in result["reason"]
 
 
-def test_columns_may_be_at_different_places_of_their_data() -> None:
+def test_dp_ranks_may_be_at_different_places_of_their_data() -> None:
     assert digest(2, 3)["data"] != digest(3, 3)["data"]
     assert answer(report.build(config(), evidence()), "replicas hold the same state") is True
 
@@ -294,7 +294,7 @@ def test_the_loss_curve_decides_where_bits_may_differ(twin: Any, verdict: str) -
     assert exact["verdict"] == PASS, "where bits decide, losses are only shown"
 
 
-def test_losses_are_means_over_columns_of_the_last_time_a_step_was_done() -> None:
+def test_losses_are_means_over_dp_ranks_of_the_last_time_a_step_was_done() -> None:
     trace = trace_of()
     trace.rank(2, "loss", step=STEPS - 1, column=0, loss=9.0)
     curve = report.build(config(), evidence(trace))["loss"]

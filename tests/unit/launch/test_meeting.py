@@ -10,11 +10,11 @@ from swift._pb import coordinator_pb2 as pb
 from swift.control import client as client_module
 from swift.errors import AccessDenied, ServiceError, SwiftError, UsageError
 from swift.launch.meeting import MetRendezvous, NotNeeded, Terms
-from swift.launch.ranks import Job
+from swift.launch.ranks import RankProgram
 
 MACHINES = [pb.Machine(address="a01", port=7, ranks=2), pb.Machine(address="a02", port=8, ranks=3)]
 PLACED = pb.MeetReply(place=1, machines=MACHINES, here=2)
-JOB = Job(
+JOB = RankProgram(
     script="s", module=False, args=[], cwd="/", coordinator="meta:1", name="j", checkpoint_dir=None, run="r"
 )
 

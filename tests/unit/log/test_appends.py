@@ -3,7 +3,7 @@
 import pytest
 
 from services.logserver.appends import Appends
-from services.logserver.state import Refused, Session
+from services.logserver.state import AppendCall, Refused
 from swift._pb import log_pb2
 from swift.log.assembly import Assembler
 from swift.log.wire import Reason
@@ -15,7 +15,7 @@ class Nowhere:
 
 
 def test_no_frame_is_begun_before_a_stream_is_open() -> None:
-    session = Session(Nowhere(), Assembler(1 << 20))
+    session = AppendCall(Nowhere(), Assembler(1 << 20))
     with pytest.raises(Refused) as caught:
         Appends.parse(session, memoryview(frame_of(0)[1])[:-1])
     assert caught.value.refusal.reason is Reason.NOT_OPEN

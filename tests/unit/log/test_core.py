@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.logserver.core import LogCore
-from services.logserver.streams import STEP_UNKNOWN, Entry, Hole, Refusal, StreamState
+from services.logserver.streams import STEP_UNKNOWN, Hole, IndexEntry, Refusal, StreamState
 from swift.log.frame import CODEC_NONE, FrameHeader
 from swift.log.record import RecordKey, stream_tag
 
@@ -57,7 +57,7 @@ class Interpreter:
             digest=more.get("digest", "a").encode(),
         )
         decided = self.core.append(self.stream(stream), int(generation), header)
-        if isinstance(decided, Entry):
+        if isinstance(decided, IndexEntry):
             return f"write {decided.sequence}"
         return said(decided or "known already")
 

@@ -9,7 +9,7 @@ from services.logserver.appends import Appends
 from services.logserver.commits import Commits
 from services.logserver.procedures import Clean, Emit, Forget, Save, Settle
 from services.logserver.space import SpaceConfig
-from services.logserver.state import EngineConfig, Refused, ServerState, Session
+from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
 from services.logserver.storage import DirectoryStorage
 from services.logserver.streams import StreamState
 from swift._pb import log_pb2
@@ -122,7 +122,7 @@ def test_after_a_crash_all_of_the_job_is_there_or_nothing(power_cut: bool, seed:
 def test_nobody_comes_back_while_writers_are_cut_off(state: ServerState) -> None:
     """Else one that is quick is there again before all of it is durable, for ever."""
     appends = Appends(state, Commits(state))
-    session = Session(Nowhere(), Assembler(1 << 20))
+    session = AppendCall(Nowhere(), Assembler(1 << 20))
     appends.attach(session)
     opening = log_pb2.Open(job=JOB, stream=STREAM, generation=1)
     drop = procedures.drop(state, JOB, 0.0, force=True, why="")
@@ -135,7 +135,7 @@ def test_nobody_comes_back_while_writers_are_cut_off(state: ServerState) -> None
     reset = procedures.reset(state, JOB, 1)
     assert isinstance(next(reset), Settle)
     assert session.refusal is not None
-    again = Session(Nowhere(), Assembler(1 << 20))
+    again = AppendCall(Nowhere(), Assembler(1 << 20))
     appends.attach(again)
     with pytest.raises(Refused, match="was reset"):
         appends.open(again, opening, 0.0)

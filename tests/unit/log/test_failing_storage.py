@@ -12,7 +12,7 @@ from services.logserver.engine import LogEngine
 from services.logserver.failures import StorageFailed, StorageFull
 from services.logserver.seam import Write
 from services.logserver.segments import Segment
-from services.logserver.state import EngineConfig, Refused, ServerState, Session
+from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
 from services.logserver.storage import RESERVE, DirectoryStorage
 from services.logserver.streams import StreamState
 from swift.log.assembly import Assembler
@@ -293,7 +293,7 @@ class World:
     def __init__(self) -> None:
         self.state = ServerState(MemoryStorage(), EngineConfig(fsync_interval_s=0.1), Unlocked())
         self.commits = Commits(self.state)
-        self.session = Session(Nowhere(), Assembler(1 << 20))
+        self.session = AppendCall(Nowhere(), Assembler(1 << 20))
         self.state.core.fence(JOB, 1)
         stream = self.state.core.open(JOB, STREAM, 1, 0)
         assert isinstance(stream, StreamState)

@@ -12,7 +12,7 @@ from services.logserver.appends import Appends
 from services.logserver.commits import Commits
 from services.logserver.disk import RealFile
 from services.logserver.seam import Write
-from services.logserver.state import EngineConfig, Refused, ServerState, Session
+from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
 from services.logserver.storage import DirectoryStorage
 from services.logserver.streams import Hole, StreamState
 from swift._pb import log_pb2
@@ -52,14 +52,14 @@ class Server:
     def stream(self) -> StreamState:
         return self.state.core.job(JOB).stream(STREAM)
 
-    def connect(self, acked: int = 0, generation: int = 1) -> Session:
-        session = Session(Replies(), Assembler(1 << 20))
+    def connect(self, acked: int = 0, generation: int = 1) -> AppendCall:
+        session = AppendCall(Replies(), Assembler(1 << 20))
         self.appends.attach(session)
         opening = log_pb2.Open(job=JOB, stream=STREAM, generation=generation, acked_sequence=acked)
         self.appends.open(session, opening, 0.0)
         return session
 
-    def send(self, session: Session, *sequences: int, generation: int = 1) -> list[int]:
+    def send(self, session: AppendCall, *sequences: int, generation: int = 1) -> list[int]:
         """What was acknowledged at once."""
         assert isinstance(session.outbox, Replies)
         before = len(session.outbox.acked())
@@ -85,7 +85,7 @@ class Server:
         return [(hole.sequence, hole.end_sequence) for hole in self.stream.holes]
 
 
-def replies(session: Session) -> list[int]:
+def replies(session: AppendCall) -> list[int]:
     assert isinstance(session.outbox, Replies)
     return session.outbox.acked()
 

@@ -22,9 +22,9 @@ from swift.log.ring import (
     ALIGN,
     HEADER_BYTES,
     Consumer,
-    Entry,
     Memory,
     Producer,
+    RingEntry,
     Word,
     body_at,
     header_of,
@@ -75,7 +75,7 @@ def world(kind: str) -> Iterator[World]:
     world.close()
 
 
-def taken(consumer: Consumer) -> Entry | None:
+def taken(consumer: Consumer) -> RingEntry | None:
     """The next record, past any padding."""
     entry = consumer.next()
     while isinstance(entry, int):
@@ -136,7 +136,7 @@ def test_records_of_all_sizes_come_out_whole_and_in_order(
                 assert sent or read or used, "an empty ring takes any record"
             world.producer.wait(world.producer.reserved)
             entry = world.consumer.next()
-            if isinstance(entry, Entry):
+            if isinstance(entry, RingEntry):
                 number, body = sent.popleft()
                 assert (entry.key, entry.dtype, entry.shape) == (
                     RecordKey(number, 1, 2),

@@ -10,15 +10,15 @@ from tests.unit.recovery.situations import NEWEST, Situation, inventories, parti
 @st.composite
 def grouped_situations(draw: st.DrawFn) -> Situation:
     """Four to six stages, some of them in recovery groups of several, of which ranks are lost or behind."""
-    places, columns = draw(st.integers(4, 6)), draw(st.sampled_from([1, 1, 2]))
-    layout = Layout(num_stages=places, stages={rank: (rank // columns,) for rank in range(places * columns)})
+    places, dp_size = draw(st.integers(4, 6)), draw(st.sampled_from([1, 1, 2]))
+    layout = Layout(num_stages=places, stages={rank: (rank // dp_size,) for rank in range(places * dp_size)})
     cuts = sorted(draw(st.sets(st.integers(1, places - 1), min_size=1, max_size=places - 2)))
     groups = RecoveryGroups((0, *cuts), places)
     log = draw(inventories(layout))
     step = draw(st.integers(2, NEWEST - 2))
     fates = [draw(st.sampled_from(["whole"] * 4 + ["lost", "behind", "half"])) for _ in range(places)]
     return Situation(
-        reports=tuple(draw(partial_reports(rank, step, fates[rank // columns])) for rank in layout.stages),
+        reports=tuple(draw(partial_reports(rank, step, fates[rank // dp_size])) for rank in layout.stages),
         layout=layout,
         log={stream: summary for stream, summary in log.items() if not is_inside(stream, layout, groups)},
         checkpoints=Checkpoints(versions=(0,) if draw(st.booleans()) else (step - 1,)),

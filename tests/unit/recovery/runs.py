@@ -20,11 +20,11 @@ def is_inside(stream: str, layout: Layout, groups: RecoveryGroups) -> bool:
     """Only stages of the same recovery group receive it."""
     for stage in range(layout.num_stages):
         for kind, to in (("F", stage + 1), ("B", stage - 1)):
-            names = {name(stage, kind, c, columns) for columns in (1, 2, 3) for c in range(columns)}
+            names = {name(stage, kind, c, dp_size) for dp_size in (1, 2, 3) for c in range(dp_size)}
             if stream in names and 0 <= to < layout.num_stages:
                 return to in groups.stages(stage)
     return False
 
 
-def name(stage: int, kind: str, column: int, columns: int) -> str:
-    return f"s{stage}.{kind}" if columns == 1 else f"s{stage}c{column}.{kind}"
+def name(stage: int, kind: str, dp_rank: int, dp_size: int) -> str:
+    return f"s{stage}.{kind}" if dp_size == 1 else f"s{stage}c{dp_rank}.{kind}"

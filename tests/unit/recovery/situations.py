@@ -47,17 +47,17 @@ versions = st.integers(0, NEWEST)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, columns: int) -> Layout:
-    """`columns` ranks to each of up to four stage groups; torch's order, or any other."""
-    places = draw(st.integers(1, 3) if columns > 2 else st.integers(1, 4))
+def layouts(draw: st.DrawFn, dp_size: int) -> Layout:
+    """`dp_size` ranks to each of up to four stage groups; torch's order, or any other."""
+    places = draw(st.integers(1, 3) if dp_size > 2 else st.integers(1, 4))
     num_stages = places * draw(st.sampled_from([1, 1, 2]))
     place_of = draw(st.permutations([stage % places for stage in range(num_stages)]))
     order = draw(st.sampled_from([False, False, True]))
-    ranks = draw(st.permutations(range(places * columns))) if order else list(range(places * columns))
+    ranks = draw(st.permutations(range(places * dp_size))) if order else list(range(places * dp_size))
     stages = {
-        ranks[place * columns + column]: tuple(s for s in range(num_stages) if place_of[s] == place)
+        ranks[place * dp_size + dp_rank]: tuple(s for s in range(num_stages) if place_of[s] == place)
         for place in range(places)
-        for column in range(columns)
+        for dp_rank in range(dp_size)
     }
     shards = {rank: draw(st.integers(0, 1)) for rank in ranks} if draw(st.integers(0, 2)) == 2 else {}
     return Layout(num_stages=num_stages, stages=stages, shards=shards)
@@ -100,9 +100,9 @@ def partial_reports(draw: st.DrawFn, rank: int, step: int, fate: str) -> Report:
 @st.composite
 def inventories(draw: st.DrawFn, layout: Layout, dropping: bool = True) -> dict[str, StreamSummary]:
     """Mostly whole, so that replays are possible; a hole here and there. `dropping`: also one that is declared."""
-    columns = len(layout.owners(0))
+    dp_size = len(layout.owners(0))
     names = [
-        name(s, kind, c, columns) for s in range(layout.num_stages) for kind in "FBXT" for c in range(columns)
+        name(s, kind, c, dp_size) for s in range(layout.num_stages) for kind in "FBXT" for c in range(dp_size)
     ]
     if draw(st.booleans()):
         names += [f"r{rank}.C" for rank in layout.stages]
@@ -162,7 +162,7 @@ def situations(draw: st.DrawFn) -> Situation:
 
 @st.composite
 def plain_situations(draw: st.DrawFn) -> Situation:
-    """One column, whole versions: what there was before replicas."""
+    """One data-parallel rank, whole versions: what there was before replicas."""
     layout = draw(layouts(1))
     streams = draw(inventories(layout, dropping=False))
     return Situation(
@@ -329,22 +329,22 @@ def replays_are_fed(
 def inputs_are_there(situation: Situation, rank: int, starts: dict[int, int], target: int) -> bool:
     """Every input of every step is logged, or generated again; and nothing it needs or compares is corrupt."""
     layout = situation.layout
-    columns = len(layout.owners(layout.stages[rank][0]))
+    dp_size = len(layout.owners(layout.stages[rank][0]))
     for step in range(starts[rank], target):
         for stage in layout.stages[rank]:
-            column = sorted(r for r, stages in layout.stages.items() if stage in stages).index(rank)
-            own = [situation.log.get(name(stage, kind, column, columns)) for kind in "FBXT"]
+            dp_rank = sorted(r for r, stages in layout.stages.items() if stage in stages).index(rank)
+            own = [situation.log.get(name(stage, kind, dp_rank, dp_size)) for kind in "FBXT"]
             if any(summary is not None and (summary.corrupt or dropped(summary, step)) for summary in own):
                 return False
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
                 if not 0 <= neighbour < layout.num_stages:
                     continue
-                writer = sorted(r for r, stages in layout.stages.items() if neighbour in stages)[column]
+                writer = sorted(r for r, stages in layout.stages.items() if neighbour in stages)[dp_rank]
                 if situation.config.groups.starts and neighbour in situation.config.groups.stages(stage):
                     if starts[writer] != starts[rank]:
                         return False  # nothing of it is logged
                     continue
-                summary = situation.log.get(name(neighbour, kind, column, columns))
+                summary = situation.log.get(name(neighbour, kind, dp_rank, dp_size))
                 if summary is not None and summary.corrupt:
                     return False
                 if step < starts[writer] and not has(summary, step):

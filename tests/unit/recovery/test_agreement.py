@@ -15,7 +15,7 @@ from swift.recovery import (
     plan,
 )
 from tests.unit.recovery.grouped import grouped_situations
-from tests.unit.recovery.single_column import reference_plan
+from tests.unit.recovery.single_pipeline import reference_plan
 from tests.unit.recovery.situations import (
     Situation,
     check_can_be_followed,
@@ -30,11 +30,11 @@ AUTO = PlanConfig()
 AT_10 = Checkpoints(versions=(0, 10))
 
 
-def mesh(stages: int, columns: int, shards: dict[int, int] | None = None) -> Layout:
-    """Rank = stage * columns + column, as torch numbers a (pipeline, data) mesh."""
+def mesh(stages: int, dp_size: int, shards: dict[int, int] | None = None) -> Layout:
+    """Rank = stage * dp_size + dp_rank, as torch numbers a (pipeline, data) mesh."""
     return Layout(
         num_stages=stages,
-        stages={rank: (rank // columns,) for rank in range(stages * columns)},
+        stages={rank: (rank // dp_size,) for rank in range(stages * dp_size)},
         shards=shards or {},
     )
 
@@ -69,11 +69,11 @@ def reports(*states: dict[str, object], hosts: str = "") -> list[Report]:
 
 
 def whole_log(layout: Layout, first: int, last: int) -> dict[str, StreamSummary]:
-    columns = layout.columns()
+    dp_size = layout.dp_size()
     names = [
-        f"s{stage}c{column}.{kind}" if columns > 1 else f"s{stage}.{kind}"
+        f"s{stage}c{dp_rank}.{kind}" if dp_size > 1 else f"s{stage}.{kind}"
         for stage in range(layout.num_stages)
-        for column in range(columns)
+        for dp_rank in range(dp_size)
         for kind in "FBXT"
     ]
     return {name: StreamSummary(stream=name, records=1, first_step=first, last_step=last) for name in names}
@@ -160,7 +160,7 @@ class TestWithoutReplay:
         outcome = decided(reports(held(15), held(14), held(14), LOST), mesh(2, 2))
         assert ways(outcome) == [(REPLICA, 14, (1,)), (KEEP, 14), (KEEP, 14), (REPLICA, 14, (2,))]
 
-    def test_one_column_rolls_forward_and_undoes_too(self) -> None:
+    def test_one_dp_rank_rolls_forward_and_undoes_too(self) -> None:
         assert ways(decided(reports(held(15), stuck(14), applied(14)), mesh(3, 1))) == [
             (KEEP, 15),
             (ROLL_FORWARD, 15),
@@ -247,7 +247,7 @@ class TestInexactUndo:
 
 
 class TestReplay:
-    def test_a_stage_of_which_nobody_lives_is_replayed_by_all_of_its_columns(self) -> None:
+    def test_a_stage_of_which_nobody_lives_is_replayed_by_all_of_its_dp_ranks(self) -> None:
         layout = mesh(3, 2)
         outcome = decided(
             reports(held(15), held(15), LOST, LOST, held(15), LOST), layout, whole_log(layout, 10, 14)
@@ -282,7 +282,7 @@ class TestReplay:
         assert ways(outcome)[3:] == [(UNDO, 14), (REPLICA, 14, (3, 5)), (ROLL_FORWARD, 14)]
         assert outcome.of(3).reason.endswith("bit for bit; 2 to replay")
 
-    def test_each_column_reads_its_own_streams(self) -> None:
+    def test_each_dp_rank_reads_its_own_streams(self) -> None:
         layout = mesh(3, 2)
         said = reports(held(15), held(15), LOST, LOST, held(15), held(15))
         log = whole_log(layout, 10, 14)
@@ -442,7 +442,7 @@ class TestLayout:
         with pytest.raises(ValueError, match=why.split(":")[0]):
             plan(reports(*[held(1)] * len(stages)), layout, {}, AT_10, AUTO)
 
-    def test_columns_and_replicas(self) -> None:
+    def test_dp_ranks_and_replicas(self) -> None:
         layout = Layout(
             num_stages=4,
             stages={rank: (0, 3) if rank in (1, 4, 5) else (1, 2) for rank in range(6)},
@@ -451,9 +451,9 @@ class TestLayout:
         assert layout.problem() == ""
         assert layout.owners(3) == (1, 4, 5)
         assert layout.groups() == ((1, 4, 5), (0, 2, 3))
-        assert [layout.column(rank) for rank in range(6)] == [0, 0, 1, 2, 1, 2]
+        assert [layout.dp_rank(rank) for rank in range(6)] == [0, 0, 1, 2, 1, 2]
         assert [layout.replicas(rank) for rank in range(6)] == [(2, 3), (), (0, 3), (0, 2), (5,), (4,)]
-        assert layout.columns() == 3
+        assert layout.dp_size() == 3
 
     def test_the_plain_ones_are_sane(self) -> None:
         assert mesh(3, 2).problem() == ""
@@ -517,7 +517,7 @@ def test_the_order_of_what_is_said_does_not_matter(situation: Situation) -> None
 
 @settings(max_examples=600, deadline=None)
 @given(plain_situations())
-def test_one_column_is_planned_as_it_was_before_replicas(situation: Situation) -> None:
+def test_one_dp_rank_is_planned_as_it_was_before_replicas(situation: Situation) -> None:
     said, layout, log, checkpoints, config, refused = situation.arguments()
     assert plan(said, layout, log, checkpoints, config, refused) == reference_plan(
         said, layout, log, checkpoints, config, refused.reason

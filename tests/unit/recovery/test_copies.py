@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift.recovery import StreamSummary
-from swift.recovery.copies import Copy, combined
+from swift.recovery.copies import StreamCopy, combined
 
 
 def summary(
@@ -28,18 +28,23 @@ NOTHING = StreamSummary(stream="s0.F", records=0)
 
 
 def test_one_copy_is_what_it_is() -> None:
-    assert combined([Copy(server=4, summary=summary(3, 9, trimmed=3))]) == (summary(3, 9, trimmed=3), (4,))
+    assert combined([StreamCopy(server=4, summary=summary(3, 9, trimmed=3))]) == (
+        summary(3, 9, trimmed=3),
+        (4,),
+    )
 
 
 def test_the_longer_of_two_is_read_first() -> None:
-    found, servers = combined([Copy(server=0, summary=summary(0, 8)), Copy(server=1, summary=summary(0, 9))])
+    found, servers = combined(
+        [StreamCopy(server=0, summary=summary(0, 8)), StreamCopy(server=1, summary=summary(0, 9))]
+    )
     assert (found.first_step, found.last_step, servers) == (0, 9, (1, 0))
 
 
 def test_what_was_written_before_a_copy_was_whole_does_not_count() -> None:
     """The end of a step that it did not see begin."""
     found, servers = combined(
-        [Copy(server=0, summary=summary(6, 9), whole_from=7)], lost="log server l1 is lost"
+        [StreamCopy(server=0, summary=summary(6, 9), whole_from=7)], lost="log server l1 is lost"
     )
     assert (found.first_step, found.last_step, found.reason, servers) == (7, 9, "log server l1 is lost", (0,))
 
@@ -49,58 +54,67 @@ def test_what_was_dropped_is_gone_whichever_copy_says_so() -> None:
     marked = replace(summary(0, 8), unlogged=(3, 4))
     found, servers = combined(
         [
-            Copy(server=0, summary=marked),
-            Copy(server=1, summary=replace(summary(0, 9), unlogged=(4, 6))),
-            Copy(server=2, summary=summary(0, 9, records=4)),
+            StreamCopy(server=0, summary=marked),
+            StreamCopy(server=1, summary=replace(summary(0, 9), unlogged=(4, 6))),
+            StreamCopy(server=2, summary=summary(0, 9, records=4)),
         ]
     )
     assert (found.unlogged, servers) == ((3, 6), (1, 2, 0))
-    assert combined([Copy(server=0, summary=summary(0, 8))])[0].unlogged is None
+    assert combined([StreamCopy(server=0, summary=summary(0, 8))])[0].unlogged is None
 
 
 def test_what_is_declared_in_a_copy_that_counts_for_nothing_is_gone() -> None:
     """It is written again there as well, behind the mark."""
-    young = Copy(server=1, summary=replace(summary(5, 9), unlogged=(3, 4)), whole_from=None)
+    young = StreamCopy(server=1, summary=replace(summary(5, 9), unlogged=(3, 4)), whole_from=None)
     found, _ = combined([young])
     assert (found.records, found.unlogged) == (0, (3, 4))
-    found, servers = combined([Copy(server=0, summary=summary(0, 9)), young])
+    found, servers = combined([StreamCopy(server=0, summary=summary(0, 9)), young])
     assert (found.unlogged, servers) == ((3, 4), (0,))
 
 
 def test_a_younger_copy_is_not_read_where_an_older_one_is() -> None:
     found, servers = combined(
-        [Copy(server=0, summary=summary(7, 9), whole_from=7), Copy(server=1, summary=summary(0, 9))]
+        [
+            StreamCopy(server=0, summary=summary(7, 9), whole_from=7),
+            StreamCopy(server=1, summary=summary(0, 9)),
+        ]
     )
     assert (found.first_step, servers) == (0, (1,))
 
 
 def test_steps_below_the_oldest_checkpoint_do_not_matter() -> None:
     _, servers = combined(
-        [Copy(server=0, summary=summary(10, 19, trimmed=10)), Copy(server=1, summary=summary(0, 19))],
+        [
+            StreamCopy(server=0, summary=summary(10, 19, trimmed=10)),
+            StreamCopy(server=1, summary=summary(0, 19)),
+        ],
         floor=10,
     )
     assert sorted(servers) == [0, 1]
 
 
 def test_a_copy_of_the_recovery_under_way_does_not_count_at_all() -> None:
-    found, servers = combined([Copy(server=0, summary=summary(6, 9), whole_from=None)], lost="gone")
+    found, servers = combined([StreamCopy(server=0, summary=summary(6, 9), whole_from=None)], lost="gone")
     assert (found.records, found.corrupt, found.reason, servers) == (0, False, "gone", (0,))
 
 
 def test_damage_in_one_copy_is_none() -> None:
     found, servers = combined(
-        [Copy(server=0, summary=summary(0, 9, corrupt=True)), Copy(server=1, summary=summary(0, 8))]
+        [
+            StreamCopy(server=0, summary=summary(0, 9, corrupt=True)),
+            StreamCopy(server=1, summary=summary(0, 8)),
+        ]
     )
     assert (found.corrupt, found.last_step, servers) == (False, 8, (1,))
 
 
 def test_damage_in_all_of_them_is() -> None:
-    found, servers = combined([Copy(server=n, summary=summary(0, 9, corrupt=True)) for n in (3, 1)])
+    found, servers = combined([StreamCopy(server=n, summary=summary(0, 9, corrupt=True)) for n in (3, 1)])
     assert (found.corrupt, found.reason, servers) == (True, "a checksum differs", (3, 1))
 
 
 def test_a_stream_that_is_not_there_is_read_where_it_will_be() -> None:
-    found, servers = combined([Copy(server=2, summary=NOTHING), Copy(server=0, summary=NOTHING)])
+    found, servers = combined([StreamCopy(server=2, summary=NOTHING), StreamCopy(server=0, summary=NOTHING)])
     assert (found.records, servers) == (0, (2, 0))
 
 
@@ -123,7 +137,7 @@ def test_never_more_than_the_copies_that_are_read_hold(
 ) -> None:
     """Whatever of it a plan counts on, each server that is named has from its first step to its own end."""
     copies = [
-        Copy(
+        StreamCopy(
             server=number,
             summary=summary(first, first + more, corrupt=corrupt, records=records),
             whole_from=whole_from,

@@ -94,17 +94,17 @@ class TestText:
         assert RecoveryGroups.parse("0-3").problem(4, stages) == ""
 
 
-def mesh(stages: int, columns: int = 1) -> Layout:
-    return Layout(num_stages=stages, stages={rank: (rank // columns,) for rank in range(stages * columns)})
+def mesh(stages: int, dp_size: int = 1) -> Layout:
+    return Layout(num_stages=stages, stages={rank: (rank // dp_size,) for rank in range(stages * dp_size)})
 
 
 def log(layout: Layout, groups: RecoveryGroups, first: int = 10, last: int = 14) -> dict[str, StreamSummary]:
     """What there is of it: nothing of what passes inside a group."""
     names = []
-    columns = layout.columns()
+    dp_size = layout.dp_size()
     for stage in range(layout.num_stages):
-        for column in range(columns):
-            name = f"s{stage}" if columns == 1 else f"s{stage}c{column}"
+        for dp_rank in range(dp_size):
+            name = f"s{stage}" if dp_size == 1 else f"s{stage}c{dp_rank}"
             if stage + 1 < layout.num_stages and groups.crosses(stage, stage + 1):
                 names.append(f"{name}.F")
             if stage and groups.crosses(stage, stage - 1):
@@ -217,7 +217,7 @@ class TestPlans:
         outcome = decided(15, 15, None, 15, 15, 15, 15, 15, layout=mesh(4, 2))
         assert [r.strategy for r in outcome.ranks] == [KEEP, KEEP, REPLICA, *[KEEP] * 5]
 
-    def test_a_stage_without_a_replica_takes_all_columns_of_its_group_along(self) -> None:
+    def test_a_stage_without_a_replica_takes_all_dp_ranks_of_its_group_along(self) -> None:
         outcome = decided(15, 15, None, None, 15, 15, 15, 15, layout=mesh(4, 2))
         assert ways(outcome) == [(REPLAY, 10)] * 4 + [(KEEP, 15)] * 4
 

@@ -79,13 +79,13 @@ class Average:
 
 
 class Arriving:
-    """The average of a bucket over two columns that have the same gradients; not there before somebody waits for it."""
+    """The average of a bucket over two replicas that have the same gradients; not there before it is waited for."""
 
     def __init__(self, bucket: Any, done: bool):
         self.bucket, self.done = bucket, done
 
 
-class Columns:
+class AgreeingReducer:
     seconds = 0.0
 
     def __init__(self) -> None:
@@ -110,9 +110,9 @@ class Rank:
 
     def __init__(self, optimizer: str):
         torch.manual_seed(0)
-        self.module, self.columns = Part(), Columns()
+        self.module, self.reducer = Part(), AgreeingReducer()
         config = SessionConfig(replicas=2, updates="wait_free", bucket_bytes=4 * D * D + 1)
-        self.updates = Updates(config, self.columns, FaultInjector(0), lambda: None)  # type: ignore[arg-type]
+        self.updates = Updates(config, self.reducer, FaultInjector(0), lambda: None)  # type: ignore[arg-type]
         self.state = TrainerState(0, self.updates)
         unit = WholeModule(self.module)
         self.updates.ready_in_backward(unit)
@@ -167,9 +167,9 @@ class Rank:
     def half_undone(self, buckets: int) -> "Rank":
         """In the backward, while buckets are applied."""
         loss = self.begin()
-        self.columns.done = buckets
+        self.reducer.done = buckets
         loss.backward()
-        self.columns.done = 1 << 30
+        self.reducer.done = 1 << 30
         assert 0 < len(self.applied) < len(self.updates.journals[0].buckets)
         self.state.drop_step()
         assert self.updates.standing(self.state.version).undo_to == self.state.version

@@ -15,7 +15,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.gate import Gate
-from swift.runtime.groups import LastingGroup, Mesh
+from swift.runtime.groups import Mesh, ReconfigurableGroup
 from swift.runtime.tensors import byte_view, dtype_name
 from swift.runtime.transport import Alone, Messages
 from swift.runtime.updates import Updates
@@ -51,7 +51,7 @@ class Log:
         return Cursor()
 
 
-class Group(LastingGroup):
+class Group(ReconfigurableGroup):
     """Every other rank says what this one says. Without a connection nobody says anything."""
 
     connected = True
@@ -190,7 +190,7 @@ def test_outside_of_a_step_a_replacement_would_be_alone() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    group = LastingGroup("default", (0,), 0)
+    group = ReconfigurableGroup("default", (0,), 0)
     group.gate = Rank(Log()).gate
     with pytest.raises(RuntimeError, match="ended generation"):
         group.barrier()

@@ -14,9 +14,9 @@ from torch import nn
 from swift.checkpoint.state import join, split
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import ServiceError
-from swift.runtime.destination import Destination
 from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import Manifest, manifest_of
+from swift.runtime.receive_buffers import Destination
 from swift.runtime.tensors import same_bits
 
 EACH: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

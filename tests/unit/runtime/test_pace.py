@@ -2,8 +2,8 @@
 
 import pytest
 
-from swift.runtime.help.waits import ReplayClock, bottleneck, split
 from swift.runtime.pace import Pace
+from swift.runtime.shared_replay.waits import ReplayClock, bottleneck, split
 
 
 class Clock:

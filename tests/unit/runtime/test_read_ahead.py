@@ -10,9 +10,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from services.logserver.seam import Place
+from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
-from swift.log.share import Share
 from swift.log.writer import LogWriter
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -95,7 +95,7 @@ def test_each_rank_reads_its_share_only(servers: dict[str, InProcess]) -> None:
     reader = LogReader({stream: [server.address] for stream, server in servers.items()}, JOB)
     channel = replaying(reader)
     try:
-        channel.want(Share(first=1, behind=3, of=MICROBATCHES, below_step=4), 0)
+        channel.want(ReadFilter(first=1, behind=3, of=MICROBATCHES, below_step=4), 0)
         channel.read_ahead([LEFT, RIGHT])
         for stream in BOTH:
             # Two of four up to step 4, and everything behind it.

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from swift.checkpoint.state import split
 from swift.errors import ReplayRefused, ReplicaDiffers, UsageError
-from swift.runtime import destination
+from swift.runtime import receive_buffers
 from swift.runtime.manifest import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
-    Entry,
     Manifest,
+    TensorEntry,
     first_difference,
     manifest_of,
     plan_chunks,
@@ -431,7 +431,7 @@ def test_a_tensor_is_the_same_as_one_that_is_sent() -> None:
 
 
 def test_a_path_comes_once() -> None:
-    entry = Entry(path="state.w", dtype="float32", shape=(1,), placement="", same_as="")
+    entry = TensorEntry(path="state.w", dtype="float32", shape=(1,), placement="", same_as="")
     manifest = Manifest(version=1, skeleton=None, entries=(entry, entry))
     with pytest.raises(ValueError, match="comes twice"):
         Manifest.from_bytes(manifest.to_bytes())
@@ -443,7 +443,7 @@ def test_equal_manifests_have_no_difference_but_the_version() -> None:
 
 
 def test_memory_that_is_not_there_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(destination, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(receive_buffers, "available_memory", lambda: 1 << 20)
     state = {"version": 3, "w": torch.zeros(1 << 19)}
     with pytest.raises(ReplayRefused, match="needs 2 MiB, 1 MiB are free"):
         copy([state])
@@ -454,12 +454,12 @@ def test_memory_that_is_not_there_is_said_before_it_is_taken(monkeypatch: pytest
 
 
 def testavailable_memory_is_known_here() -> None:
-    assert destination.available_memory() not in (None, 0)
+    assert receive_buffers.available_memory() not in (None, 0)
 
 
 def test_large_new_tensors_are_like_others() -> None:
-    entry = Entry(path="w", dtype="bfloat16", shape=(1200, 1024), placement="", same_as="")
-    tensor = destination.fresh(entry)
+    entry = TensorEntry(path="w", dtype="bfloat16", shape=(1200, 1024), placement="", same_as="")
+    tensor = receive_buffers.fresh(entry)
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((1200, 1024), torch.bfloat16, True)
     tensor.fill_(2)
     assert tensor.sum(dtype=torch.float64) == 2 * tensor.numel()

@@ -127,8 +127,8 @@ def test_a_damaged_copy_is_taken_to_hold_what_the_other_one_holds(monkeypatch: p
 def logged_to(last: int) -> Opened:
     """Rank 0 has logged its steps up to this one, its replica up to step 2; two microbatches each."""
     log = Opened()
-    for column, steps in ((0, last + 1), (1, 3)):
-        log.held[f"s1c{column}.F"] = [RecordKey(step, m, 0) for step in range(steps) for m in (0, 1)]
+    for dp_rank, steps in ((0, last + 1), (1, 3)):
+        log.held[f"s1c{dp_rank}.F"] = [RecordKey(step, m, 0) for step in range(steps) for m in (0, 1)]
     return log
 
 

@@ -42,7 +42,7 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_every_default_generator_follows_from_the_counter() -> None:
-    mine, again = Randomness(7, column=1), Randomness(7, column=1)
+    mine, again = Randomness(7, dp_rank=1), Randomness(7, dp_rank=1)
     settings = {
         "step": lambda r: r.begin_step(4),
         "next step": lambda r: r.begin_step(5),
@@ -62,9 +62,9 @@ def test_every_default_generator_follows_from_the_counter() -> None:
             drawn()
             setting(again)
             assert drawn() == found[name]
-        Randomness(7, column=0).begin_step(4)
-        found["other column"] = drawn()
-        Randomness(8, column=1).begin_step(4)
+        Randomness(7, dp_rank=0).begin_step(4)
+        found["other dp_rank"] = drawn()
+        Randomness(8, dp_rank=1).begin_step(4)
         found["other seed"] = drawn()
     for values in zip(*found.values(), strict=True):
         assert len(set(values)) == len(found)

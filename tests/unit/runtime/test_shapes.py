@@ -18,9 +18,9 @@ def wait() -> None:
     raise Waits
 
 
-def of(store: HashStore, column: int = 0) -> Shapes:
+def of(store: HashStore, dp_rank: int = 0) -> Shapes:
     """A process's."""
-    return Shapes(lambda: store, column, wait)
+    return Shapes(lambda: store, dp_rank, wait)
 
 
 def calls(first: Shapes, second: Shapes, *inferences: tuple[int, int, bool, str]) -> None:
@@ -79,7 +79,7 @@ def test_a_stage_waits_until_the_first_one_has_turned() -> None:
         second.get("F", 0, 1)
 
 
-def test_columns_and_schedules_are_apart() -> None:
+def test_dp_ranks_and_schedules_are_apart() -> None:
     store = HashStore()
     calls(of(store, 0), of(store, 0), (0, 0, True, "16"))
     with pytest.raises(Waits):

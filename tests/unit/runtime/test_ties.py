@@ -9,7 +9,7 @@ import torch
 from swift.errors import UsageError
 from swift.runtime import transport
 from swift.runtime.crossing import Crossing
-from swift.runtime.groups import LastingGroup, group_number
+from swift.runtime.groups import ReconfigurableGroup, group_number
 from swift.runtime.ties import Ties
 from swift.runtime.transport import Alone, Messages
 from tests.unit.runtime.test_gate import Log, Rank
@@ -17,7 +17,7 @@ from tests.unit.runtime.test_gate import Log, Rank
 RANKS = (0, 1, 2, 3)
 
 
-class Group(LastingGroup):
+class Group(ReconfigurableGroup):
     """Every other rank says what this one says, but for `others`, which change what comes of it."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int):

@@ -39,7 +39,7 @@ class Work:
         self._wait()
 
 
-class Inner:
+class CopyPipeline:
     """What gloo is to one rank."""
 
     def __init__(self, network: Network, own: int):
@@ -68,7 +68,7 @@ def on_all(n: int, run: Callable[[Messages, int], None]) -> Network:
 
     def rank(own: int) -> None:
         try:
-            run(Messages(Inner(network, own), own, n), own)
+            run(Messages(CopyPipeline(network, own), own, n), own)
         except BaseException as error:  # noqa: BLE001  (shown by the assertion below)
             errors.append(error)
 
@@ -149,7 +149,7 @@ def test_two_groups_over_one_network_do_not_take_each_others_messages() -> None:
     expected = tensors[0] + tensors[1]
 
     def rank(own: int) -> None:
-        first, second = (Messages(Inner(network, own), own, 2, number) for number in (1, 2))
+        first, second = (Messages(CopyPipeline(network, own), own, 2, number) for number in (1, 2))
         barrier = threading.Thread(target=second.barrier)
         if own == 0:
             barrier.start()
@@ -236,7 +236,7 @@ def test_a_runner_hands_over_what_was_raised_and_goes_on() -> None:
 class Cut:
     """What gloo is to a rank that loses a peer: messages from it fail."""
 
-    def __init__(self, inner: Inner, lost: int):
+    def __init__(self, inner: CopyPipeline, lost: int):
         self._inner, self._lost = inner, lost
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
@@ -252,8 +252,8 @@ class Cut:
 def test_nothing_is_sent_after_a_collective_that_failed() -> None:
     # Rank 1 does not know yet that rank 2 is gone, and waits for rank 0's second half of the first sum.
     network, add = Network(), operation(None)
-    alive = Messages(Inner(network, 1), 1, 3)
-    cut = Messages(Cut(Inner(network, 0), 2), 0, 3)
+    alive = Messages(CopyPipeline(network, 1), 1, 3)
+    cut = Messages(Cut(CopyPipeline(network, 0), 2), 0, 3)
     for _ in range(2):  # what rank 2 has sent to rank 1 before it died
         network.queue(2, 1, alive._first_tag + 1).put(torch.ones(4000))
     result = torch.ones(12000)

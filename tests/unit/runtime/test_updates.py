@@ -20,8 +20,8 @@ class Reduction:
         self.bucket = bucket
 
 
-class Columns:
-    """A reducer whose other column has no gradients: averages are halves. Breaks at the n-th bucket."""
+class HalvingReducer:
+    """A reducer whose other replica has no gradients: averages are halves. Breaks at the n-th bucket."""
 
     seconds = 0.0
 
@@ -45,11 +45,11 @@ class Columns:
 class World:
     """One rank with a model of four layers, one bucket each."""
 
-    def __init__(self, columns: Columns | None = None, **settings: Any):
+    def __init__(self, reducer: HalvingReducer | None = None, **settings: Any):
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
         config = SessionConfig(replicas=2, bucket_bytes=1, **settings)
-        self.updates = Updates(config, columns or Columns(), FaultInjector(0), lambda: None)  # type: ignore[arg-type]
+        self.updates = Updates(config, reducer or HalvingReducer(), FaultInjector(0), lambda: None)  # type: ignore[arg-type]
         self.updates.vote = self.vote
         self.votes: list[Standing] = []
         self.fails: Exception | None = None
@@ -112,7 +112,7 @@ def test_after_the_vote_the_step_has_the_bits_of_a_plain_one() -> None:
 
 
 def test_a_broken_reduction_is_no_vote() -> None:
-    world = World(Columns(breaks_at=2))
+    world = World(HalvingReducer(breaks_at=2))
     before = world.bits()
     world.backward()
     with pytest.raises(RuntimeError):
@@ -146,7 +146,7 @@ def test_a_wait_free_step_has_the_bits_of_a_plain_one_and_votes_last() -> None:
 
 
 def test_a_wait_free_step_that_breaks_in_the_middle_comes_back() -> None:
-    world = World(Columns(breaks_at=2), updates="wait_free")
+    world = World(HalvingReducer(breaks_at=2), updates="wait_free")
     before = world.bits()
     with pytest.raises(RuntimeError):
         world.backward()
@@ -195,9 +195,9 @@ def test_two_optimizers_vote_once() -> None:
 
 
 def test_an_optimizer_that_computes_gradients_in_its_first_step_votes_behind_it() -> None:
-    """LBFGS from step 6 on: a column that is lost in its first step leaves nobody with an update that only it could
+    """LBFGS from step 6 on: a replica that is lost in its first step leaves nobody with an update that only it could
     have finished."""
-    world = World(Columns(breaks_at=2))
+    world = World(HalvingReducer(breaks_at=2))
     lbfgs = torch.optim.LBFGS(world.model.parameters(), max_iter=3)
     world.updates.add(lbfgs)
     world.updates.begin_step(6)

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.driver import Driver
 from services.coordinator.logs import LogServers
 from services.coordinator.servicer import Context, Servicer

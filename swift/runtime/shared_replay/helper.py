@@ -17,25 +17,25 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.state import split
 from swift.errors import RecordMissing, ReplayRefused, SwiftError
+from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
-from swift.log.share import Share
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.communicator import Interrupted
-from swift.runtime.destination import available_memory
-from swift.runtime.help.actions import Action
-from swift.runtime.help.agreement import copy_of
-from swift.runtime.help.checked import Checked
-from swift.runtime.help.combine import FAST_SHARE, OwnGradients
-from swift.runtime.help.gradients import Strides, first_strides
-from swift.runtime.help.inner import InCopy, Inner
-from swift.runtime.help.line import Line, Post, Wire
-from swift.runtime.help.manifest import difference, named, stand, tied, together
-from swift.runtime.help.owner import check_buffers
-from swift.runtime.help.shares import memory_needed
+from swift.runtime.receive_buffers import available_memory
 from swift.runtime.rng import kept
+from swift.runtime.shared_replay.actions import Action
+from swift.runtime.shared_replay.agreement import copy_of
+from swift.runtime.shared_replay.copy_pipeline import CopyPipeline, InCopy
+from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, Wire
+from swift.runtime.shared_replay.gradient_order import FAST_SHARE, OwnGradients
+from swift.runtime.shared_replay.gradients import Strides, first_strides
+from swift.runtime.shared_replay.manifest import difference, named, stand, tied, together
+from swift.runtime.shared_replay.owner import check_buffers
+from swift.runtime.shared_replay.shares import memory_needed
+from swift.runtime.shared_replay.verifying_capture import VerifyingCapture
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, dtype_name
@@ -80,7 +80,7 @@ class Helper:
             events.emit("help_declined", rank=self._rank, generation=plan.generation, owner=owner, reason=why)
         if modules and begin is not None:
             reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, job)
-            inner = Inner(self._wire, self._rank, copy_of(self._rank, plan.help))
+            inner = CopyPipeline(self._wire, self._rank, copy_of(self._rank, plan.help))
             work = _Work(
                 self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check, inner
             )
@@ -138,21 +138,21 @@ class _Work:
         channel: Channel,
         state: TrainerState,
         check: Callable[[], None],
-        inner: Inner,
+        inner: CopyPipeline,
     ):
         (schedule,) = state.schedules
         self._post = post
-        self._line = Line(post, begin["line"], rank, check)
+        self._line = GradientChain(post, begin["line"], rank, check)
         self._first = begin["line"][0] == rank
         self._fast = asked.get("fast", False)
         self._from = begin["from"]
         self._own = range(begin["first"], begin["behind"])
         self._actions = [Action(*action) for action in begin["actions"]]
-        self._share = Share(
+        self._share = ReadFilter(
             first=self._own.start, behind=self._own.stop, of=asked["microbatches"], below_step=_EVERY_STEP
         )
         self._logged: dict[str, dict[RecordKey, bytes]] = {}
-        self._checked = Checked(self._logged)
+        self._checked = VerifyingCapture(self._logged)
         self._channel = channel.beside(self._checked)
         self._stages = [
             self._stage(module, index, asked["of"], state)

@@ -12,9 +12,9 @@ from swift.checkpoint.store import Unsaved
 from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
 from swift.recovery import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
+from swift.runtime.checkpointing import Saving
 from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine
-from swift.runtime.saving import Saving
 from swift.runtime.state import TrainerState
 from swift.runtime.updates import Updates
 

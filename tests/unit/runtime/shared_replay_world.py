@@ -18,21 +18,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import RecordMissing
+from swift.log.read_filter import ReadFilter
 from swift.log.record import Record, RecordKey, digest_of
-from swift.log.share import Share
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import Mesh
-from swift.runtime.help import helper as helping
-from swift.runtime.help.helper import Helper
-from swift.runtime.help.owner import Owner
 from swift.runtime.shapes import Shapes
+from swift.runtime.shared_replay import helper as helping
+from swift.runtime.shared_replay.helper import Helper
+from swift.runtime.shared_replay.owner import Owner
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import owned_bytes, same_bits
-from tests.unit.runtime.test_help_line import in_parallel
-from tests.unit.runtime.test_transport import Inner, Network
+from tests.unit.runtime.test_gradient_chain import in_parallel
+from tests.unit.runtime.test_transport import CopyPipeline, Network
 
 RANKS, WIDTH, ROWS = 3, 8, 4
 STEPS = range(5, 8)
@@ -45,7 +45,7 @@ class Log:
     records: dict[tuple[str, RecordKey], tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
     lacking: set[tuple[str, RecordKey]] = field(default_factory=set)
     read: list[tuple[str, RecordKey]] = field(default_factory=list)
-    shares: list[Share | None] = field(default_factory=list)
+    shares: list[ReadFilter | None] = field(default_factory=list)
     """That was asked for, of each stream that was followed."""
 
     def put(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class Log:
             raise RecordMissing(stream)
         return {key: digest for key, digest in found.items() if (stream, key) not in self.lacking}
 
-    def follow(self, stream: str, from_step: int, share: Share | None = None) -> Any:
+    def follow(self, stream: str, from_step: int, share: ReadFilter | None = None) -> Any:
         self.shares.append(share)
 
         def get(key: RecordKey, _timeout: float, _cancelled: Any) -> Record:
@@ -268,14 +268,14 @@ def shared(
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
     help = pb.Help(owner=rank, helpers=helpers, until=until, fast=fast)
     owner.channel.off_log = off_log
-    sharing = Owner(rank, help, Inner(network, rank), owner.channel, owner.state, lambda: None)
+    sharing = Owner(rank, help, CopyPipeline(network, rank), owner.channel, owner.state, lambda: None)
     turns = threading.RLock()  # torch's generator is the process's: one rank computes at a time
 
     def run(index: int) -> None:
         if index:
             other = others[index - 1]
             helper = Helper(
-                other.rank, makes, Inner(network, other.rank), other.channel, other.state, lambda: None
+                other.rank, makes, CopyPipeline(network, other.rank), other.channel, other.state, lambda: None
             )
             helper.run(rank, pb.Plan(generation=2), "job")
             return

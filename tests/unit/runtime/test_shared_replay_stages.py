@@ -17,13 +17,13 @@ from torch.distributed.pipelining import (
 
 from swift.errors import ReplayRefused
 from swift.runtime import _torch
-from swift.runtime.help import owner as owning
-from swift.runtime.help.actions import Action, one_by_one
-from swift.runtime.help.gradients import Addends
-from swift.runtime.help.helper import state_digest
-from swift.runtime.help.owner import actions_of, why_alone, why_no_help
+from swift.runtime.shared_replay import owner as owning
+from swift.runtime.shared_replay.actions import Action, one_by_one
+from swift.runtime.shared_replay.gradients import Addends
+from swift.runtime.shared_replay.helper import state_digest
+from swift.runtime.shared_replay.owner import actions_of, why_alone, why_no_help
 from swift.runtime.stage import LoggedPipelineStage
-from tests.unit.runtime.help_world import (
+from tests.unit.runtime.shared_replay_world import (
     RANKS,
     ROWS,
     STEPS,
@@ -221,7 +221,9 @@ def test_a_list_of_one_stage_with_split_backwards(store: Any, monkeypatch: pytes
         def __init__(self, stages: Any, *arguments: Any, **named: Any) -> None:
             super().__init__(stages if isinstance(stages, list) else [stages], *arguments, **named)
 
-    monkeypatch.setattr("tests.unit.runtime.help_world.placed", lambda _schedule, rank: ([rank], RANKS))
+    monkeypatch.setattr(
+        "tests.unit.runtime.shared_replay_world.placed", lambda _schedule, rank: ([rank], RANKS)
+    )
     single, log = logged(1, store, ZeroBubble, 5)
     found = _torch.schedule_actions(single.schedule)
     assert found is not None

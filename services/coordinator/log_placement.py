@@ -15,7 +15,7 @@ is any while none of them answers: it may be this process that is cut off.
 import math
 from collections.abc import Mapping, Sequence
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
 from services.coordinator.leases import Leases
 from services.coordinator.planning import layout_of
 from services.coordinator.row import Copy, JobRow, LogServer, RankLogs, State
@@ -23,8 +23,7 @@ from services.coordinator.timing import Timing
 from swift.log import streams
 from swift.log.placement import Sender, place
 from swift.recovery import StreamSummary
-from swift.recovery.copies import Copy as StreamCopy
-from swift.recovery.copies import combined
+from swift.recovery.copies import StreamCopy, combined
 
 
 class Places:
@@ -237,12 +236,12 @@ class Places:
     def _writers(self) -> dict[str, int]:
         """stream -> the rank that writes it."""
         layout = layout_of(self._row)
-        columns = layout.columns()
+        dp_size = layout.dp_size()
         found = {streams.collectives(rank): rank for rank in layout.stages}
         for rank, stages in layout.stages.items():
             for stage in stages:
                 for kind in streams.KINDS:
-                    found[streams.boundary(stage, kind, layout.column(rank), columns)] = rank
+                    found[streams.boundary(stage, kind, layout.dp_rank(rank), dp_size)] = rank
         return found
 
     def _lost_words(self, number: int) -> str:

@@ -17,19 +17,19 @@ import torch
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused
+from swift.log.read_filter import ReadFilter
 from swift.log.record import RecordKey
-from swift.log.share import Share
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
-from swift.runtime.destination import available_memory
-from swift.runtime.help.actions import Action, ahead, of_share, one_by_one, unordered
-from swift.runtime.help.agreement import Together, decline
-from swift.runtime.help.combine import FAST_SHARE, OwnGradients
-from swift.runtime.help.gradients import Strides, first_strides, laid_out
-from swift.runtime.help.line import Line, Post, Wire, taken_apart
-from swift.runtime.help.manifest import manifest, named, standing, tied, together
-from swift.runtime.help.shares import memory_needed, shares, workers
 from swift.runtime.manifest import torch_dtype
+from swift.runtime.receive_buffers import available_memory
+from swift.runtime.shared_replay.actions import Action, ahead, of_share, one_by_one, unordered
+from swift.runtime.shared_replay.agreement import Together, decline
+from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, Wire, taken_apart
+from swift.runtime.shared_replay.gradient_order import FAST_SHARE, OwnGradients
+from swift.runtime.shared_replay.gradients import Strides, first_strides, laid_out
+from swift.runtime.shared_replay.manifest import manifest, named, standing, tied, together
+from swift.runtime.shared_replay.shares import memory_needed, shares, workers
 from swift.runtime.stage import LoggedPipelineStage
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import same_bits
@@ -114,7 +114,7 @@ class Helped:
     records: int = 0
     """Read from the log."""
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of each helper: where its time went (`swift.runtime.help.waits`)."""
+    """Of each helper: where its time went (`swift.runtime.shared_replay.waits`)."""
 
 
 class Owner:
@@ -144,7 +144,7 @@ class Owner:
         self._module = together(self._stages)
         self._microbatches = _torch.schedule_microbatches(schedule)
         self._generation = 0
-        self._line: Line | None = None
+        self._line: GradientChain | None = None
         self._helpers: tuple[int, ...] = ()
         """In the order of the line."""
         self._own = range(0)
@@ -211,10 +211,10 @@ class Owner:
         if not self._helpers:
             return
         self._own = own = each[-1]
-        self._line = Line(self._post, line, self._rank, self._check)
+        self._line = GradientChain(self._post, line, self._rank, self._check)
         for stage in self._stages:
             stage.share = self
-        share = Share(first=own.start, behind=own.stop, of=microbatches, below_step=self._until)
+        share = ReadFilter(first=own.start, behind=own.stop, of=microbatches, below_step=self._until)
         self._channel.want(share, from_version)
 
     def _lacks_memory(self, share: int) -> str:
@@ -307,7 +307,7 @@ class Owner:
         self.helped.steps += 1
         return self._reduced
 
-    def _combine(self, gradients: OwnGradients, line: Line) -> None:
+    def _combine(self, gradients: OwnGradients, line: GradientChain) -> None:
         parameters = list(self._module.parameters())
         own = gradients.taken()
         strides = first_strides(own)

@@ -13,11 +13,11 @@ from torch._C._distributed_c10d import HashStore
 
 from swift.errors import ReplayRefused
 from swift.runtime._torch import gloo_group
-from swift.runtime.help.gradients import added
-from swift.runtime.help.line import Line, Post, buckets, taken_apart
-from swift.runtime.help.shares import shares
+from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, buckets, taken_apart
+from swift.runtime.shared_replay.gradients import added
+from swift.runtime.shared_replay.shares import shares
 from swift.runtime.tensors import same_bits
-from tests.unit.runtime.test_transport import Inner, Network
+from tests.unit.runtime.test_transport import CopyPipeline, Network
 
 SHAPES = [
     ((5, 3), torch.float32),
@@ -95,9 +95,9 @@ def test_gradients_have_the_bits_of_one_process(
     ranks = [7, 2, 5, 4][-count:]  # in the order of the line, whatever their numbers
 
     def one(place: int) -> list[torch.Tensor | None]:
-        post = Post(Inner(network, ranks[place]))
+        post = Post(CopyPipeline(network, ranks[place]))
         mine = addends(microbatches, seed)
-        line = Line(post, ranks, ranks[place], nothing, bucket)
+        line = GradientChain(post, ranks, ranks[place], nothing, bucket)
         sums = line.pass_up(
             parameters(), [[a for mb in each[place] for a in mine[mb][index]] for index in range(len(SHAPES))]
         )
@@ -128,9 +128,9 @@ def test_weights_go_down_bit_for_bit(count: int, bucket: int) -> None:
 
     def one(place: int) -> list[torch.Tensor]:
         mine = given if place == count - 1 else [torch.zeros_like(tensor) for tensor in given]
-        post = Post(Inner(network, place))
+        post = Post(CopyPipeline(network, place))
         with torch.no_grad():
-            Line(post, ranks, place, nothing, bucket).pass_down(mine)
+            GradientChain(post, ranks, place, nothing, bucket).pass_down(mine)
         post.settle()
         return mine
 
@@ -153,7 +153,7 @@ def test_over_gloo(count: int) -> None:
 
     def one(rank: int) -> list[list[torch.Tensor]]:
         post = Post(groups[rank])
-        line = Line(post, range(count), rank, nothing, bucket_bytes=1 << 12)
+        line = GradientChain(post, range(count), rank, nothing, bucket_bytes=1 << 12)
         like = [torch.zeros_like(gradient) for gradient in gradients(0, 0)]
         found = []
         for step in range(steps):
@@ -180,7 +180,7 @@ def test_over_gloo(count: int) -> None:
 def test_a_sparse_gradient_is_refused() -> None:
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
     with pytest.raises(ReplayRefused, match="sparse"):
-        Line(Post(Inner(Network(), 0)), [0], 0, nothing).pass_up([torch.ones(2)], [[sparse]])
+        GradientChain(Post(CopyPipeline(Network(), 0)), [0], 0, nothing).pass_up([torch.ones(2)], [[sparse]])
 
 
 def test_buckets_hold_one_type_and_so_many_bytes() -> None:
@@ -197,8 +197,8 @@ def test_buckets_hold_one_type_and_so_many_bytes() -> None:
 def test_notes_carry_tensors() -> None:
     network = Network()
     tensors = [torch.randn(2, 3), torch.tensor(-0.0), torch.tensor([1, 2]), torch.randn(3).to(torch.bfloat16)]
-    Post(Inner(network, 0)).note(1, {"said": [1, "two"]}, tensors)
-    value, payload = Post(Inner(network, 1)).read(0)
+    Post(CopyPipeline(network, 0)).note(1, {"said": [1, "two"]}, tensors)
+    value, payload = Post(CopyPipeline(network, 1)).read(0)
     assert value == {"said": [1, "two"]}
     back = taken_apart(payload, [(tensor.dtype, tensor.shape) for tensor in tensors])
     assert all(same_bits(a, b) and a.shape == b.shape for a, b in zip(back, tensors, strict=True))

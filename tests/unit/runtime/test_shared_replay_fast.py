@@ -14,11 +14,11 @@ from torch.distributed.pipelining import (
 
 from swift.errors import Divergence
 from swift.log.record import RecordKey, digest_of
-from swift.runtime.help.checked import Checked
-from swift.runtime.help.combine import OwnGradients
-from swift.runtime.help.gradients import added
+from swift.runtime.shared_replay.gradient_order import OwnGradients
+from swift.runtime.shared_replay.gradients import added
+from swift.runtime.shared_replay.verifying_capture import VerifyingCapture
 from swift.runtime.tensors import owned_bytes, same_bits
-from tests.unit.runtime.help_world import (
+from tests.unit.runtime.shared_replay_world import (
     STEPS,
     Log,
     Part,
@@ -30,7 +30,7 @@ from tests.unit.runtime.help_world import (
     shared,
     told_shapes,
 )
-from tests.unit.runtime.test_help_gradients import Everything, made, microbatches
+from tests.unit.runtime.test_shared_replay_gradients import Everything, made, microbatches
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_what_a_rank_that_is_off_the_log_helps_with_is_compared(store: Any) -> N
     rank = Rank(0, store, Part, ScheduleGPipe, 4)
     rank.channel.off_log = True
     dtype, shape, body = owned_bytes(torch.ones(3))
-    checked = Checked({"s1.F": {RecordKey(5, 0, 512): digest_of(dtype, shape, body)}})
+    checked = VerifyingCapture({"s1.F": {RecordKey(5, 0, 512): digest_of(dtype, shape, body)}})
     beside = rank.channel.beside(checked)
     beside.begin_step(5)
     beside.sent(1, "F", 0, 512, torch.ones(3))

@@ -14,16 +14,16 @@ from swift.errors import ReplayRefused
 from swift.log.record import RecordKey
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
-from swift.runtime.help.actions import Action, ahead
-from swift.runtime.help.agreement import Together, copy_of
-from swift.runtime.help.inner import InCopy, Inner
-from swift.runtime.help.owner import send_away
+from swift.runtime.shared_replay.actions import Action, ahead
+from swift.runtime.shared_replay.agreement import Together, copy_of
+from swift.runtime.shared_replay.copy_pipeline import CopyPipeline, InCopy
+from swift.runtime.shared_replay.owner import send_away
 from swift.runtime.tensors import same_bits
 from swift.runtime.transport import Broken
-from tests.unit.runtime import help_world as world
-from tests.unit.runtime.help_world import Log, Part, Rank, loss_fn, one_at_a_time
-from tests.unit.runtime.test_help_line import in_parallel
-from tests.unit.runtime.test_transport import Inner as Gloo
+from tests.unit.runtime import shared_replay_world as world
+from tests.unit.runtime.shared_replay_world import Log, Part, Rank, loss_fn, one_at_a_time
+from tests.unit.runtime.test_gradient_chain import in_parallel
+from tests.unit.runtime.test_transport import CopyPipeline as Gloo
 from tests.unit.runtime.test_transport import Network
 
 RANKS = (4, 1, 6)
@@ -149,7 +149,9 @@ class Copy:
         rank.channel.logged_groups = LoggedGroups(rank.rank, groups)
         rank.channel.begin_replay(self.log, STEP, ())  # type: ignore[arg-type]
         rank.channel.begin_step(STEP)
-        return InCopy(rank.stages, MICROBATCHES, loss_fn, Inner(Gloo(network, rank.rank), rank.rank, (0, 1)))
+        return InCopy(
+            rank.stages, MICROBATCHES, loss_fn, CopyPipeline(Gloo(network, rank.rank), rank.rank, (0, 1))
+        )
 
     def run(self, numbers: range) -> None:
         def one(place: int) -> None:

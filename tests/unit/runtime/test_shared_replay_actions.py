@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift.drill.trainer import LOOPED, SINGLE, V_SHAPED, make_schedule, stages_of
 from swift.runtime import _torch
-from swift.runtime.help.actions import Action, of_share, one_by_one, unordered
-from swift.runtime.help.shares import shares
+from swift.runtime.shared_replay.actions import Action, of_share, one_by_one, unordered
+from swift.runtime.shared_replay.shares import shares
 
 NAMES = [*SINGLE, *LOOPED, *V_SHAPED]
 

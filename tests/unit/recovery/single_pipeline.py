@@ -1,4 +1,4 @@
-"""The planner of pipelines without replicas, as it was before there were any: the reference for one column.
+"""The planner of pipelines without replicas, as it was before there were any: the reference for one data-parallel rank.
 
 Kept word for word, but for names that have moved. It knows whole versions only, and a refusal that forbids every
 replay.

@@ -9,7 +9,7 @@ import torch
 
 from swift.checkpoint.state import stride_told
 from swift.errors import ReplayRefused, ReplicaDiffers
-from swift.runtime.manifest import Entry, Manifest, check_fits, fits, local, placement, torch_dtype
+from swift.runtime.manifest import Manifest, TensorEntry, check_fits, fits, local, placement, torch_dtype
 from swift.runtime.tensors import as_bytes
 
 # A new tensor of this many bytes lies in huge pages. The kernel clears pages when they are first written; one by
@@ -86,7 +86,7 @@ class Destination:
             found[entry.path] = self._sharded(entry, laid[first])
         return found
 
-    def _sharded(self, entry: Entry, tensor: torch.Tensor) -> Any:
+    def _sharded(self, entry: TensorEntry, tensor: torch.Tensor) -> Any:
         """A new tensor as a shard of the mesh on which a tensor of `into` is sharded the same way."""
         if not entry.placement:
             return tensor
@@ -106,7 +106,7 @@ class Destination:
         )
 
 
-def _laid_alike(entry: Entry, here: dict[str, torch.Tensor]) -> bool:
+def _laid_alike(entry: TensorEntry, here: dict[str, torch.Tensor]) -> bool:
     """Kernels choose their way by strides, so a tensor must not lie otherwise than at its source."""
     return tuple(stride_told(here[entry.path])) == entry.stride
 
@@ -117,7 +117,7 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def fresh(entry: Entry) -> torch.Tensor:
+def fresh(entry: TensorEntry) -> torch.Tensor:
     """An uninitialised CPU tensor of an entry's shape and type, for its bytes in their order."""
     dtype = torch_dtype(entry.dtype)
     if entry.bytes < _HUGE_BYTES:

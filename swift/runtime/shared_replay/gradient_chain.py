@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from swift.errors import ReplayRefused
-from swift.runtime.help.gradients import added
+from swift.runtime.shared_replay.gradients import added
 from swift.runtime.tensors import as_bytes
 
 BUCKET_BYTES = 4 << 20
@@ -31,7 +31,7 @@ class Pending(Protocol):
 
 
 class Wire(Protocol):
-    """Point to point, by rank, contiguous tensors, in order for each pair and tag. (`LastingGroup` is one.)"""
+    """Point to point, by rank, contiguous tensors, in order for each pair and tag. (`ReconfigurableGroup` is one.)"""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending: ...
 
@@ -110,7 +110,7 @@ def buckets(tensors: Sequence[torch.Tensor], size: int) -> list[list[int]]:
     return found
 
 
-class Line:
+class GradientChain:
     """This rank's place in the line `ranks`, whose last one is the owner."""
 
     def __init__(

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from swift.doctor import checks
-from swift.doctor.checks import DAY_S, GIB, Finding, Status, examine, exit_code
+from swift.doctor import machine_checks
 from swift.doctor.command import table
 from swift.doctor.facts import Certificate, Directory, Facts, Machine, Peer, Port, Software, Token
+from swift.doctor.machine_checks import DAY_S, GIB, Finding, Status, examine, exit_code
 
 PACKAGES = {"torch": "2.13.0+cpu", "grpcio": "1.85.1", "protobuf": "7.36.2"}
 GOOD_DISK = Directory(
@@ -211,6 +211,6 @@ def test_the_table_has_one_line_each() -> None:
 
 
 def test_sizes_are_read_by_people() -> None:
-    assert [checks._size(size) for size in (12, 1 << 10, 3 << 20, 1536 << 20, 1 << 41)] == [
+    assert [machine_checks._size(size) for size in (12, 1 << 10, 3 << 20, 1536 << 20, 1 << 41)] == [
         *("12 B", "1.0 KiB", "3.0 MiB", "1.5 GiB", "2.0 TiB")
     ]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from swift.runtime.help.gradients import Addends, added
+from swift.runtime.shared_replay.gradients import Addends, added
 from swift.runtime.tensors import same_bits
 
 MICROBATCHES = 5

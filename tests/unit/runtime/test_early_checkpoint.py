@@ -7,7 +7,7 @@ import pytest
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, SwiftError
 from swift.log.unlogged import Dropped, Steps
-from swift.runtime.early import EarlyCheckpoint, UnloggedSteps, flush_at_end
+from swift.runtime.early_checkpoint import EarlyCheckpoint, UnloggedSteps, flush_at_end
 
 
 class FakeMember:

@@ -7,7 +7,7 @@ from swift.log.unlogged import MARK_SLOT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class ReadFilter:
     """Of the steps below `below_step`, and of their microbatches below `of`: those from `first` to `behind` only.
 
     Everything else is in it: what declares records unlogged as well.

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from swift.runtime.help.gradients import Addends
+from swift.runtime.shared_replay.gradients import Addends
 
 FAST_SHARE = 1
 """So many microbatches' gradients, at most, are kept at once on a rank that adds its own up."""

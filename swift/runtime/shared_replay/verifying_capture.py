@@ -11,7 +11,7 @@ from swift.log.record import RecordKey, digest_of
 from swift.runtime.tensors import byte_view, dtype_name, plain
 
 
-class Checked:
+class VerifyingCapture:
     """A `Capture` (swift.runtime.capture) that writes nothing.
 
     ``record``: compares with `logged`, by stream the digests that the log has; what it lacks is kept, until the owner

@@ -11,17 +11,17 @@ from swift._pb import log_pb2, log_pb2_grpc
 from swift.errors import RecordMissing
 from swift.log.assembly import Assembler
 from swift.log.frame import BODY_BYTES_MAX
+from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.rpc import open_channel
-from swift.log.share import Share
 from swift.log.unlogged import MARK_SLOT
 from swift.log.writer import LogWriter
 from tests.unit.log.service import JOB, InProcess
 
 STREAM = "s0.F"
 STEPS, MICROBATCHES, LATER = 4, 5, 65536
-SHARE = Share(first=1, behind=3, of=MICROBATCHES, below_step=3)
+SHARE = ReadFilter(first=1, behind=3, of=MICROBATCHES, below_step=3)
 KEYS = [RecordKey(step, mb, 0) for step in range(STEPS) for mb in (*range(MICROBATCHES), LATER)]
 
 
@@ -88,7 +88,7 @@ def test_a_cursor_keeps_the_share_of_what_an_older_server_sends(
 
 @given(key=st.builds(RecordKey, st.integers(0, 5), st.integers(0, 9), st.integers(0, 3)))
 def test_shares_of_several_are_everything_once(key: RecordKey) -> None:
-    parts = [Share(first=a, behind=b, of=6, below_step=4) for a, b in ((0, 2), (2, 3), (3, 6))]
+    parts = [ReadFilter(first=a, behind=b, of=6, below_step=4) for a, b in ((0, 2), (2, 3), (3, 6))]
     shared = key.step < 4 and key.microbatch < 6
     assert sum(part.has(key) for part in parts) == (1 if shared else 3)
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from swift.runtime import _torch
-from swift.runtime.help.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
+from swift.runtime.shared_replay.actions import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 
 Inputs = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
 """(stage, microbatch) -> what enters it from outside."""
 Target = Callable[[int], torch.Tensor]
 
 
-class Walk(_torch.Schedule):
+class ActionExecutor(_torch.Schedule):
     """A schedule that is given its actions.
 
     It calls what torch's own runtime calls, in the same order for each microbatch, and hands what passes between two

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from swift.runtime.help.actions import Action
-from swift.runtime.help.agreement import Together
-from swift.runtime.help.line import Pending, Post, Wire
-from swift.runtime.help.walk import Once, Walk
+from swift.runtime.shared_replay.action_executor import ActionExecutor, Once
+from swift.runtime.shared_replay.actions import Action
+from swift.runtime.shared_replay.agreement import Together
+from swift.runtime.shared_replay.gradient_chain import Pending, Post, Wire
 from swift.runtime.transport import Broken
 
-# Above those of weights and gradients (`swift.runtime.help.line`), below those of collectives.
+# Above those of weights and gradients (`swift.runtime.shared_replay.gradient_chain`), below those of collectives.
 _TAG_ACTIVATIONS, _TAG_GRADIENTS = 1 << 19, (1 << 19) + 1
 
 
-class Inner:
+class CopyPipeline:
     """A helper's place in its copy: `ranks`, by stage."""
 
     def __init__(self, wire: Wire, rank: int, ranks: Sequence[int]):
@@ -59,10 +59,10 @@ def _way(peer: int | None, forward: bool) -> tuple[int, int]:
     return peer, _TAG_ACTIVATIONS if forward else _TAG_GRADIENTS
 
 
-class InCopy(Walk):
+class InCopy(ActionExecutor):
     """A walk over a stage whose neighbours other helpers of the copy walk over. (Where `inner` is alone: a walk.)"""
 
-    def __init__(self, stages: Sequence[Any], microbatches: int, loss_fn: Any, inner: Inner):
+    def __init__(self, stages: Sequence[Any], microbatches: int, loss_fn: Any, inner: CopyPipeline):
         super().__init__(stages, microbatches, loss_fn)
         self._inner = inner
         self._activations: dict[int, list[Pending]] = {}

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from services.coordinator import messages as m
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal, Refused
 from services.coordinator.lives import comes_back, ended_words
-from services.coordinator.messages import Refusal, Refused
 from services.coordinator.planning import config_of
 from services.coordinator.row import JobRow, State
 
