@@ -13,7 +13,6 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -21,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from swift.log.record import RecordKey
-from swift.log.sidecar_client import SidecarWriter
-from swift.log.sidecar_client import open_writer as open_session_writer
-from swift.log.writer import LogWriter
-from swift.runtime.tensors import dtype_name, owned_bytes, plain
+from swift.log.writers import open_writer
+from swift.runtime.capture import capture_for
 
 GENERATION, TIMEOUT_S = 1, 120.0
 TRAINER_JOB, LOAD_JOB = "trainer", "load"
@@ -39,32 +36,21 @@ class Writing:
     """The writing end of the log, as a session opens it, and what its channel does with a tensor that is sent."""
 
     def __init__(self, address: str, job: str):
-        self.writer = open_session_writer([address], job, GENERATION, name=job)
-        self._lent: deque[tuple[int, Tensor]] = deque()
-        if isinstance(self.writer, SidecarWriter):
-            self.writer.await_sidecar()
+        self.writer = open_writer([address], job, GENERATION, name=job)
+        self._capture = capture_for(self.writer, torch.device("cpu"))
+        self.writer.await_ready()
 
     def log(self, stream: str, key: RecordKey, tensor: Tensor) -> None:
-        writer = self.writer
-        if isinstance(writer, LogWriter):
-            writer.append(stream, key, *owned_bytes(tensor))
-            return
-        flat = plain(tensor)
-        name, shape = dtype_name(tensor), tuple(tensor.shape)
-        self._lent.append((writer.append_at(stream, key, name, shape, flat.data_ptr(), flat.nbytes), flat))
-        copied = writer.copied
-        while self._lent and self._lent[0][0] <= copied:
-            self._lent.popleft()
+        self._capture.record(stream, key, tensor, now=False, keep=False)
 
     def cpu_s(self) -> float:
         """What the sidecar has computed so far: its process's CPU clock, as clock_getcpuclockid(3) names it."""
-        return 0.0 if isinstance(self.writer, LogWriter) else time.clock_gettime((~self.writer.pid << 3) | 2)
+        pid = self.writer.pid
+        return 0.0 if pid is None else time.clock_gettime((~pid << 3) | 2)
 
     def settle(self) -> None:
         """As the engine does it before the optimizer."""
-        if self._lent:
-            self.writer.settle()
-            self._lent.clear()
+        self._capture.settle()
 
 
 # --- what a step's boundary tensors are given to ---

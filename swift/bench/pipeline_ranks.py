@@ -26,7 +26,6 @@ from swift.bench.meter import Meter, Threads
 from swift.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.sizes import ModelConfig
 from swift.drill.trainer import make_scheduler
-from swift.log.sidecar_client import SidecarWriter
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
 from swift.runtime.engine import Engine
@@ -172,7 +171,7 @@ class UnderSession:
     def about(self) -> dict[str, Any]:
         """The process beside this one, if there is one."""
         writer = self._session._engine._writer
-        return {"sidecar": writer.pid if isinstance(writer, SidecarWriter) else None}
+        return {"sidecar": None if writer is None else writer.pid}
 
     def drain(self) -> None:
         """What a slice has put into the ring is sent before another one begins."""

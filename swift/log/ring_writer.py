@@ -1,4 +1,4 @@
-"""The writer of a sidecar: a LogWriter whose queue is the ring that the trainer fills."""
+"""The writer of a sidecar: its queue is the ring that the trainer fills, and what is acknowledged leaves it."""
 
 import functools
 import threading
@@ -16,12 +16,13 @@ from swift.errors import (
     SwiftError,
 )
 from swift.log.choice import Choice
+from swift.log.delivery import Delivery, Item
 from swift.log.link_core import BATCH_BYTES, Outgoing
-from swift.log.placement import COPIES_MAX
+from swift.log.placement import COPIES_MAX, PATIENCE_S
 from swift.log.reader import LogReader
+from swift.log.record import RecordKey
 from swift.log.ring import STREAMS_MAX, Consumer, Counts, Memory, RingEntry, Word
 from swift.log.sidecar_messages import Message, error_to_json
-from swift.log.writer import _OVERHEAD_BYTES, LogWriter, _Item
 
 GATHER_S = 0.25
 """A step's records come one by one. Sent so, each costs ten threads a turn, here and at the server. So they wait for
@@ -49,8 +50,12 @@ class _Placed(Outgoing):
         self._entry.set_sequence(self._copy, value)
 
 
-class RingWriter(LogWriter):
-    """A LogWriter whose queue is the ring: what is acknowledged leaves it."""
+class RingWriter:
+    """Hands what is in the ring to a `Delivery`, and moves the ring's tail behind what all servers have.
+
+    Its methods are called by the sidecar's threads; the delivery tells it of changes by ``on_change``, ``on_error`` and
+    ``on_choice``.
+    """
 
     def __init__(
         self,
@@ -58,10 +63,15 @@ class RingWriter(LogWriter):
         wake: int,
         tell: Callable[[Message], None],
         dropped: int | None = None,
-        over: Callable[[], bool] = lambda: False,
         *,
+        over: Callable[[], bool],
         servers: Mapping[str, int],
-        **options: Any,
+        job: str,
+        generation: int,
+        codec: str | Mapping[str, str] = "none",
+        fsync: str | Mapping[str, str] = "",
+        patience_s: float = PATIENCE_S,
+        name: str = "",
     ) -> None:
         """``tell`` sends a message to the trainer; it may be gone. ``dropped``: see `discard`; a predecessor has not
         done it, and what it left must not be claimed under the new generation. ``over``: nothing more is tried.
@@ -72,7 +82,7 @@ class RingWriter(LogWriter):
         self._tell = tell
         self._pumping = threading.Lock()
         self._sweeping = threading.Lock()
-        self._outstanding: deque[tuple[int, RingEntry | None, _Item | None]] = deque()
+        self._outstanding: deque[tuple[int, RingEntry | None, Item | None]] = deque()
         self._calling = threading.Event()  # somebody wants `_pumping`
         self._wanted = 0  # up to this position somebody waits
         self._asking: SwiftError | None = None
@@ -84,12 +94,26 @@ class RingWriter(LogWriter):
         held = self._consumer.held()
         numbers = memory.assign(servers.values(), held)
         self._copies = {address: numbers[number] for address, number in servers.items()}
-        super().__init__(tuple(servers), **options)
+        self._lock = threading.Condition()
+        self._job = job
+        self._patience_s = patience_s
+        self.delivery = Delivery(
+            tuple(servers),
+            job,
+            generation,
+            codec=codec,
+            fsync=fsync,
+            patience_s=patience_s,
+            name=name,
+            observer=self,
+            lock=self._lock,
+        )
+        """What is behind the ring."""
         self._floor_at_start = min([memory.load(Word.FLOOR), *(entry.key.step for entry in held)])
         given = [self._resume(address, copy, held) for address, copy in self._copies.items()]
         resumed = memory.load(Word.TAIL) > 0 or any(given)
         self._unlearned = {
-            name: list(self._servers) for name in (self._names if resumed else ()) if name
+            name: list(servers) for name in (self._names if resumed else ()) if name
         }  # what a predecessor may have sent something of, and which servers are to say it
         self._damaged: dict[str, list[str]] = {}  # those that cannot
 
@@ -105,7 +129,7 @@ class RingWriter(LogWriter):
                 if acked < 0:  # nothing of it has left the ring: it was opened at the first of these
                     acked = sequences[0]
                 following = max([acked, *(sequence + 1 for sequence in sequences)])
-                self._links[server].resume(name, acked, following)
+                self.delivery.links[server].resume(name, acked, following)
         return bool(given)
 
     # -- main -----------------------------------------------------------------------------------------
@@ -120,7 +144,7 @@ class RingWriter(LogWriter):
             # What the trainer had put in before, copied or not, is still compared.
             floor = self._memory.load(Word.FLOOR)
             if floor > self._floor and self._consumer.position >= self._memory.load(Word.FLOOR_AT):
-                self.forget_below(floor)
+                self.delivery.forget_below(floor)
                 self._floor = floor
         self._consumer.sleep(_SLEEP_S)
 
@@ -149,22 +173,18 @@ class RingWriter(LogWriter):
         if not isinstance(entry, RingEntry):
             with self._sweeping:
                 self._outstanding.append((entry, None, None))
-            self._on_change(0)
+            self.delivery.changed()
             return True
         stream = self._names[entry.index] = self._names[entry.index] or self._memory.stream(entry.index)
         if stream in self._unlearned and not self._learn(stream):
             self._consumer.position = before  # somebody wants something first
             return False
-        held = entry.body.nbytes + _OVERHEAD_BYTES
-        item = _Item(stream, entry.key, entry.dtype, entry.shape, entry.body, held)
+        item = Item(stream, entry.key, entry.dtype, entry.shape, entry.body)
         item.framed = functools.partial(self._placed, entry)
         item.sent_before = [s for s, copy in self._copies.items() if entry.sequence(copy) >= 0]
         with self._sweeping:
             self._outstanding.append((entry.end, entry, item))
-        with self._cond:
-            self._held_bytes += held
-            self._inbox.append(item)
-            self._cond.notify_all()
+        self.delivery.put(item)
         return True
 
     def _placed(self, entry: RingEntry, server: str, **fields: Any) -> Outgoing:
@@ -175,7 +195,7 @@ class RingWriter(LogWriter):
 
         One whose copy is damaged is taken to hold what another one holds: nothing is written over what may be there.
         """
-        reader = LogReader(self._servers, self.job)
+        reader = LogReader(self.delivery.servers, self._job)
         began = time.monotonic()
         from_step = self._floor_at_start
         left = self._unlearned[stream]
@@ -189,7 +209,7 @@ class RingWriter(LogWriter):
                     if isinstance(error, RecordTrimmed) and from_step < floor:
                         from_step = floor  # the older ones are not asked for any more
                         continue
-                    if isinstance(error, RecordCorrupt) and len(damaged) + 1 < len(self._servers):
+                    if isinstance(error, RecordCorrupt) and len(damaged) + 1 < len(self.delivery.servers):
                         damaged.append(left.pop(0))
                         from_step = self._floor_at_start
                         continue
@@ -198,7 +218,7 @@ class RingWriter(LogWriter):
                     time.sleep(_RETRY_S)
                     continue
                 try:
-                    self.expect(stream, found, left[0])
+                    self.delivery.expect(stream, found, left[0])
                 except SwiftError as error:
                     self._asking = error
                     time.sleep(_RETRY_S)
@@ -208,10 +228,8 @@ class RingWriter(LogWriter):
                 left.pop(0)
             if left:
                 return False
-            with self._cond:
-                sound = {key: known.digest for key, known in self._known.get(stream, {}).items()}
             for server in damaged:
-                self.expect(stream, sound, server)
+                self.delivery.expect_as_others(stream, server)
             del self._unlearned[stream]
             return True
         finally:
@@ -219,26 +237,30 @@ class RingWriter(LogWriter):
 
     # -- what leaves the ring --------------------------------------------------------------------------
 
-    def _on_error(self, error: SwiftError) -> None:
-        # Before the record leaves the ring: if this process is killed, the trainer knows. And at once with what is
-        # kept here: a trainer that knows begins a new generation, in which the error must not come up again.
-        with self._cond:
-            self._tell({"trouble": error_to_json(error), "final": True})
-            super()._on_error(error)
+    def on_error(self, error: SwiftError) -> None:
+        """(holding the lock) Before the record leaves the ring: if this process is killed, the trainer knows. And at
+        once with what is kept here: a trainer that knows begins a new generation, in which the error must not come up
+        again."""
+        self._tell({"trouble": error_to_json(error), "final": True})
 
-    def _on_choice(self, stream: str, choice: Choice) -> None:
+    def on_choice(self, stream: str, choice: Choice) -> None:
         self._tell({"stream": stream, "codec": choice.codec, "reason": choice.reason})
 
-    def _on_change(self, freed: int) -> None:
-        super()._on_change(freed)
+    def on_change(self) -> None:
+        """Something is acknowledged, perhaps: it leaves the ring."""
+        stats = self.delivery.stats
         with self._sweeping:
-            self._memory.store(Word.RESENT, self._resent_before + self.stats.resent)
-            self._memory.store(Word.PACE, int(self.stats.pace_bytes_per_s))
+            self._memory.store(Word.RESENT, self._resent_before + stats.resent)
+            self._memory.store(Word.PACE, int(stats.pace_bytes_per_s))
             room = self._sweep()
-        with self._cond:
-            self._cond.notify_all()
+        with self._lock:
+            self._lock.notify_all()
         if room:
             self._tell({"room": True})
+
+    def look(self) -> None:
+        """A record of several messages may be acknowledged before its last one is sent: nobody tells of it then."""
+        self.delivery.changed()
 
     def _sweep(self) -> bool:
         """Moves the tail behind what is acknowledged. True if the trainer waits for that."""
@@ -266,12 +288,20 @@ class RingWriter(LogWriter):
         copy, memory = self._copies[server], self._memory
         sequence = entry.sequence(copy)
         if (stream, server) not in acked:
-            known = acked[stream, server] = self._links[server].acked(stream)
+            known = acked[stream, server] = self.delivery.links[server].acked(stream)
             if sequence >= 0 and known > memory.acked(entry.index, copy):
                 memory.set_acked(entry.index, copy, known)
         return 0 <= sequence < acked[stream, server]
 
     # -- control --------------------------------------------------------------------------------------
+
+    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str) -> None:
+        """What a server holds of a stream."""
+        self.delivery.expect(stream, digests, server)
+
+    def set_generation(self, generation: int) -> None:
+        """Streams are opened again under it, what was not acknowledged is sent again, errors are forgotten."""
+        self.delivery.set_generation(generation)
 
     def discard(self, generation: int, upto: int) -> None:
         """`restart`: everything below the position is dropped."""
@@ -279,7 +309,7 @@ class RingWriter(LogWriter):
         try:
             with self._pumping:
                 self._calling.clear()
-                self.restart(generation)
+                self.delivery.restart(generation)
                 self._unlearned.clear()
                 self._damaged.clear()
                 self._asking = None
@@ -300,11 +330,7 @@ class RingWriter(LogWriter):
 
     def trouble(self) -> SwiftError | None:
         """What the trainer must be told now."""
-        with self._cond:
-            found: SwiftError | None = self._error or self._asking
-        for link in self._links.values():
-            found = found or link.error(self._patience_s)
-        return found
+        return self.delivery.error or self._asking or self.delivery.trouble()
 
     def flush_to(self, upto: int, timeout_s: float) -> None:
         """`flush`: returns when everything below the position has left the ring."""
@@ -324,12 +350,12 @@ class RingWriter(LogWriter):
                     f"the log has not acknowledged everything within {timeout_s:g} s: "
                     f"{upto - tail} bytes are under way"
                 )
-            with self._cond:
+            with self._lock:
                 if self._memory.load(Word.TAIL) == tail:
-                    self._cond.wait(min(left, _SLEEP_S))
+                    self._lock.wait(min(left, _SLEEP_S))
 
     def drained(self) -> bool:
         """(the trainer is gone) Whether there is nothing that could still be done."""
-        if self._memory.load(Word.TAIL) == self._memory.load(Word.HEAD) or self._error is not None:
+        if self._memory.load(Word.TAIL) == self._memory.load(Word.HEAD) or self.delivery.error is not None:
             return True
-        return any(isinstance(link.error(0.0), StaleGeneration) for link in self._links.values())
+        return any(isinstance(link.error(0.0), StaleGeneration) for link in self.delivery.links.values())

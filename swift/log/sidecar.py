@@ -143,7 +143,7 @@ class Sidecar:
                 self._wake,
                 self.tell,
                 request["dropped"],
-                self._over,
+                over=self._over,
                 servers=request["servers"],
                 job=request["job"],
                 generation=request["generation"],
@@ -199,9 +199,7 @@ class Sidecar:
                 if type(error) is not type(self._told):
                     self._told = error
                     self.tell({"trouble": error_to_json(error), "final": False})
-            writer._on_change(
-                0
-            )  # a record of several messages may be acknowledged before its last one is sent
+            writer.look()
             self._gone.wait(_SLEEP_S)
 
 

@@ -6,12 +6,11 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from swift import events
 from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
-from swift.log import ring
 from swift.log.choice import Choice
 from swift.log.memory import address_of
 from swift.log.placement import COPIES_MAX, PATIENCE_S
@@ -20,25 +19,26 @@ from swift.log.ring import HEADER_BYTES, Memory, Producer, Word, header_of, prod
 from swift.log.sidecar_messages import Expectations, Message, error_from_json, expectations
 from swift.log.sidecar_process import Stopped, spawn
 from swift.log.stats import WriterStats
-from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Declaring, Unlogged
-from swift.log.writer import LogWriter, check_options
+from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Unlogged
+from swift.log.writer import check_options, check_record
 
 ENV_OFF = "SWIFT_NO_SIDECAR"
 """Set to 1: records are sent by threads of the trainer's own process."""
 _POLL_S, _ANSWER_S, _RESTARTS_MAX, _RESTARTS_WITHIN_S = 0.25, 60.0, 5, 10.0
-Writer: TypeAlias = "LogWriter | SidecarWriter"
 
 
-def open_writer(servers: Sequence[str], job: str, generation: int, **more: Any) -> "Writer":
-    """What a session writes its log with: a SidecarWriter, unless it is switched off or the machine cannot have one."""
-    if os.environ.get(ENV_OFF) == "1" or not ring.available():
-        more.pop("lease", None)  # there is nobody to keep it
-        return LogWriter(servers, job, generation, **more)
-    return SidecarWriter(servers, job, generation, **more)
+class Borrower(Protocol):
+    """Who writes bodies into a ring by himself."""
+
+    def finish(self) -> None:
+        """(a flush, a full ring) Returns when all that is under way is there."""
+
+    def let_go(self) -> None:
+        """(the writer is closed) Returns when nobody writes any more."""
 
 
-class SidecarWriter(Declaring):
-    """`LogWriter` as a trainer has it: the same calls, but the work is done by another process.
+class SidecarWriter:
+    """The same calls as `LogWriter`'s, but the work is done by another process.
 
     `append` and `append_at` put a record into the ring, a matter of microseconds, and a native thread copies its
     body. What was given to them must stay as it is until `settle`, or until `copied` has passed the position that
@@ -89,7 +89,7 @@ class SidecarWriter(Declaring):
         # Held by who reads the ring's words, until `_stats` says that it is gone.
         self._mapped = threading.Lock()
         self.drops = when_full == "drop"
-        self._unlogged, self._unlogged_lock = Unlogged(), self._pushing
+        self.unlogged = Unlogged(self._pushing)
         self._sending = threading.Lock()
         self._replacing = threading.Lock()
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
@@ -108,8 +108,7 @@ class SidecarWriter(Declaring):
         self._moving = False  # the sidecar was ended on purpose
         self._stopped = Stopped()
         self._stats: WriterStats | None = None  # once it is closed
-        self._finish: Callable[[], None] = lambda: None
-        self._let_go: Callable[[], None] = lambda: None
+        self._borrower: Borrower | None = None
         self._memory = Memory.create(queue_bytes)
         self._urgent = self.drops  # who drops records waits for no others
         self._memory.store(Word.URGENT, self._urgent)
@@ -134,8 +133,8 @@ class SidecarWriter(Declaring):
             **counts,
             resent=self._memory.load(Word.RESENT),
             blocked_seconds=self._blocked_seconds,
-            dropped_records=self._unlogged.records,
-            dropped_bytes=self._unlogged.bytes,
+            dropped_records=self.unlogged.records,
+            dropped_bytes=self.unlogged.bytes,
             pace_bytes_per_s=float(self._memory.load(Word.PACE)),
         )
 
@@ -150,6 +149,11 @@ class SidecarWriter(Declaring):
         """As `LogWriter.codec_choices`."""
         with self._cond:
             return dict(self._choices)
+
+    @property
+    def lending(self) -> "SidecarWriter":
+        """Bodies may be lent to the ring."""
+        return self
 
     @property
     def pid(self) -> int:
@@ -173,7 +177,7 @@ class SidecarWriter(Declaring):
         keep: bool = False,
     ) -> bool:
         """As `LogWriter.append`; ``body`` must not change until `settle`."""
-        view = LogWriter._check(stream, key, dtype, shape, body)
+        view = check_record(stream, key, dtype, shape, body)
         end = self.append_at(stream, key, dtype, shape, address_of(view), view.nbytes, keep=keep)
         copied = self.copied
         while self._lent and self._lent[0][0] <= copied:
@@ -214,16 +218,16 @@ class SidecarWriter(Declaring):
                 raise UsageError(f"{stream} {key}: {len(shape)} dimensions; at most {DIMS_MAX} can be logged")
             header = header_of(self._index(stream), key, dtype, shape, size)
             if may_drop:
-                refused = self._unlogged.refuses(stream, key.step, self.queued_bytes, self._memory.capacity)
-                tried = not refused and self._declare(stream, wait=False)
+                refused = self.unlogged.refuses(stream, key.step, self.queued_bytes, self._memory.capacity)
+                tried = not refused and self._declared(stream, wait=False)
                 end = self._producer.push(header, address, size, now) if tried else -1
                 if end < 0:
-                    self._unlogged.drop(stream, key.step, size)
+                    self.unlogged.drop(stream, key.step, size)
                 return end
             if keep != self._urgent:  # a replay: others may wait for what it gives
                 self._urgent = keep
                 self._memory.store(Word.URGENT, keep)
-            self._declare(stream, wait=True)
+            self._declared(stream, wait=True)
             end = self._producer.push(header, address, size, now)
             return end if end >= 0 else self._push_later(header, address, size, now)
 
@@ -235,16 +239,23 @@ class SidecarWriter(Declaring):
             index = self._streams[stream] = len(self._streams)
         return index
 
-    def _declare(self, stream: str, wait: bool) -> bool:
+    def declare(self) -> None:
+        """As `LogWriter.declare`."""
+        with self._pushing:
+            for stream in self.unlogged.streams:
+                self._raise_pending()
+                self._declared(stream, wait=True)
+
+    def _declared(self, stream: str, wait: bool) -> bool:
         """(holding `_pushing`) Puts the mark that is due in front of what comes. False: there is no room."""
-        due = self._unlogged.due(stream)
+        due = self.unlogged.due(stream)
         if due is not None:
             header = header_of(self._index(stream), due, MARK_DTYPE, MARK_SHAPE, 0)
             if self._producer.push(header, self._memory.address, 0, True) < 0:
                 if not wait:
                     return False
                 self._push_later(header, self._memory.address, 0, True)
-            self._unlogged.marked(stream)
+            self.unlogged.marked(stream)
         return True
 
     def _push_later(self, header: bytes, address: int, size: int, now: bool) -> int:
@@ -252,7 +263,7 @@ class SidecarWriter(Declaring):
         tail, moved = self._memory.load(Word.TAIL), (began := time.monotonic())
         try:
             while True:
-                self._finish()
+                self._finish_lent()
                 self._memory.store(Word.PRODUCER_WAITS, 1)
                 with self._cond:
                     if (end := self._producer.push(header, address, size, now)) >= 0:
@@ -267,17 +278,21 @@ class SidecarWriter(Declaring):
         finally:
             self._blocked_seconds += time.monotonic() - began
 
-    def lend_ring(self, finish: Callable[[], None], let_go: Callable[[], None]) -> tuple[Memory, Producer]:
-        """For bodies that somebody else writes (see Producer), appended at address 0. ``finish`` returns when they are
-        complete (for a flush, and while the ring is full), ``let_go`` when nobody writes any more (at the end)."""
-        self._finish, self._let_go = finish, let_go
+    def lend_ring(self, borrower: Borrower) -> tuple[Memory, Producer]:
+        """For bodies that somebody else writes (see Producer), appended at address 0. There is one borrower."""
+        assert self._borrower is None
+        self._borrower = borrower
         return self._memory, self._producer
+
+    def _finish_lent(self) -> None:
+        if self._borrower is not None:
+            self._borrower.finish()
 
     def settle(self) -> None:
         """Returns when everything that was appended belongs to the caller again; takes no longer than the copies."""
         with self._pushing:
             if self._stats is None:
-                self._finish()
+                self._finish_lent()
                 self._producer.wait(self._producer.reserved)
             self._lent.clear()
 
@@ -343,7 +358,7 @@ class SidecarWriter(Declaring):
         """As `LogWriter.restart`."""
         self.settle()
         with self._pushing:
-            self._unlogged.forget()
+            self.unlogged.forget()
         with self._cond:
             if self._closed:
                 self._raise_pending()
@@ -358,7 +373,7 @@ class SidecarWriter(Declaring):
             self._interrupted = False
             self._request(message)
 
-    def await_sidecar(self) -> None:
+    def await_ready(self) -> None:
         """Returns once the sidecar works. Nobody has to wait for it, but a trainer that begins can."""
         self._request({"do": "go"})
 
@@ -393,7 +408,8 @@ class SidecarWriter(Declaring):
                 self._process.wait()
             self._listener.join(5.0)
             self._line.close()
-            self._let_go()
+            if self._borrower is not None:
+                self._borrower.let_go()
             with self._pushing, self._mapped:
                 self._producer.close()
                 os.close(self._wake)
@@ -506,7 +522,9 @@ class SidecarWriter(Declaring):
             if "trouble" in message:
                 error = error_from_json(message["trouble"])
                 if error is not None and message["final"]:
-                    self._error = self._error or self._refuse(error)
+                    if self._error is None:
+                        self.unlogged.refuse(error)
+                        self._error = error
                 else:
                     self._trouble = error
             elif "codec" in message:

@@ -11,7 +11,6 @@ not earlier. A stream that ends in front of its mark (the writer was killed) is 
 end of a dead rank's streams is made again by its own replay, or declared by who takes its place (`swift.log.gaps`).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,19 +69,26 @@ class Dropped:
 
 
 class Unlogged:
-    """Of one writer. Its caller holds a lock around every call.
+    """Of one writer, whose lock it shares.
 
+    (holding the lock)
     (every record)       ``refuses`` before it is tried, ``drop`` if there was no room
     (before a record)    ``due(stream)``: the mark that must stand in front of it; ``marked`` once it is in the queue
     (a flush)            the same for each of ``streams``
     (the log is emptied) ``forget``
+
+    (without it)
+    (a refused record)   ``refuse``, by whoever finds out
+    (the writer's owner) ``news``, ``refusal``, ``lacks``
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.records = self.bytes = 0
         """Dropped so far."""
+        self._lock = lock
         self._open: dict[str, Steps] = {}  # what no mark in the queue declares yet
         self._news: Dropped | None = None
+        self._refused: SwiftError | None = None
 
     def refuses(self, stream: str, step: int, queued_bytes: int, queue_bytes: int) -> bool:
         """Whether a record is dropped whatever room there is."""
@@ -93,7 +99,7 @@ class Unlogged:
         """A record of `size` bytes is not logged."""
         self.records += 1
         self.bytes += size
-        self.lacks(stream, Steps(step, step))
+        self._lack(stream, Steps(step, step))
         news = self._news or Dropped(Steps(step, step), 0, 0, ())
         self._news = Dropped(
             _both(news.steps, Steps(step, step)),
@@ -102,8 +108,7 @@ class Unlogged:
             tuple(sorted({*news.streams, stream})),
         )
 
-    def lacks(self, stream: str, steps: Steps) -> None:
-        """The stream may not have all of these steps, whoever is to blame: the next mark says so."""
+    def _lack(self, stream: str, steps: Steps) -> None:
         before = self._open.get(stream)
         self._open[stream] = steps if before is None else _both(before, steps)
 
@@ -121,62 +126,37 @@ class Unlogged:
         """It is in the queue."""
         del self._open[stream]
 
-    def news(self) -> Dropped | None:
-        """What was dropped since the last call."""
-        news, self._news = self._news, None
-        return news
-
     def forget(self) -> None:
         """The job's streams are empty: nothing is missing in them. What was counted stays counted."""
         self._open.clear()
         self._news = None
 
+    # -- without the lock -------------------------------------------------------------------------------
 
-class Declaring(ABC):
-    """What both kinds of writers say of what they do not log."""
+    def lacks(self, stream: str, steps: Steps) -> None:
+        """The stream may not have all of these steps (who had the rank before has not got them out): the next mark
+        says so."""
+        check_name("stream", stream)
+        with self._lock:
+            self._lack(stream, steps)
 
-    drops: bool
-    """When the queue is full, records are dropped."""
-    _unlogged: Unlogged
-    _unlogged_lock: AbstractContextManager[Any]
-    _refused: SwiftError | None = None
-
-    def unlogged(self) -> Dropped | None:
+    def news(self) -> Dropped | None:
         """What was dropped since the last call."""
-        with self._unlogged_lock:
-            return self._unlogged.news()
+        with self._lock:
+            news, self._news = self._news, None
+            return news
 
-    def refused(self) -> SwiftError | None:
+    def refuse(self, error: SwiftError) -> None:
+        """A record was not taken, and not for want of room."""
+        self._refused = self._refused or error
+
+    def refusal(self) -> SwiftError | None:
         """Why a record was not taken since the last call; what is not for want of room. A new generation forgets the
         error, but the record does not come again."""
         refused = self._refused
         if refused is not None:
             self._refused = None
         return refused
-
-    def _refuse(self, error: SwiftError) -> SwiftError:
-        self._refused = self._refused or error
-        return error
-
-    def lacks(self, stream: str, steps: Steps) -> None:
-        """Declares steps of a stream unlogged: who had the rank before has not got all of them out."""
-        check_name("stream", stream)
-        with self._unlogged_lock:
-            self._unlogged.lacks(stream, steps)
-
-    def declare(self) -> None:
-        """Puts the marks that are due into the queue; it is not waited for the log. Raises as `append` does."""
-        with self._unlogged_lock:
-            for stream in self._unlogged.streams:
-                self._raise_pending()
-                self._declare(stream, wait=True)
-
-    @abstractmethod
-    def _raise_pending(self) -> None: ...
-
-    @abstractmethod
-    def _declare(self, stream: str, wait: bool) -> bool:
-        """(holding the lock) Puts the mark that is due, if one is, into the queue. False: there is no room."""
 
 
 def _both(one: Steps, other: Steps) -> Steps:

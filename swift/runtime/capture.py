@@ -25,8 +25,7 @@ import torch
 from swift.errors import ServiceError, UsageError
 from swift.log.record import RecordKey
 from swift.log.ring import CONTROL_BYTES, body_at
-from swift.log.sidecar_client import SidecarWriter
-from swift.log.writer import LogWriter
+from swift.log.writers import Lending, Writer
 from swift.runtime.tensors import dtype_name, owned_bytes, plain
 
 _COPIED_WITHIN_S = 60.0
@@ -67,7 +66,7 @@ class _Lent(NamedTuple):
 class CopyCapture:
     """Into a writer of this process."""
 
-    def __init__(self, writer: LogWriter) -> None:
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
@@ -82,7 +81,7 @@ class CopyCapture:
 class HostCapture:
     """CPU tensors into the ring."""
 
-    def __init__(self, writer: SidecarWriter) -> None:
+    def __init__(self, writer: Lending) -> None:
         self._writer = writer
         self.lent: deque[_Lent] = deque()
 
@@ -182,13 +181,13 @@ class DeviceCapture:
     on the CPU is copied by the caller: lent to the copier, it could only be given back behind the device's.
     """
 
-    def __init__(self, writer: SidecarWriter, device: Device) -> None:
+    def __init__(self, writer: Lending, device: Device) -> None:
         self._writer = writer
         self._device = device
         self._host = HostCapture(writer)
         self._under_way: deque[_UnderWay] = deque()
         self._lent: deque[_Lent] = deque()
-        self._memory, self._producer = writer.lend_ring(self.finish, self._let_go)
+        self._memory, self._producer = writer.lend_ring(self)
         self._unpin = device.pin(self._memory.address + CONTROL_BYTES, self._memory.capacity)
         self._ring = torch.frombuffer(self._memory.data, dtype=torch.uint8)
 
@@ -226,7 +225,7 @@ class DeviceCapture:
         self._writer.settle()
 
     def finish(self) -> None:
-        """(the writer; off the training path: a flush, a full ring) Returns when all that is under way is there."""
+        """(the writer, off the training path) Returns when all that is under way is there."""
         deadline = time.monotonic() + _COPIED_WITHIN_S
         self._publish()
         while self._under_way:
@@ -245,7 +244,7 @@ class DeviceCapture:
         while self._lent and self._lent[0].end <= end:
             self._lent.popleft().check()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """(the writer is closed) Nobody writes into the ring's memory any more."""
         self._lent.clear()
         with suppress(ServiceError):  # a device that hangs ends with this process
@@ -255,8 +254,9 @@ class DeviceCapture:
         del self._ring
 
 
-def capture_for(writer: LogWriter | SidecarWriter, device: torch.device) -> Capture:
+def capture_for(writer: Writer, device: torch.device) -> Capture:
     """How tensors on this device, and those on the CPU, are taken off the training path."""
-    if isinstance(writer, LogWriter):
+    lending = writer.lending
+    if lending is None:
         return CopyCapture(writer)
-    return HostCapture(writer) if device.type == "cpu" else DeviceCapture(writer, Cuda(device))
+    return HostCapture(lending) if device.type == "cpu" else DeviceCapture(lending, Cuda(device))

@@ -23,8 +23,7 @@ from swift.log import streams
 from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
-from swift.log.sidecar_client import SidecarWriter
-from swift.log.writer import LogWriter
+from swift.log.writers import Writer
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.capture import Capture, capture_for
@@ -133,7 +132,7 @@ class Channel:
         """Of this rank's pipeline."""
         return pipeline_rank * self._dp_size + self._dp_rank
 
-    def open(self, writer: LogWriter | SidecarWriter) -> None:
+    def open(self, writer: Writer) -> None:
         self._capture = capture_for(writer, self._device)
 
     def settle(self) -> None:

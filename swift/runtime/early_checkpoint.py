@@ -6,9 +6,8 @@
 
 from swift import events
 from swift.errors import LogInterrupted, ServiceError
-from swift.log.sidecar_client import SidecarWriter
 from swift.log.unlogged import Dropped
-from swift.log.writer import LogWriter
+from swift.log.writers import Writer
 from swift.runtime.member import Member
 
 
@@ -35,7 +34,7 @@ class EarlyCheckpoint:
         return version == agreed
 
 
-def flush_at_end(writer: LogWriter | SidecarWriter, rank: int, timeout_s: float) -> None:
+def flush_at_end(writer: Writer, rank: int, timeout_s: float) -> None:
     """(all steps are done) So that others can be recovered without this rank; one that may drop records does not fail
     over it. Should there be a recovery all the same, it flushes again before it reports."""
     try:

@@ -26,10 +26,11 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import JobFailed, UsageError
+from swift.log.writers import Writer
 from swift.runtime.checkpointing import Saving
 from swift.runtime.early_checkpoint import flush_at_end
 from swift.runtime.member import Member
-from swift.runtime.restore import FLUSH_TIMEOUT_S, Writer, load_checkpoint, log_totals
+from swift.runtime.restore import FLUSH_TIMEOUT_S, load_checkpoint, log_totals
 from swift.runtime.state import Stopped, TrainerState
 
 

@@ -33,7 +33,7 @@ from swift.errors import (
     UsageError,
     is_difference,
 )
-from swift.log.sidecar_client import SidecarWriter, open_writer
+from swift.log.writers import Writer, open_writer
 from swift.recovery import RankMeasured
 from swift.runtime.audit import Audit
 from swift.runtime.beginning import begin
@@ -53,7 +53,7 @@ from swift.runtime.measures import Measures, progress
 from swift.runtime.member import RESAY_S, Member, own_servers
 from swift.runtime.plans import own_plan
 from swift.runtime.rehearsal import Rehearsal
-from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer, Writer
+from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer
 from swift.runtime.retries import Retries
 from swift.runtime.script import Script
 from swift.runtime.shared_replay.helper import MakeModule
@@ -176,7 +176,7 @@ class Engine:
                 # The coordinator asks the log itself what it has, and plans without the rest. If it is still so when
                 # training goes on, this rank refuses then; its state is not lost over it.
                 trouble = error
-            self._lost = self._lost or self._writer.refused()
+            self._lost = self._lost or self._writer.unlogged.refusal()
             trouble = trouble or self._lost
             if trouble is not None:
                 events.emit(
@@ -343,8 +343,8 @@ class Engine:
         self._rolled_forward = False
         if view.state == pb.FORMING:
             begin(view, self._rank, self._state, self._store, self._saving, self._digest)
-            if isinstance(self._writer, SidecarWriter):
-                self._writer.await_sidecar()  # so that the first steps do not only lie in its ring
+            if self._writer is not None:
+                self._writer.await_ready()  # so that the first steps do not only lie in its ring
         else:
             self._follow_plan(view.plan, train_step)
             if view.plan.saves:
@@ -416,7 +416,7 @@ class Engine:
         if not passing and (self._early.due(version) or due):
             self._saving.save()
         assert self._writer is not None
-        self._unlogged.after_step(step, self._writer.unlogged())
+        self._unlogged.after_step(step, self._writer.unlogged.news())
         self._writer.forget_below(version)  # only a step that is dropped is sent again
         self._saving.prune()
         latest = self._member.watcher.latest
@@ -438,12 +438,12 @@ class Engine:
         if not plan.exact:
             self._witness.forget()
         done_again = own_plan(plan, self._rank).strategy in (pb.REPLAY, pb.CHECKPOINT)
-        self._lost = self._lost or self._writer.refused()
+        self._lost = self._lost or self._writer.unlogged.refusal()
         if self._lost is not None and not done_again:
             raise ReplayRefused(f"what rank {self._rank} has done is not in the log: {self._lost}")
         self._restorer.follow(plan, self._writer, list(self._own_servers), lambda: self._step(train_step))
         if done_again:
-            self._writer.refused()
+            self._writer.unlogged.refusal()
             self._lost = None
 
     def _drop_step(self) -> None:

@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from swift.checkpoint.store import CheckpointStore
-from swift.log.sidecar_client import SidecarWriter
 from swift.log.stats import WriterStats
-from swift.log.writer import LogWriter
+from swift.log.writers import Writer
 from swift.recovery import RankMeasured
 from swift.runtime.channel import Channel
 
 
-def progress(
-    generation: int, version: int, vote_seconds: float, writer: LogWriter | SidecarWriter | None
-) -> dict[str, float]:
+def progress(generation: int, version: int, vote_seconds: float, writer: Writer | None) -> dict[str, float]:
     """By the names of `metrics.Progress`."""
     done: dict[str, float] = {"generation": generation, "version": version, "vote_seconds": vote_seconds}
     if writer is not None:
@@ -29,9 +26,7 @@ class Measures:
         self._store = store
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
 
-    def now(
-        self, writer: LogWriter | SidecarWriter | None, gradient_bytes: Mapping[int, int]
-    ) -> RankMeasured | None:
+    def now(self, writer: Writer | None, gradient_bytes: Mapping[int, int]) -> RankMeasured | None:
         """What the rank's steps take."""
         stats = writer.stats if writer is not None else WriterStats()
         held_up = (stats.blocked_seconds, stats.dropped_records)

@@ -28,10 +28,9 @@ from swift.log.gaps import gaps
 from swift.log.memory import freed_memory_kept
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
-from swift.log.sidecar_client import SidecarWriter
 from swift.log.streams import KINDS, collectives
 from swift.log.unlogged import Steps, declared
-from swift.log.writer import LogWriter
+from swift.log.writers import Writer
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -47,8 +46,6 @@ from swift.runtime.standstill import Standstill
 from swift.runtime.state import TrainerState
 
 FLUSH_TIMEOUT_S = 60.0
-
-Writer = LogWriter | SidecarWriter
 
 
 def load_checkpoint(state: TrainerState, store: CheckpointStore, version: int) -> dict[str, Any]:
@@ -422,7 +419,7 @@ class Restorer:
         copies = {stream: [held[stream] for held in own if stream in held] for stream in ours}
         found = gaps(copies, self._logged_alike(view, copied.witnesses, base), steps)
         for stream, lacking in found.items():
-            writer.lacks(stream, lacking)
+            writer.unlogged.lacks(stream, lacking)
         if found:
             hole = _spanned(found.values())
             events.emit(

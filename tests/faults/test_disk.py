@@ -131,7 +131,7 @@ def test_f23_disk_that_fills_up_in_the_middle_of_a_record(faulty: Server, faults
         assert cursor.get(key(0), TIMEOUT_S, lambda: False).body == body_of(0)
         cursor.close()
     full.clear()
-    eventually(lambda: not writer._links[faulty.address].pending, "the writer goes on by itself")
+    eventually(lambda: not writer.delivery.links[faulty.address].pending, "the writer goes on by itself")
     writer.close()
     eventually(faulty.serving, "it serves again")
     faulty.check(0, 2)
@@ -179,8 +179,8 @@ def test_f25_killed_between_write_and_sync_loses_nothing_acked(faulty: Server, f
     for step in range(5, 9):
         put(writer, step)
     faulty.wait_stopped()  # written, not synced
-    eventually(lambda: not writer._inbox and writer._working is None, "all are on their way")
-    assert writer._links[faulty.address].pending == 4  # so nothing of it is acknowledged
+    eventually(lambda: writer.delivery.handed_over, "all are on their way")
+    assert writer.delivery.links[faulty.address].pending == 4  # so nothing of it is acknowledged
     faulty.kill()
     at_sync.clear()
     faulty.start()
@@ -323,7 +323,7 @@ def test_f27_slow_disk_blocks_the_writer_and_bounds_memory_on_both_sides(
         appending.join(1.0)
         assert appending.is_alive()
         assert appended[0] == 1 + fits
-        assert writer._held_bytes <= queue_bytes
+        assert writer.queued_bytes <= queue_bytes
         waiting_bytes = fits * size
         assert waiting_bytes > 100_000_000
         assert server.peak_memory_bytes() - resting < credit_bytes + size + slack_bytes

@@ -99,7 +99,7 @@ cursor.get(RecordKey(0, 0, 0), 20.0, lambda: False)
 print(json.dumps("reading"), flush=True)
 sys.stdin.readline()
 begin = time.monotonic()
-link = writer._links[address]
+link = writer.delivery.links[address]
 was = link.trouble
 writer.append("s0.F", RecordKey(1, 0, 0), "uint8", (1,), b"y")
 found = {}
@@ -185,7 +185,7 @@ def test_f30_stopped_server_is_given_up_and_taken_again(
         put(writer, 1)
         with pytest.raises(ServiceError, match="has not acknowledged everything"):
             writer.flush(3.0)
-        assert "timeout" in writer._links[server.address].trouble  # of a ping: the call was given up
+        assert "timeout" in writer.delivery.links[server.address].trouble  # of a ping: the call was given up
         server.process.send_signal(signal.SIGCONT)
         writer.close()
         server.check(0, 2)

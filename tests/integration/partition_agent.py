@@ -117,7 +117,7 @@ class Agent:
     def trouble(self) -> str:
         """Why the writer's last call ended."""
         assert self.writer is not None
-        (link,) = self.writer._links.values()
+        (link,) = self.writer.delivery.links.values()
         return link.trouble
 
     def stop_writing(self) -> int:
@@ -133,7 +133,7 @@ class Agent:
         dead; and with which words. None: not in time."""
         assert self.writer is not None
         assert self.cursor is not None
-        (link,) = self.writer._links.values()
+        (link,) = self.writer.delivery.links.values()
         before = link.trouble
         begin = time.monotonic()
         self.writer.append("s9.F", RecordKey(0, 0, 0), "uint8", (1,), b"x")

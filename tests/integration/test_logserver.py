@@ -111,8 +111,8 @@ def test_a_fence_survives_a_kill(tmp_path: Path) -> None:
         server.kill()
         server.start()
         put(writer, 1)
-        eventually(lambda: "5 is granted" in writer._links[server.address].trouble)
-        writer._patience_s = 0.5  # then it says so: it hopes for a newer generation no longer
+        eventually(lambda: "5 is granted" in writer.delivery.links[server.address].trouble)
+        writer.delivery.patience_s = 0.5  # then it says so: it hopes for a newer generation no longer
         with pytest.raises(StaleGeneration, match="5 is granted"):
             writer.flush(TIMEOUT_S)
         with pytest.raises(StaleGeneration):
@@ -211,7 +211,7 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
         # for some more in the file; it is removed once they are trimmed, too.)
         deadline = time.monotonic() + TIMEOUT_S
         trimmed = 0
-        while writer._links[server.address].pending:
+        while writer.delivery.links[server.address].pending:
             assert time.monotonic() < deadline
             (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
             trimmed = admin.trim(server.address, JOB, found.durable_sequence, TIMEOUT_S)

@@ -136,8 +136,8 @@ def test_the_log_server_counts_what_it_does_and_the_table_lists_it(tmp_path: Pat
         zombie.close(0.0)
         stale = LogWriter([server.address], JOB, 7)
         put(stale, 20)
-        until(lambda: "is not granted" in stale._links[server.address].trouble)
-        stale._patience_s = 0.5
+        until(lambda: "is not granted" in stale.delivery.links[server.address].trouble)
+        stale.delivery.patience_s = 0.5
         with pytest.raises(LogUnavailable, match="is not granted"):
             stale.flush(TIMEOUT_S)
         stale.close(0.0)
@@ -243,7 +243,7 @@ def test_quarantines_and_damage_show(tmp_path: Path) -> None:
         writer.close()
         # A process that does not know the stream sends other bytes under its first sequence.
         rogue = LogWriter([server.address], JOB, 1)
-        link = rogue._links[server.address]
+        link = rogue.delivery.links[server.address]
         put(rogue, 5)
         rogue.flush(TIMEOUT_S)
         stream = link._core._streams["s0.F"]

@@ -359,7 +359,7 @@ put(writer, 3)
 os.kill(writer.pid, signal.SIGKILL)
 while not writer.restarts:
     time.sleep(0.01)
-writer.await_sidecar()
+writer.await_ready()
 print(writer.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -4,6 +4,8 @@ It asks for a checkpoint and saves the one that is agreed on: as `swift.runtime.
 torch along.
 """
 
+from contextlib import nullcontext
+
 from swift._pb import coordinator_pb2 as pb
 from swift.log.unlogged import Dropped, Unlogged
 
@@ -14,7 +16,7 @@ class Dropping:
     def __init__(self, queue: int) -> None:
         """``queue``: records that may wait for an acknowledgement; 0: the writer is blocked instead."""
         self.queue = queue
-        self.unlogged = Unlogged()
+        self.unlogged = Unlogged(nullcontext())
         self.wanted: tuple[int, str] | None = None
         """A checkpoint above this version, and why; until the coordinator has heard it."""
         self._owed: Dropped | None = None

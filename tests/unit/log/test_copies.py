@@ -308,7 +308,7 @@ class TestMoving:
                     writer.flush(TIMEOUT_S)
                 for server in (two, three):
                     server.engine.administration.fence(JOB, 2)
-                writer._patience_s = TIMEOUT_S
+                writer.delivery.patience_s = TIMEOUT_S
                 writer.set_generation(2, [two.address, three.address])
                 writer.flush(TIMEOUT_S)
                 assert steps_of(two) == steps_of(three) == [0]

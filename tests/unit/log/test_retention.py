@@ -38,8 +38,8 @@ def test_a_full_quota_waits_for_a_trim_and_says_whose_it_is() -> None:
         writer = LogWriter([server.address], JOB, 1)
         for step in range(12):
             put(writer, step)
-        eventually(lambda: writer._links[server.address]._core._full)
-        writer._patience_s = 0.1
+        eventually(lambda: writer.delivery.links[server.address]._core._full)
+        writer.delivery.patience_s = 0.1
         with pytest.raises(LogUnavailable, match=rf"no room for job {JOB}: its quota is full"):
             writer.flush(TIMEOUT_S)
         (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
@@ -52,7 +52,7 @@ def test_a_full_quota_waits_for_a_trim_and_says_whose_it_is() -> None:
         other.close()
         assert admin.trim(server.address, JOB, 5, TIMEOUT_S) == 5
         writer.set_generation(1)  # forgets the error
-        writer._patience_s = TIMEOUT_S
+        writer.delivery.patience_s = TIMEOUT_S
         writer.flush(TIMEOUT_S)
         writer.close()
         status = admin.status(server.address, TIMEOUT_S)

@@ -29,6 +29,7 @@ class Pumped:
     """A RingWriter and what a trainer has of it, in one process."""
 
     def __init__(self, running: InProcess, capacity: int = 1 << 20) -> None:
+        self._over = threading.Event()
         self.memory, self.wake = Memory.create(capacity), os.eventfd(0)
         self.memory.set_stream(0, "s0.F")
         self.producer = producer(self.memory, self.wake)
@@ -41,9 +42,14 @@ class Pumped:
 
         running.engine.handle = counted  # type: ignore[method-assign, assignment]
         self.writer = RingWriter(
-            self.memory, self.wake, lambda _: None, servers={running.address: 1}, job=JOB, generation=1
+            self.memory,
+            self.wake,
+            lambda _: None,
+            over=self._over.is_set,
+            servers={running.address: 1},
+            job=JOB,
+            generation=1,
         )
-        self._over = threading.Event()
         self._thread = threading.Thread(target=self._pump)
         self._thread.start()
         eventually(lambda: self.memory.load(Word.CONSUMER_SLEEPS))
@@ -66,7 +72,7 @@ class Pumped:
         self.writer.want(1 << 62)
         self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
-        self.writer.close(0.0)
+        self.writer.delivery.close()
         self.producer.close()
         os.close(self.wake)
 

@@ -21,6 +21,7 @@ from tests.unit.log.test_writer_reader import (
     TIMEOUT_S,
     Gate,
     key,
+    never,
     put,
     server,
     test_a_fence_and_the_next_generation,
@@ -259,12 +260,14 @@ def test_an_error_is_told_together_with_being_kept(monkeypatch: pytest.MonkeyPat
                 controls.append(control)
 
         controls: list[threading.Thread] = []
-        writer = RingWriter(memory, wake, tell, servers={running.address: 1}, job=JOB, generation=1)
+        writer = RingWriter(
+            memory, wake, tell, over=never, servers={running.address: 1}, job=JOB, generation=1
+        )
         writers.append(writer)
-        writer._on_error(Divergence("not the same"))
+        writer.delivery.refuse(Divergence("not the same"))
         controls[0].join()
         assert writer.trouble() is None
-        writer.close(0.0)
+        writer.delivery.close()
     os.close(wake)
 
 
@@ -284,15 +287,15 @@ def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
     )
     with InProcess() as running:
         options = {"servers": {running.address: 7}, "job": JOB, "generation": 1}
-        kept = RingWriter(memory, wake, lambda _: None, **options)
-        (link,) = kept._links.values()
+        kept = RingWriter(memory, wake, lambda _: None, over=never, **options)
+        (link,) = kept.delivery.links.values()
         assert link.acked("s0.F") == 5
-        kept.close(0.0)
-        writer = RingWriter(memory, wake, lambda _: None, dropped=end, **options)
-        (link,) = writer._links.values()
+        kept.delivery.close()
+        writer = RingWriter(memory, wake, lambda _: None, dropped=end, over=never, **options)
+        (link,) = writer.delivery.links.values()
         assert (link.acked("s0.F"), memory.acked(0, 1)) == (0, -1)
         assert memory.load(ring.Word.TAIL) == end
-        writer.close(0.0)
+        writer.delivery.close()
     producer.close()
     os.close(wake)
 

@@ -1,6 +1,7 @@
 """What a writer does not log: declared in the stream itself, in front of whatever follows."""
 
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -23,7 +24,7 @@ def test_a_mark_says_which_steps() -> None:
 
 
 def test_the_rest_of_a_step_goes_the_same_way_and_later_ones_until_the_queue_is_half_full() -> None:
-    unlogged = Unlogged()
+    unlogged = Unlogged(nullcontext())
     assert not unlogged.refuses("a", 4, QUEUE, QUEUE)
     unlogged.drop("a", 4, 10)
     assert unlogged.refuses("a", 4, 0, QUEUE)
@@ -37,7 +38,7 @@ def test_the_rest_of_a_step_goes_the_same_way_and_later_ones_until_the_queue_is_
 
 
 def test_the_news_are_told_once() -> None:
-    unlogged = Unlogged()
+    unlogged = Unlogged(nullcontext())
     assert unlogged.news() is None
     unlogged.drop("b", 7, 10)
     unlogged.drop("a", 6, 5)

@@ -98,14 +98,14 @@ def test_a_full_queue_never_holds_the_caller_up_and_what_is_missing_is_in_the_lo
         assert writer.stats.blocked_seconds == 0.0
         dropped = writer.stats.dropped_records
         assert writer.stats.dropped_bytes == dropped * len(BODY)
-        news = writer.unlogged()
+        news = writer.unlogged.news()
         last = first + 199
         assert news == Dropped(Steps(first, last), dropped, dropped * len(BODY), (STREAM,))
         gate.open.set()
         eventually(lambda: writer.queued_bytes <= QUEUE_BYTES // 2)
         assert put(writer, last + 1, 0)
         assert put(writer, last + 1, 1)
-        assert writer.unlogged() is None
+        assert writer.unlogged.news() is None
         writer.flush(TIMEOUT_S)
         assert inventory(server).unlogged == Steps(first, last)
         assert inventory(server).marks == 1
@@ -213,12 +213,12 @@ def test_an_emptied_log_lacks_nothing(kind: type[Writer]) -> None:
         writer.flush(TIMEOUT_S)
         found = inventory(server)
         assert (found.unlogged, found.records) == (None, 1)
-        assert writer.unlogged() is None
+        assert writer.unlogged.news() is None
 
 
 def test_a_predecessor_may_have_dropped_something(kind: type[Writer]) -> None:
     with InProcess() as server, writing(kind, server) as writer:
-        writer.lacks(STREAM, Steps(0, 6))
+        writer.unlogged.lacks(STREAM, Steps(0, 6))
         assert put(writer, 7)
         writer.flush(TIMEOUT_S)
         found = inventory(server)
@@ -232,7 +232,7 @@ def test_who_waits_for_a_record_already_is_freed_by_its_declaration(kind: type[W
         writer.flush(TIMEOUT_S)
         reader = LogReader([server.address], JOB)
         cursor = reader.follow(STREAM, 2)
-        late = threading.Timer(0.2, lambda: (writer.lacks(STREAM, Steps(2, 2)), writer.declare()))
+        late = threading.Timer(0.2, lambda: (writer.unlogged.lacks(STREAM, Steps(2, 2)), writer.declare()))
         try:
             assert cursor.get(key(2), TIMEOUT_S, never).key == key(2)
             late.start()
@@ -246,8 +246,8 @@ def test_who_waits_for_a_record_already_is_freed_by_its_declaration(kind: type[W
 
 def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself(kind: type[Writer]) -> None:
     with shut(kind, when_full="block") as (gate, server, writer):
-        writer.lacks(STREAM, Steps(2, 3))
-        writer.lacks("other", Steps(3, 3))
+        writer.unlogged.lacks(STREAM, Steps(2, 3))
+        writer.unlogged.lacks("other", Steps(3, 3))
         writer.declare()  # the server takes nothing
         gate.open.set()
         wanted = {STREAM: Steps(2, 3), "other": Steps(3, 3)}
@@ -264,7 +264,7 @@ def test_it_is_on_the_disk(tmp_path: Path) -> None:
     root = tmp_path / "data"
     with InProcess(DirectoryStorage(root, 1 << 20)) as server, writing(LogWriter, server) as writer:
         assert put(writer, 0)
-        writer.lacks(STREAM, Steps(1, 3))
+        writer.unlogged.lacks(STREAM, Steps(1, 3))
         assert put(writer, 4)
         writer.flush(TIMEOUT_S)
     storage = DirectoryStorage(root, 1 << 20)

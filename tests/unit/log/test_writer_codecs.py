@@ -99,7 +99,7 @@ def test_auto_follows_the_bandwidth(
 def test_a_link_knows_its_rate_after_some_records(server: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swift.log.choice.LinkMeter.WINDOW_S", 0.0)
     writer = writer_with(server, "none")
-    (link,) = writer._links.values()
+    (link,) = writer.delivery.links.values()
     assert link.rate() is None
     append(writer, 0)
     writer.flush(TIMEOUT_S)

@@ -172,8 +172,8 @@ def test_divergence_names_the_record(server: InProcess) -> None:
         writer.set_generation(1)
         put(writer, 8, stream="s2.B")
         writer.flush(TIMEOUT_S)
-        assert isinstance(writer.refused(), Divergence)  # the record does not come again
-        assert writer.refused() is None
+        assert isinstance(writer.unlogged.refusal(), Divergence)  # the record does not come again
+        assert writer.unlogged.refusal() is None
     with writing(server) as writer:
         put(writer, 1, value=5)
         put(writer, 1, value=6)
@@ -335,14 +335,14 @@ def test_append_blocks_on_a_full_queue_and_goes_on() -> None:
 
         thread = threading.Thread(target=work)
         thread.start()
-        eventually(lambda: writer._held_bytes > 5_000)
+        eventually(lambda: writer.queued_bytes > 5_000)
         assert not done.wait(0.3)
-        assert writer._held_bytes <= 10_000
+        assert writer.queued_bytes <= 10_000
         gate.open.set()
         assert done.wait(TIMEOUT_S)
         thread.join()
         writer.flush(TIMEOUT_S)
-        assert writer._held_bytes == 0
+        assert writer.queued_bytes == 0
 
 
 def test_one_record_larger_than_the_queue_is_taken_alone(server: InProcess) -> None:
@@ -368,7 +368,7 @@ def test_interrupt_wakes_a_blocked_append_and_a_flush(monkeypatch: pytest.Monkey
 
         thread = threading.Thread(target=work)
         thread.start()
-        eventually(lambda: writer._held_bytes > 1000 and not writer._inbox and writer._working is None)
+        eventually(lambda: writer.queued_bytes > 1000 and writer.delivery.handed_over)
         time.sleep(0.05)  # nothing moves any more that would wake it too
         begin = time.monotonic()
         writer.interrupt()
@@ -395,13 +395,13 @@ def test_flush_in_time_and_patience() -> None:
         put(writer, 1)
         with pytest.raises(ServiceError, match=r"has not acknowledged everything within 0.1 s"):
             writer.flush(0.1)
-        writer._patience_s = 0.6
+        writer.delivery.patience_s = 0.6
         with pytest.raises(LogUnavailable, match="has acknowledged nothing for"):
             writer.flush(TIMEOUT_S)
         with pytest.raises(LogUnavailable):
             put(writer, 2)
         gate.open.set()  # it moves again: so does the writer
-        eventually(lambda: not writer._links[server.address].pending)
+        eventually(lambda: not writer.delivery.links[server.address].pending)
         put(writer, 3)
         writer.flush(TIMEOUT_S)
 

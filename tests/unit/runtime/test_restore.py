@@ -60,6 +60,7 @@ class Opened:
         self.lacking: dict[str, tuple[int, int]] = {}
         self.declared = False
         self.floor = 0
+        self.unlogged = self
 
     def forget_below(self, step: int) -> None:
         self.floor = step
