@@ -232,6 +232,6 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         2, SessionConfig(checkpoint_every=5), member, nothing, channel, state, store, nothing, nothing
     )
     engine._view = pb.View(plan=pb.Plan(saves=saves, target_version=12))
-    engine._writer = SimpleNamespace(unlogged=lambda: None, forget_below=ignored)  # type: ignore[assignment]
+    engine._writer = SimpleNamespace(unlogged=SimpleNamespace(news=lambda: None), forget_below=ignored)  # type: ignore[assignment]
     engine._step(ignored)
     assert store.saved == wanted

@@ -49,6 +49,7 @@ class Told:
         self.lost: SwiftError | None = None
         self.moves: list[tuple[int, list[str], list[str]]] = []
         self.reports: list[int] = []
+        self.unlogged = self
 
     def set_generation(self, generation: int, servers: list[str], emptied: list[str]) -> None:
         self.moves.append((generation, servers, emptied))
@@ -59,7 +60,7 @@ class Told:
         if self.trouble is not None:
             raise self.trouble
 
-    def refused(self) -> SwiftError | None:
+    def refusal(self) -> SwiftError | None:
         lost, self.lost = self.lost, None
         return lost
 
