@@ -27,7 +27,7 @@ class Link:
         generation: int,
         name: str,
         on_change: Callable[[int], None],
-        fsync: Callable[[str], str] = lambda _: "",
+        fsync: Callable[[str], str],
     ) -> None:
         """``on_change(freed_bytes)`` is called, without a lock, after acknowledgements and after errors."""
         self.address = address

@@ -164,8 +164,8 @@ class StreamCursor:
         stream: str,
         from_step: int,
         prefetch_bytes: int,
-        share: ReadFilter | None = None,
-        over: Callable[[], None] = lambda: None,
+        share: ReadFilter | None,
+        over: Callable[[], None],
     ) -> None:
         """``over``: told when the cursor has been closed."""
         self.stream = stream
