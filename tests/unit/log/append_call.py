@@ -13,7 +13,7 @@ from swift.log.wire import frames_message
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import JOB
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class HasChannel(Protocol):
@@ -27,8 +27,9 @@ class Call:
 
     def __init__(self, server: HasChannel) -> None:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # As the writers' own calls: a server that was just started again is waited for, and not found to be gone.
         self._call = server.channel.stream_stream(method("Append"), None, log_pb2.AppendReply.FromString)(
-            iter(self._requests.get, None), timeout=TIMEOUT_S
+            iter(self._requests.get, None), timeout=TIMEOUT_S, wait_for_ready=True
         )
         self.acked: dict[str, int] = {}
         self.opened: dict[str, int] = {}

@@ -57,7 +57,7 @@ def test_the_news_are_told_once() -> None:
 class World:
     """A queue of records, a log that takes them in order, and all that was ever meant to be logged."""
 
-    unlogged: Unlogged = field(default_factory=Unlogged)
+    unlogged: Unlogged = field(default_factory=lambda: Unlogged(nullcontext()))
     queue: list[tuple[str, RecordKey, int]] = field(default_factory=list)
     log: dict[str, list[RecordKey]] = field(default_factory=lambda: defaultdict(list))
     meant: list[tuple[str, RecordKey]] = field(default_factory=list)
