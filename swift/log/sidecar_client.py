@@ -7,11 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from swift import events
 from swift.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
 from swift.log.choice import Choice
+from swift.log.lending import NOBODY, Borrower
 from swift.log.memory import address_of
 from swift.log.placement import COPIES_MAX, PATIENCE_S
 from swift.log.record import DIMS_MAX, DTYPE_BY_NAME, RecordKey, check_name
@@ -27,16 +28,6 @@ ENV_OFF = "SWIFT_NO_SIDECAR"
 _POLL_S, _ANSWER_S, _RESTARTS_MAX, _RESTARTS_WITHIN_S = 0.25, 60.0, 5, 10.0
 
 
-class Borrower(Protocol):
-    """Who writes bodies into a ring by himself."""
-
-    def finish(self) -> None:
-        """(a flush, a full ring) Returns when all that is under way is there."""
-
-    def let_go(self) -> None:
-        """(the writer is closed) Returns when nobody writes any more."""
-
-
 class SidecarWriter:
     """The same calls as `LogWriter`'s, but the work is done by another process.
 
@@ -44,13 +35,11 @@ class SidecarWriter:
     body. What was given to them must stay as it is until `settle`, or until `copied` has passed the position that
     `append_at` has returned; then it is the caller's again.
 
-    ``module`` is the program that is started.
-
     A sidecar that dies is replaced by another one, which goes on with the same ring; so it is, on purpose, when a new
     generation brings other servers. One that outlives its trainer sends what the ring holds, for at most 10 s.
     """
 
-    module = "swift.log.sidecar"
+    module = "swift.log.sidecar"  # the program that is started
 
     def __init__(
         self,
@@ -108,7 +97,7 @@ class SidecarWriter:
         self._moving = False  # the sidecar was ended on purpose
         self._stopped = Stopped()
         self._stats: WriterStats | None = None  # once it is closed
-        self._borrower: Borrower | None = None
+        self._borrower = NOBODY
         self._memory = Memory.create(queue_bytes)
         self._urgent = self.drops  # who drops records waits for no others
         self._memory.store(Word.URGENT, self._urgent)
@@ -146,13 +135,11 @@ class SidecarWriter:
 
     @property
     def codec_choices(self) -> dict[str, Choice]:
-        """As `LogWriter.codec_choices`."""
         with self._cond:
             return dict(self._choices)
 
     @property
     def lending(self) -> "SidecarWriter":
-        """Bodies may be lent to the ring."""
         return self
 
     @property
@@ -263,7 +250,7 @@ class SidecarWriter:
         tail, moved = self._memory.load(Word.TAIL), (began := time.monotonic())
         try:
             while True:
-                self._finish_lent()
+                self._borrower.finish()
                 self._memory.store(Word.PRODUCER_WAITS, 1)
                 with self._cond:
                     if (end := self._producer.push(header, address, size, now)) >= 0:
@@ -280,19 +267,15 @@ class SidecarWriter:
 
     def lend_ring(self, borrower: Borrower) -> tuple[Memory, Producer]:
         """For bodies that somebody else writes (see Producer), appended at address 0. There is one borrower."""
-        assert self._borrower is None
+        assert self._borrower is NOBODY
         self._borrower = borrower
         return self._memory, self._producer
-
-    def _finish_lent(self) -> None:
-        if self._borrower is not None:
-            self._borrower.finish()
 
     def settle(self) -> None:
         """Returns when everything that was appended belongs to the caller again; takes no longer than the copies."""
         with self._pushing:
             if self._stats is None:
-                self._finish_lent()
+                self._borrower.finish()
                 self._producer.wait(self._producer.reserved)
             self._lent.clear()
 
@@ -408,8 +391,7 @@ class SidecarWriter:
                 self._process.wait()
             self._listener.join(5.0)
             self._line.close()
-            if self._borrower is not None:
-                self._borrower.let_go()
+            self._borrower.let_go()
             with self._pushing, self._mapped:
                 self._producer.close()
                 os.close(self._wake)

@@ -5,40 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from swift.log import ring
+from swift.log.lending import Lending
 from swift.log.record import RecordKey
-from swift.log.ring import Memory, Producer
-from swift.log.sidecar_client import ENV_OFF, Borrower, SidecarWriter
+from swift.log.sidecar_client import ENV_OFF, SidecarWriter
 from swift.log.stats import WriterStats
 from swift.log.unlogged import Unlogged
 from swift.log.writer import LogWriter
-
-
-class Lending(Protocol):
-    """A writer with a ring: a body may be read after the call, by a native thread or by a device."""
-
-    @property
-    def copied(self) -> int:
-        """What was appended below this position belongs to the caller again."""
-
-    def append_at(
-        self,
-        stream: str,
-        key: RecordKey,
-        dtype: str,
-        shape: tuple[int, ...],
-        address: int,
-        size: int,
-        now: bool = False,
-        keep: bool = False,
-    ) -> int:
-        """As `Writer.append`, of ``size`` bytes at an address; gives the position that `copied` will pass, or -1 if
-        they were dropped. ``now``: they are copied before this returns."""
-
-    def settle(self) -> None:
-        """Returns when all that was appended belongs to the caller again; takes no longer than the copies."""
-
-    def lend_ring(self, borrower: Borrower) -> tuple[Memory, Producer]:
-        """For bodies that somebody else writes, appended at address 0. There is one borrower."""
 
 
 class Writer(Protocol):

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from swift.errors import ServiceError, UsageError
+from swift.log.lending import Lending
 from swift.log.record import RecordKey
 from swift.log.ring import CONTROL_BYTES, body_at
-from swift.log.writers import Lending, Writer
+from swift.log.writers import Writer
 from swift.runtime.tensors import dtype_name, owned_bytes, plain
 
 _COPIED_WITHIN_S = 60.0
