@@ -32,7 +32,7 @@ def sources(*folders: str) -> list[Path]:
 
 def run(*words: str, **env: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        words, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+        words, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=600, check=False
     )
 
 
