@@ -14,7 +14,7 @@ from typing import Any
 
 BASE = "the loop"
 ENDED = "threads that have ended"
-UNNAMED = "gloo's and gRPC's own threads"
+UNNAMED = "the process groups' and gRPC's own threads"
 _CALIBRATED = 2000
 
 

@@ -1,6 +1,6 @@
 """`swift-ft bench overhead --pipeline`: what a session costs a user's own pipeline, and of what that is made.
 
-    plain     torch alone: four ranks over gloo, 1F1B, AdamW, clipping, a scheduler (`pipeline_ranks`)
+    plain     torch alone: four ranks, 1F1B, AdamW, clipping, a scheduler (`pipeline_ranks`)
     session   the same loop under a session, with its sidecars, a log server, a coordinator and a launcher
     metered   as session, with the clock read at the borders of its parts: what parts are made of
 
@@ -39,6 +39,7 @@ from swift.drill.cluster import Cluster
 from swift.drill.security import COORDINATOR, LAUNCHER, LOG_SERVER
 from swift.drill.sizes import MODELS, ModelConfig
 from swift.errors import ServiceError, UsageError
+from swift.runtime.backends import LOOPBACK
 
 MODES = ("plain", "session", "metered")
 STAGES, MICROBATCHES = 4, 8
@@ -124,7 +125,7 @@ def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Pipe
     processes = []
     for rank in range(config["stages"]):
         environment = {n: v for n, v in os.environ.items() if not n.startswith("SWIFT_")}
-        environment |= {"RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"RANK": str(rank), "OMP_NUM_THREADS": "1", **LOOPBACK}
         # In a session of its own as swift's are: some kernels share the cores out by sessions.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", _RANKS, given], env=environment, start_new_session=True

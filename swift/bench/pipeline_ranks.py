@@ -128,10 +128,11 @@ class Plain:
         self.clip_grad_norm_: Callable[..., Any] = meter.wrapped(clip_grad_norm, NORM)
         self.rank = int(os.environ["RANK"])
         store = FileStore(config["store"], config["stages"])
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=config["stages"])
+        backend = dist.get_default_backend_for_device("cpu")
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=config["stages"])
 
     def pipeline_stage(self, module: torch.nn.Module, index: int, count: int) -> Any:
-        return pipelining.PipelineStage(module, index, count, torch.device("cpu"))
+        return pipelining.PipelineStage(module, index, count, next(module.parameters()).device)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer

@@ -1,6 +1,6 @@
 """`swift-ft bench replica`: how fast a joiner gets a replica's state, against a raw socket in the same run.
 
-    parent ── store ── three ranks over gloo (source 0, source 1, joiner) and a raw TCP socket (0 → joiner)
+    parent ── store ── three ranks in a group (source 0, source 1, joiner) and a raw TCP socket (0 → joiner)
 
 Every round measures all cases once, by turns, so that whatever else the machine does meets all of them; a case's
 ratio is the median of its ratios to the raw socket in its own round. The copy is the one that a recovery makes, with
@@ -23,6 +23,7 @@ from typing import Any
 from swift.arguments import Parser
 from swift.bench import output
 from swift.errors import ServiceError, UsageError
+from swift.runtime.backends import LOOPBACK
 
 GOAL_RATIO = 0.7
 RAW, RAW_NEW = "raw socket", "raw socket, new memory"
@@ -157,7 +158,7 @@ def run_ranks(mebibytes: int, rounds: int) -> dict[str, Any]:
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **LOOPBACK}
     command = [
         sys.executable,
         "-P",

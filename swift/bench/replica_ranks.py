@@ -15,6 +15,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from swift.bench.replica import COPIES, RAW, RAW_NEW
 from swift.checkpoint.state import split
+from swift.runtime.backends import default_backend
+from swift.runtime.communicator import Communicator
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.replica import Transfer, receive_state, send_state
 
 JOINER = 2
@@ -104,11 +107,14 @@ def main(arguments: list[str]) -> None:
     port, mebibytes, rounds, rank = map(int, arguments)
     torch.set_num_threads(1)
     store = PrefixStore("bench", TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)))
-    dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=JOINER + 1)
+    backend = default_backend()
+    group = ReconfigurableGroup("world", range(JOINER + 1), rank, backend)
+    communicator = Communicator(backend, rank, [group], group, store_of=lambda _generation: store)
+    communicator.build(1)
     result = measure(rank, store, mebibytes << 20, rounds)
     if rank == JOINER:
         print(json.dumps(result), flush=True)
-    dist.destroy_process_group()
+    communicator.tear_down()
     os._exit(0)
 
 

@@ -1,14 +1,11 @@
-"""Every private name of torch that swift touches, in one place.
+"""Every private name of torch that swift touches, in one place; a backend's own are in its module.
 
 Checked at import: a torch that lacks one of them is refused with the names that are missing, instead of an
-AttributeError in the middle of a run. Proven with torch 2.13 on CPU with gloo.
+AttributeError in the middle of a run. Proven with torch 2.13 on CPU.
 """
 
-import contextlib
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, dataloader
 
 from swift.errors import ServiceError
+from swift.runtime.backends.base import Backend
 
 _NEEDED = {
     "torch.distributed.distributed_c10d": (
         _c10d,
         (
-            "_set_pg_timeout",
             "_world",
             "GroupName",
             "ProcessGroup",
@@ -40,7 +37,7 @@ _NEEDED = {
     ),
     "torch._C._distributed_c10d": (
         _backends,
-        ("ProcessGroupGloo", "HashStore", "PrefixStore", "Work", "_register_process_group"),
+        ("HashStore", "ReduceOp", "Work", "_register_process_group"),
     ),
     "torch.distributed.pipelining.stage": (
         _stage,
@@ -94,10 +91,11 @@ _NEEDED = {
 }
 
 
-def _check() -> None:
+def require(needed: Mapping[str, tuple[Any, Sequence[str]]]) -> None:
+    """where → (an object of torch's, names that it must have). Raises ServiceError with those that it lacks."""
     missing = [
         f"{where}.{name}"
-        for where, (owner, names) in _NEEDED.items()
+        for where, (owner, names) in needed.items()
         for name in names
         if not hasattr(owner, name)
     ]
@@ -107,7 +105,7 @@ def _check() -> None:
         )
 
 
-_check()
+require(_NEEDED)
 
 ProcessGroup: Any = _c10d.ProcessGroup  # its stub has overloads that a subclass cannot repeat
 Work = _backends.Work
@@ -323,10 +321,11 @@ def meta_from_json(items: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def set_generator_seed(seed: int, device: torch.device) -> None:
-    """Seeds the default generators. The CPU call takes 1 µs where `torch.manual_seed` takes 72."""
+def set_generator_seed(seed: int, device: torch.device | None) -> None:
+    """Seeds the default generators: the host's, and that of `device`. The host's takes 1 µs where `torch.manual_seed`
+    takes 72."""
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
@@ -398,18 +397,7 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
-# --- process groups beside the default one ---
-
-
-def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of its own: no collective over the default group is needed to make it."""
-    group = _c10d.ProcessGroup(_backends.PrefixStore("group", store), rank, size)
-    _set_backend(group, _backends.ProcessGroupGloo(_backends.PrefixStore("gloo", store), rank, size, timeout))
-    return group
-
-
-def default_group() -> Any:
-    return _c10d._get_default_group()
+# --- process groups that torch did not make ---
 
 
 def make_default(group: Any) -> None:
@@ -430,15 +418,6 @@ def before_pickling(call: Any) -> None:
 _object_to_tensor: Any = _c10d._object_to_tensor
 
 
-def set_group_timeout(group: Any, timeout: timedelta) -> None:
-    """The longest an operation of the group may take (its construction may have had another bound)."""
-    _c10d._set_pg_timeout(timeout, group)
-
-
-def sum_options() -> Any:
-    return _backends.AllreduceOptions()
-
-
 def reduction_name(op: Any) -> str:
     """The name of a reduction; None is a sum."""
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
@@ -449,42 +428,24 @@ def reduction_name(op: Any) -> str:
     )
 
 
-def give_placeholder_backend(group: Any, name: str) -> None:
-    """A Python group cannot have a name without a backend; this one is never communicated through."""
-    alone = _backends.ProcessGroupGloo(_backends.HashStore(), 0, 1, timedelta(seconds=1))
-    _set_backend(group, alone)
+def give_placeholder(group: Any, name: str, backend: Backend) -> None:
+    """A Python group cannot have a name without a torch backend, and DDP looks for one of the group's kind."""
+    kind = getattr(
+        _c10d.ProcessGroup.BackendType, backend.name.upper(), _c10d.ProcessGroup.BackendType.CUSTOM
+    )
+    group._register_backend(backend.device, kind, backend.placeholder())
+    group._set_default_backend(kind)
     group._set_group_name(name)
     group._set_group_desc(name)
 
 
-def _set_backend(group: Any, backend: Any) -> None:
-    group._register_backend(torch.device("cpu"), _c10d.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(_c10d.ProcessGroup.BackendType.GLOO)
-
-
-def forget_half_built_group() -> None:
-    """(before a default group is made) torch numbers groups, and forgets the number with the default group only. One
-    whose making failed never was one: without this, its rank would look for the others under the next number."""
-    _c10d._world.group_count = 0
-
-
-@contextlib.contextmanager
-def one_excepthook() -> Iterator[None]:
-    """(while a default group is made) torch puts a hook of its own, which writes "[rank0]: " before each line, in front
-    of the one that is there; for each generation one more."""
-    before = sys.excepthook
-    yield
-    if before.__qualname__ == sys.excepthook.__qualname__:
-        sys.excepthook = before
-
-
-def register_group(group: Any, name: str, ranks: tuple[int, ...]) -> None:
+def register_group(group: Any, name: str, ranks: tuple[int, ...], backend: Backend) -> None:
     """Tells torch of a group that it did not make; ending the default group makes torch forget it."""
     world = _c10d._world
-    world.pg_map[group] = ("gloo", _backends.HashStore())
+    world.pg_map[group] = (backend.name, _backends.HashStore())
     world.pg_names[group] = _c10d.GroupName(name)
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    world.pg_backend_config[group] = "cpu:gloo"
+    world.pg_backend_config[group] = f"{backend.device.type}:{backend.name}"
     world.pg_to_tag[group] = f"ptd:{name}"
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
     _backends._register_process_group(_c10d.GroupName(name), group)

@@ -43,7 +43,7 @@ from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.early_checkpoint import EarlyCheckpoint, UnloggedSteps
 from swift.runtime.ending import Ending
-from swift.runtime.errors import advice_on, is_communication, let_go, words_of
+from swift.runtime.errors import advice_on, let_go, words_of
 from swift.runtime.evidence import every_version, write_digests
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import ReconfigurableGroup
@@ -316,7 +316,7 @@ class Engine:
         lines = self.lines.in_use or self._script.loads("log")
         said = updates.ballot(*self._stage_group, lines=lines)
         try:
-            self._world.run(lambda messages: messages.barrier(said))
+            self._world.run(lambda collectives: collectives.barrier(said))
             self.vote_seconds += time.monotonic() - began
             updates.heard(said)
             return
@@ -466,7 +466,7 @@ class Engine:
             self._member.client.refuse(generation, str(error), differs=is_difference(error))
             self._await_notice(error)
         elif (
-            is_communication(error)
+            self._communicator.lost_peer(error)
             or isinstance(error, LogUnavailable)
             or self._communicator.broken is not None  # the trainer may have stumbled over what came of it
         ):

@@ -1,30 +1,22 @@
-"""Errors that reach the trainer's thread: which of them a lost peer may be behind."""
+"""Errors that reach the trainer's thread: which of them a lost peer may be behind, and what is said of them."""
 
 import re
 import traceback
+from collections.abc import Callable
 
-# What torch's communication errors say. Anything else that a step raises is the trainer's own error.
-_WORDS = (
-    "gloo",
-    "nccl",
-    "connection",
-    "peer",
-    "process group",
-    "timed out",
-    "timeout",
-    "socket",
-)
+# What our own communication errors say, also when torch has wrapped them.
+_OURS = "process group"
 
-# Where gloo's source was when it was built.
+# Where the source of a C++ library was when it was built.
 _SOURCE = re.compile(r"\[/[^\]\s]*:\d+\]\s*")
 
 
-def is_communication(error: BaseException) -> bool:
-    """It, or what it was raised from: torch wraps what happens inside a backward."""
+def is_communication(error: BaseException, is_lost_peer: Callable[[RuntimeError], bool]) -> bool:
+    """Whether a lost peer may be behind it, or behind what it was raised from: torch wraps what happens inside a
+    backward. Any other error of a step is the trainer's own. `is_lost_peer`: the backend's."""
     seen: BaseException | None = error
     while seen is not None:
-        words = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(word in words for word in _WORDS):
+        if isinstance(seen, RuntimeError) and (_OURS in str(seen).lower() or is_lost_peer(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 
 from swift.errors import UsageError
+from swift.runtime.backends.base import Collective
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.transport import Messages
 from swift.runtime.updates import Updates
 
 _INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gather"
@@ -66,7 +66,7 @@ class Gate:
         group: ReconfigurableGroup,
         name: str,
         results: list[torch.Tensor],
-        run: Callable[[Messages], None],
+        run: Collective,
         *,
         alike: bool,
     ) -> bool:

@@ -2,8 +2,7 @@
 
 Pipelining stages, DistributedDataParallel, FSDP2 and device meshes hold the group that they were made with. A
 `ReconfigurableGroup` is that object: torch sees one group with a name and a rank in it, and the communicator puts the
-gloo group of the current generation under it after every change of membership. What it communicates goes through
-`swift.runtime.transport`, so that a notice frees whoever waits.
+backend's group of the current generation (a `Circuit`) under it after every change of membership.
 
 DDP's reducer does not survive an error in the middle of a backward pass (it waits for a reduction that never ends).
 So with `swallow` a failed collective counts as done, and the session looks at `broken`, which keeps the error, before
@@ -11,7 +10,6 @@ anything that came out of the collective is used: the step is dropped. FSDP2 doe
 (`_torch.reset_sharded`), and must see it at once: it would compute with parameters that are half gathered.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,9 +18,24 @@ import torch
 
 from swift.errors import UsageError
 from swift.runtime import _torch
-from swift.runtime.transport import GROUPS, MESSAGE_TIMEOUT, Alone, Messages, Op, Runner, Task, operation
+from swift.runtime.backends.base import Backend, Circuit, Collective, Collectives, Connections, Op, Pending
+from swift.runtime.backends.ordered import Alone, operation
+from swift.runtime.backends.runner import Task
+from swift.runtime.tags import group_number
 
-_RUNNER_END_S = 0.02  # an idle runner ends in microseconds; a lost one is not waited for
+_ONE_PART_EACH = frozenset(
+    {
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "gather",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+    }
+)
+"""Collectives that have a part for every rank."""
 
 
 class Gate(Protocol):
@@ -33,7 +46,7 @@ class Gate(Protocol):
         group: "ReconfigurableGroup",
         name: str,
         results: list[torch.Tensor],
-        run: Callable[[Messages], None],
+        run: Collective,
         *,
         alike: bool,
     ) -> bool: ...
@@ -46,12 +59,16 @@ class Gate(Protocol):
 class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
 
-    (communicator) ``attach(inner)`` after a new generation's group is built, ``detach()`` before it ends
-    (watcher thread) ``release()``: whoever waits in this group is freed
+    (communicator) ``attach(connections, present)``, ``register()`` in each new generation; ``detach()`` at its end
     (torch, trainer) every collective and point-to-point operation, as on any group
+
+    In a generation in which ranks are missing, the others communicate without them; what has a part for every rank is
+    refused then (UsageError).
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], rank: int, *, swallow: bool = False):
+    def __init__(
+        self, name: str, ranks: Sequence[int], rank: int, backend: Backend, *, swallow: bool = False
+    ):
         super().__init__(rank, len(ranks))
         self.label = name
         self.ranks = tuple(ranks)
@@ -61,87 +78,96 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self.gate: Gate | None = (
             None  # only of a group over which trainers communicate, and torch beside them
         )
+        self.backend = backend
         self._swallow = swallow
         self._quiet = False
         self._own = rank
-        self._inner: Any = None
+        self._present = tuple(range(len(ranks)))
+        """Indices of the ranks that are in this generation, ascending: their places in the circuit."""
+        self._circuit: Circuit | None = None
         self._between = "connection of an ended generation"
-        self._messages: Messages | None = None
-        self._runner: Runner | None = None
         self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
-        _torch.give_placeholder_backend(self, name)
+        self._connections: Connections | None = None
+        _torch.give_placeholder(self, name, backend)
 
-    def attach(self, inner: Any) -> None:
-        self._inner = inner
+    def attach(self, connections: Connections, present: Sequence[int]) -> None:
+        """`present`: the ranks of this group that are in the generation, in their order: the members of
+        `connections`."""
+        places = range(len(present))
+        self._connect(connections, [self.ranks.index(rank) for rank in present], places)
+        for chosen, part in self._some.items():
+            self._attach_part(part, chosen)
+
+    def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
+        """`present`: indices into `ranks`; `places`: those of the same ranks among the members of `connections`."""
+        self._circuit = connections.circuit(places, group_number(self.label), self.label)
+        self._connections = connections
+        self._present = tuple(present)
         self.broken = None
-        number = group_number(self.label)
-        self._messages = Messages(inner, self._own, len(self.ranks), number)
-        self._runner = Runner(f"swift-{self.label}")
-        _torch.register_group(self, self.label, self.ranks)
-        for places, part in self._some.items():
-            part.attach(_Among(inner, places))
 
-    def part(self, places: Sequence[int]) -> "ReconfigurableGroup":
+    def register(self) -> None:
+        """Tells torch of the group. Ending the default group makes torch forget it."""
+        for group in (self, *self._some.values()):
+            _torch.register_group(group, group.label, group.ranks, self.backend)
+
+    def part(self, chosen: Sequence[int]) -> "ReconfigurableGroup":
         """A group of some of these ranks, by their indices; over the same connections. Raises UsageError."""
-        chosen = tuple(sorted(set(places)))
-        if not chosen or chosen[0] < 0 or chosen[-1] >= len(self.ranks) or self._own not in chosen:
+        indices = tuple(sorted(set(chosen)))
+        if not indices or indices[0] < 0 or indices[-1] >= len(self.ranks) or self._own not in indices:
             raise UsageError(
-                f"ranks={list(places)}: give pipeline ranks from 0 to {len(self.ranks) - 1}, this one "
+                f"ranks={list(chosen)}: give pipeline ranks from 0 to {len(self.ranks) - 1}, this one "
                 f"({self._own}) among them"
             )
-        if len(chosen) == len(self.ranks):
+        if len(indices) == len(self.ranks):
             return self
-        found = self._some.get(chosen)
-        if found is None:
-            label = f"{self.label}[{','.join(map(str, chosen))}]"
-            found = ReconfigurableGroup(
-                label, [self.ranks[place] for place in chosen], chosen.index(self._own)
-            )
-            self._some[chosen] = found
-            if self._inner is not None:
-                found.attach(_Among(self._inner, chosen))
-        return found
+        part = self._some.get(indices)
+        if part is None:
+            label = f"{self.label}[{','.join(map(str, indices))}]"
+            ranks = [self.ranks[index] for index in indices]
+            part = ReconfigurableGroup(label, ranks, indices.index(self._own), self.backend)
+            self._some[indices] = part
+            if self._circuit is not None:
+                self._attach_part(part, indices)
+                _torch.register_group(part, part.label, part.ranks, self.backend)
+        return part
+
+    def _attach_part(self, part: "ReconfigurableGroup", indices: Sequence[int]) -> None:
+        assert self._connections is not None
+        there = [index for index in indices if index in self._present]
+        part._connect(
+            self._connections,
+            [indices.index(index) for index in there],
+            [self._present.index(index) for index in there],
+        )
 
     def stand_alone(self) -> None:
-        """Torch knows the group, and nobody else is there any more."""
+        """Nobody else is there any more."""
         self._between = "the job has finished: no other rank is there to communicate with"
-        _torch.register_group(self, self.label, self.ranks)
-
-    def release(self) -> None:
-        for part in self._some.values():
-            part.release()
-        if self._runner is not None:
-            self._runner.stop()
 
     def detach(self) -> None:
-        self.release()
         for part in self._some.values():
             part.detach()
-        if self._runner is not None:
-            self._runner.join(_RUNNER_END_S)
-        self._inner = self._messages = None
+        self._circuit = self._connections = None
 
-    def submit(self, run: Callable[[Messages], None]) -> Task:
+    def submit(self, run: Collective) -> Task:
         """Starts something over this group, in the order of the calls. Raises RuntimeError between generations."""
-        messages, runner = self._messages, self._runner
-        if messages is None or runner is None:
-            raise RuntimeError(f"process group {self.label}: {self._between}")
-        return runner.submit(lambda: messages.carry_out(run))
+        return self._attached().submit(run)
 
-    def run(self, run: Callable[[Messages], None]) -> None:
+    def _attached(self) -> Circuit:
+        circuit = self._circuit
+        if circuit is None:
+            raise RuntimeError(f"process group {self.label}: {self._between}")
+        return circuit
+
+    def run(self, run: Collective) -> None:
         self.submit(run).wait()
 
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Of all its ranks, in their order."""
+        """Of all its ranks that are in this generation, in their order."""
         own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in self.ranks]
-        self.run(lambda messages: messages.all_gather(parts, own))
+        parts = [torch.empty_like(own) for _ in self._present]
+        self.run(lambda collectives: collectives.all_gather(parts, own))
         return parts
-
-    def plain_all_reduce(self, tensor: torch.Tensor) -> Task:
-        """The backend's own sum, in its own order."""
-        inner = self._inner
-        return self.submit(lambda _messages: inner.allreduce([tensor], _torch.sum_options()).wait())
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -158,32 +184,43 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     # --- what torch calls ---
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
-        return "gloo"
+        return self.backend.name
 
     def shutdown(self) -> None:
         """torch ends all groups together with the default one; this one stays, its inner group has ended."""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
-        return self._message("send", tensors, to, tag)
+        circuit = self._messaging("send")
+        return _MessageWork(circuit.send(tensors, self._place(to), tag), self._breaker())
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
-        return self._message("recv", tensors, source, tag)
+        circuit = self._messaging("recv")
+        return _MessageWork(circuit.recv(tensors, self._place(source), tag), self._breaker())
 
-    def _message(self, kind: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+    def _messaging(self, kind: str) -> Circuit:
         if self.gate is not None:
             self.gate.message(kind)
-        if self._inner is None or self._runner is None:
-            raise RuntimeError(f"process group {self.label}: {self._between}")
-        self.used()
-        return _MessageWork(self._runner, getattr(self._inner, kind)(tensors, peer, tag), self._breaker())
+        return self._attached()
+
+    def _place(self, index: int) -> int:
+        """Of the rank at this index of the group, among those that are in this generation. Raises RuntimeError."""
+        if index not in self._present:
+            raise RuntimeError(
+                f"process group {self.label}: rank {self.ranks[index]} is not in this generation"
+            )
+        return self._present.index(index)
 
     def _collective(
-        self, name: str, result: list[torch.Tensor], run: Callable[[Messages], None], *, alike: bool = True
+        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
         """`name`: of torch's function. `alike`: all ranks get the same result."""
         if self._quiet:
             run(Alone(self._own, len(self.ranks)))
             return _CollectiveWork(None, result)
+        if self._circuit is not None and len(self._present) < len(self.ranks) and name in _ONE_PART_EACH:
+            raise UsageError(
+                f"process group {self.label}: {name} has a part for ranks that are not there now"
+            )
         self.used()
         gate = self.gate if len(self.ranks) > 1 else None
         if gate is not None and gate.collective(self, name, result, run, alike=alike):
@@ -202,16 +239,16 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
 
     def _breaker(self) -> Callable[[Exception], None]:
         """What hears of an error of this generation. DDP may wait for a work of the last one in the next."""
-        runner = self._runner
+        circuit = self._circuit
 
         def broke(error: Exception) -> None:
-            if self._runner is runner:
+            if self._circuit is circuit:
                 self.broken = self.broken or error
 
         return broke
 
     def _reduction(
-        self, name: str, result: list[torch.Tensor], run: Callable[[Messages], None], *, alike: bool = True
+        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
         work = self._collective(name, result, run, alike=alike)
         if not self._quiet:
@@ -231,9 +268,9 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         op, finish = self._operation(options)
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for tensor in tensors:
-                messages.all_reduce(tensor.data, op)
+                collectives.all_reduce(tensor.data, op)
                 finish(tensor.data)
 
         return self._reduction("all_reduce", tensors, run)
@@ -243,10 +280,10 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
         op, finish = self._operation(options)
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for tensor in tensors:
                 whole = tensor.data.clone()
-                messages.all_reduce(whole, op)
+                collectives.all_reduce(whole, op)
                 if self._own == options.rootRank:
                     tensor.data.copy_(finish(whole))
 
@@ -255,14 +292,14 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         root = options.rootRank if options is not None else 0
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for tensor in tensors:
-                messages.broadcast(tensor.data, root)
+                collectives.broadcast(tensor.data, self._place(root))
 
         return self._collective("broadcast", tensors, run)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._collective("barrier", [], lambda messages: messages.barrier())
+        return self._collective("barrier", [], lambda collectives: collectives.barrier())
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()
@@ -270,18 +307,18 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
     ) -> Any:
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for parts, own in zip(outputs, inputs, strict=True):
-                _gather(messages, parts, own)
+                _gather(collectives, parts, own)
 
         return self._collective("all_gather", [part for parts in outputs for part in parts], run)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
     ) -> Any:
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for output, own in zip(outputs, inputs, strict=True):
-                messages.all_gather(self._parts(output.data), own.data.contiguous())
+                collectives.all_gather(self._parts(output.data), own.data.contiguous())
 
         return self._collective("all_gather_into_tensor", outputs, run)
 
@@ -295,21 +332,21 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
         """`outputs` is empty but on the root."""
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for index, own in enumerate(inputs):
                 parts = outputs[index] if outputs else [torch.empty_like(own) for _ in self.ranks]
-                _gather(messages, parts, own)
+                _gather(collectives, parts, own)
 
         return self._collective("gather", [part for parts in outputs for part in parts], run, alike=False)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
         """`inputs` is empty but on the root."""
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for index, output in enumerate(outputs):
                 for rank in range(len(self.ranks)):
                     part = (inputs[index][rank] if inputs else torch.empty_like(output)).data.contiguous()
-                    messages.broadcast(part, options.rootRank)
+                    collectives.broadcast(part, options.rootRank)
                     if rank == self._own:
                         output.data.copy_(part)
 
@@ -320,9 +357,9 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         op, finish = self._operation(options)
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for output, whole in zip(outputs, inputs, strict=True):
-                messages.reduce_scatter(output.data, self._parts(whole.data.contiguous()), op)
+                collectives.reduce_scatter(output.data, self._parts(whole.data.contiguous()), op)
                 finish(output.data)
 
         return self._reduction("reduce_scatter_tensor", outputs, run, alike=False)
@@ -339,17 +376,17 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         op, finish = self._operation(options)
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                messages.reduce_scatter(output.data, [part.data.contiguous() for part in parts], op)
+                collectives.reduce_scatter(output.data, [part.data.contiguous() for part in parts], op)
                 finish(output.data)
 
         return self._reduction("reduce_scatter", outputs, run, alike=False)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None) -> Any:
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             incoming = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
-            messages.all_to_all(incoming, [each.data.contiguous() for each in inputs])
+            collectives.all_to_all(incoming, [each.data.contiguous() for each in inputs])
             for output, room in zip(outputs, incoming, strict=True):
                 output.data.copy_(room)
 
@@ -365,10 +402,10 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         into, out_of = output.data, whole.data
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             incoming = list(torch.split(into, output_sizes)) if output_sizes else self._parts(into)
             outgoing = list(torch.split(out_of, input_sizes)) if input_sizes else self._parts(out_of)
-            messages.all_to_all(incoming, outgoing)
+            collectives.all_to_all(incoming, outgoing)
 
         return self._collective("all_to_all_single", [output], run, alike=False)
 
@@ -385,45 +422,25 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
         return list(whole.view(len(self.ranks), -1).unbind())
 
 
-def _gather(messages: Messages, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+def _gather(collectives: Collectives, parts: list[torch.Tensor], own: torch.Tensor) -> None:
     rooms = [part.data.contiguous() for part in parts]
-    messages.all_gather(rooms, own.data.contiguous())
+    collectives.all_gather(rooms, own.data.contiguous())
     for part, room in zip(parts, rooms, strict=True):
         if not part.is_contiguous():
             part.data.copy_(room)
 
 
-def group_number(label: str) -> int:
-    """Groups that lie over the same connections keep their messages apart by it. Parts have numbers of their own."""
-    return zlib.crc32(label.encode()) % GROUPS + (GROUPS if "[" in label else 0)
-
-
-class _Among:
-    """The connections of a group, seen by some of its ranks."""
-
-    def __init__(self, inner: Any, places: Sequence[int]):
-        self._inner = inner
-        self._places = places
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
-        return self._inner.send(tensors, self._places[to], tag)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return self._inner.recv(tensors, self._places[source], tag)
-
-
 class _MessageWork(_torch.Work):
-    """A point-to-point operation that a runner waits for."""
+    """A point-to-point operation. `broke` hears of its error."""
 
-    def __init__(self, runner: Runner, work: Any, broke: Callable[[Exception], None]):
+    def __init__(self, pending: Pending, broke: Callable[[Exception], None]):
         super().__init__()
-        self._runner = runner
-        self._work = work
+        self._pending = pending
         self._broke = broke
 
     def wait(self, timeout: Any = None) -> bool:
         try:
-            self._runner.submit(lambda: self._work.wait(MESSAGE_TIMEOUT)).wait()
+            self._pending.wait()
         except RuntimeError as error:
             self._broke(error)
             raise

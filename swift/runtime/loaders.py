@@ -22,7 +22,6 @@ from swift.runtime import _torch
 from swift.runtime.rng import Randomness, kept, seed_all, seed_for
 
 BEFORE_RUN = -1
-_CPU = torch.device("cpu")
 
 
 class Iterators:
@@ -69,7 +68,7 @@ class Iterators:
         made = self._number(_kind(loader))
         seed = self._seed(made)
         with kept():
-            seed_all(seed, _CPU)
+            seed_all(seed)
             iterator = make(loader)
         # What it was called by its class; a persistent loader makes one iterator for all epochs.
         iterator._next_data = _Batches(type(iterator)._next_data, weakref.ref(iterator), seed)
@@ -105,7 +104,7 @@ class _Batches:
     def __call__(self) -> Any:
         self._count += 1
         with kept():
-            seed_all(seed_for(self._seed, self._count, 0, 0), _CPU)
+            seed_all(seed_for(self._seed, self._count, 0, 0))
             try:
                 return self._inner(self._iterator())
             except StopIteration:

@@ -19,7 +19,7 @@ from swift.checkpoint.state import split, stride_told
 from swift.errors import ReplicaDiffers, UsageError
 from swift.runtime.tensors import dtype_name
 
-# Bytes. gloo moves 4 MiB and more at a raw socket's speed, 1 MiB at half of it.
+# Bytes. From 4 MiB on a message moves at a raw socket's speed, one of 1 MiB at half of it.
 CHUNK_BYTES_MAX = 8 << 20
 CHUNK_BYTES_MIN = 64 << 10
 # So many times its own bytes a tensor may lie spread over.

@@ -4,7 +4,7 @@ A collective that fails leaves its buffer partly reduced on some ranks (tests/in
 bucket is reduced in a flat copy, and gradients are written only after the collective has ended well here. Whether
 it has ended well everywhere is for the commit vote to say.
 
-Two ways to sum: *ordered* by data-parallel rank (`swift.runtime.transport`), whose bits depend on no layout, and
+Two ways to sum: *ordered* by data-parallel rank (`swift.runtime.backends`), whose bits depend on no layout, and
 *fast*, the backend's all_reduce, whose order of additions is the backend's (the same for the same layout).
 """
 
@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from swift.errors import UsageError
+from swift.runtime.backends.base import Collectives
+from swift.runtime.backends.ordered import operation
 from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.transport import Messages, operation
 
 Bucket = Sequence[torch.nn.Parameter]
 
@@ -36,9 +37,9 @@ class Reduction:
         self.sizes = sizes
         add = operation(None)
         self._task = (
-            group.submit(lambda messages: messages.all_reduce(flat, add))
+            group.submit(lambda collectives: collectives.all_reduce(flat, add))
             if ordered
-            else group.plain_all_reduce(flat)
+            else group.submit(lambda collectives: collectives.unordered_sum(flat))
         )
 
     @property
@@ -113,15 +114,15 @@ class Reducer:
         number = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
         total = number.detach().clone().reshape(1)
         add = operation(None)
-        self._group.run(lambda messages: messages.all_reduce(total, add))
+        self._group.run(lambda collectives: collectives.all_reduce(total, add))
         average = (total / self._dp_size).reshape(number.shape)
         return average if isinstance(value, torch.Tensor) else float(average)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         """Gives all data-parallel ranks the first one's values, bit for bit."""
 
-        def run(messages: Messages) -> None:
+        def run(collectives: Collectives) -> None:
             for tensor in tensors:
-                messages.broadcast(tensor, 0)
+                collectives.broadcast(tensor, 0)
 
         self._group.run(run)

@@ -10,14 +10,14 @@ apart are found out before the joiner resumes from a mixture of them. Bytes go f
 joiner's without a copy between; small tensors are packed, and a tensor whose memory is not one contiguous run of
 bytes on the CPU goes through a copy that is.
 
-The payload goes through gloo's point-to-point operations. With chunks of 4 MiB and more, several in flight, they
-reach a raw TCP socket's speed while a core is free for each end (`swift-ft bench replica`); a socket of our own, sent
-and digested by one thread, was slower then, and about a tenth faster with all cores taken, which is not worth another
-port to guard. Digests (XXH3, several times as fast as a socket) are computed between two waits, while gloo's own
-thread moves the chunks that are in flight.
+The payload goes through the backend's point-to-point operations. With chunks of 4 MiB and more, several in flight,
+they reach a raw TCP socket's speed while a core is free for each end (`swift-ft bench replica`); a socket of our own,
+sent and digested by one thread, was slower then, and about a tenth faster with all cores taken, which is not worth
+another port to guard. Digests (XXH3, several times as fast as a socket) are computed between two waits, while the
+backend moves the chunks that are in flight.
 
 What goes wrong: a peer that dies, or a group that a notice broke open, shows as torch's RuntimeError; `check`
-raises what it raises. Both leave no operation behind that writes anywhere (gloo drops an operation with its Work).
+raises what it raises. Both leave no operation behind that writes anywhere.
 The joiner's tensors then hold parts of the new state: it holds no version until another copy succeeds.
 """
 
@@ -33,6 +33,7 @@ import xxhash
 
 from swift.checkpoint.state import join
 from swift.errors import ReplicaDiffers
+from swift.runtime.backends.base import Pending
 from swift.runtime.manifest import (
     Chunk,
     Manifest,
@@ -41,17 +42,16 @@ from swift.runtime.manifest import (
     plan_chunks,
 )
 from swift.runtime.receive_buffers import Destination
+from swift.runtime.tags import REPLICA_CHUNK, REPLICA_DIGESTS, REPLICA_HEADER, REPLICA_MANIFEST
 from swift.runtime.tensors import as_bytes, byte_view
 
-# Operations in flight per source: gloo has the next one at hand while a chunk is digested. They hold no copies.
+# Operations in flight per source: the backend has the next one at hand while a chunk is digested. They hold no copies.
 _IN_FLIGHT = 8
 _DIGEST_BYTES = 16
 _HEADER_WORDS = 5
 _PROTOCOL = 0x7377_6966_7403
 _MANIFEST_BYTES_MAX = 1 << 30
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
-_TAG_HEADER, _TAG_MANIFEST, _TAG_DIGESTS, TAG_CHUNK = 1, 2, 3, 16
 
 OnChunk = Callable[[int, int], None]
 
@@ -89,11 +89,6 @@ class Received:
     seconds: float
     witnesses: tuple[int, ...] = ()
     """The sources whose logs hold all that they have done (`swift.log.gaps`)."""
-
-
-class Pending(Protocol):
-    def wait(self) -> Any:
-        """Returns when the bytes are moved. Raises RuntimeError if they never will be."""
 
 
 class Wire(Protocol):
@@ -155,8 +150,8 @@ def send_state(
         in_flight.append((part, wire.send(part, transfer.joiner, tag)))
 
     try:
-        send(header.view(torch.uint8), _TAG_HEADER)
-        send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TAG_MANIFEST)
+        send(header.view(torch.uint8), REPLICA_HEADER)
+        send(torch.frombuffer(bytearray(data), dtype=torch.uint8), REPLICA_MANIFEST)
         parts = [
             _NO_BYTES if e.same_as else as_bytes(t) for e, t in zip(manifest.entries, tensors, strict=True)
         ]
@@ -168,14 +163,14 @@ def send_state(
         for chunk in chunks:
             if chunk.source == source:
                 check()
-                send(_packed(chunk, parts), TAG_CHUNK + chunk.index)
+                send(_packed(chunk, parts), REPLICA_CHUNK + chunk.index)
                 done += 1
                 while len(in_flight) > _IN_FLIGHT:
                     in_flight.popleft()[1].wait()
                 on_chunk(done, len(mine))
             digests += _digests(chunk, parts)
         if digests:
-            send(torch.frombuffer(digests, dtype=torch.uint8), _TAG_DIGESTS)
+            send(torch.frombuffer(digests, dtype=torch.uint8), REPLICA_DIGESTS)
         while in_flight:
             check()
             in_flight.popleft()[1].wait()
@@ -228,7 +223,7 @@ def receive_state(
                 arrived()
             room = _room(chunk, destination.parts)
             source = transfer.sources[chunk.source]
-            in_flight.append((chunk, room, wire.receive(room, source, TAG_CHUNK + chunk.index)))
+            in_flight.append((chunk, room, wire.receive(room, source, REPLICA_CHUNK + chunk.index)))
         while in_flight:
             check()
             arrived()
@@ -279,7 +274,7 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tup
     """And whether its log is whole."""
     check()
     header = torch.zeros(_HEADER_WORDS, dtype=torch.int64)
-    wire.receive(header.view(torch.uint8), source, _TAG_HEADER).wait()
+    wire.receive(header.view(torch.uint8), source, REPLICA_HEADER).wait()
     protocol, _version, length, digest, logged = header.tolist()
     if protocol != _PROTOCOL or not 0 < length <= _MANIFEST_BYTES_MAX:
         raise ReplicaDiffers(
@@ -287,7 +282,7 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tup
         )
     check()
     text = torch.empty(length, dtype=torch.uint8)
-    wire.receive(text, source, _TAG_MANIFEST).wait()
+    wire.receive(text, source, REPLICA_MANIFEST).wait()
     data = text.numpy().tobytes()
     if xxhash.xxh3_64_intdigest(data) >> 1 != digest:
         raise ReplicaDiffers(
@@ -356,7 +351,7 @@ def _compare(
     for source in transfer.sources:
         check()
         room = torch.empty(len(digests), dtype=torch.uint8)
-        wire.receive(room, source, _TAG_DIGESTS).wait()
+        wire.receive(room, source, REPLICA_DIGESTS).wait()
         told[source] = room.numpy().tobytes()
     pieces = [(piece, chunk) for chunk in chunks for piece in chunk.pieces]
 

@@ -38,12 +38,13 @@ from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.member import Member
 from swift.runtime.pace import Pace
 from swift.runtime.plans import collective_sources, gives_up_log, own_plan
-from swift.runtime.replica import TAG_CHUNK, Transfer, receive_state, send_state
+from swift.runtime.replica import Transfer, receive_state, send_state
 from swift.runtime.shared_replay.helper import Helper, MakeModule
 from swift.runtime.shared_replay.owner import Helped, Owner, send_away, why_alone, why_no_help
 from swift.runtime.shared_replay.waits import bottleneck, split
 from swift.runtime.standstill import Standstill
 from swift.runtime.state import TrainerState
+from swift.runtime.tags import REPLICA_CHUNK
 
 FLUSH_TIMEOUT_S = 60.0
 
@@ -83,7 +84,7 @@ class _Wire:
 
     def receive(self, data: torch.Tensor, source: int, tag: int) -> Any:
         pending = self._world.recv([data], source, tag)
-        return _Arriving(pending, data, self._faults) if tag >= TAG_CHUNK else pending
+        return _Arriving(pending, data, self._faults) if tag >= REPLICA_CHUNK else pending
 
 
 class _Arriving:

@@ -22,6 +22,8 @@ from swift.errors import UsageError
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch, sharded
 from swift.runtime.audit import Audit
+from swift.runtime.backends import default_backend
+from swift.runtime.backends.base import Backend
 from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator
 from swift.runtime.config import SessionConfig
@@ -59,12 +61,13 @@ class Session:
         """This process's number among all ranks, from 0; one that replaces a lost one has the same."""
         self.world_size = world_size
         """Ranks of the job."""
+        self._backend = default_backend(self._service_ports)
         self._mesh = Mesh(rank, world_size, config.replicas, config.shards)
         self.groups = self._reconfigurable_groups()
         """Process groups that outlive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
         (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
         # The session's own: votes, copies.
-        self._all = ReconfigurableGroup("all", self.groups["world"].ranks, rank)
+        self._all = ReconfigurableGroup("all", self.groups["world"].ranks, rank, self._backend)
         self._config = config
         self._member = member
         self._faults = FaultInjector(rank)
@@ -83,9 +86,8 @@ class Session:
             if not member.replaces_another():  # who does can go on without writing
                 raise
         self._communicator = Communicator(
+            self._backend,
             rank,
-            world_size,
-            service_ports=self._service_ports,
             groups=(*self.groups.values(), self._all),
             default=self.groups["world"],
             store_of=CoordinatorStores(member.client),
@@ -93,7 +95,7 @@ class Session:
         self._channel = Channel(
             self._mesh,
             config.seed,
-            torch.device("cpu"),
+            self._backend.device,
             self._faults,
             lambda: self._communicator.store,
             member.check,
@@ -217,7 +219,7 @@ class Session:
         averages them itself (`session.ddp`, FSDP2 on `session.mesh`). Its group is this rank's pipeline.
         """
         device = torch.device(device)
-        _check_device(device)
+        _check_device(device, self._backend)
         options.setdefault("group", self.groups["pipeline"])
         stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
         stage._attach(self._channel, self._updates)
@@ -255,7 +257,7 @@ class Session:
             )
         for parameter in module.parameters():
             if parameter.device.type != "meta":  # not materialised yet
-                _check_device(parameter.device)
+                _check_device(parameter.device, self._backend)
         whole = WholeModule(module)
         self._add_stage(whole)
         watch_forwards(module, self._channel)
@@ -286,7 +288,7 @@ class Session:
 
     def adopt(self, stage: Any) -> Any:
         """Makes a stage that exists already (built by `pipeline().build_stage`, say) a logged one."""
-        _check_device(torch.device(getattr(stage, "device", "cpu")))
+        _check_device(torch.device(getattr(stage, "device", self._backend.device)), self._backend)
         if stage.group is None and self.dp_size == 1:
             stage.group = self.groups["pipeline"]
         if stage.group is not self.groups["pipeline"]:
@@ -477,7 +479,9 @@ class Session:
     def _reconfigurable_groups(self) -> dict[str, ReconfigurableGroup]:
         return {
             # A broken message must end the schedule; DDP's reducer must not see an error.
-            name: ReconfigurableGroup(name, ranks, ranks.index(self.rank), swallow=name == "data")
+            name: ReconfigurableGroup(
+                name, ranks, ranks.index(self.rank), self._backend, swallow=name == "data"
+            )
             for name, ranks in self._mesh.groups().items()
         }
 
@@ -510,7 +514,8 @@ class Session:
         return [int(address.rpartition(":")[2]) for address in addresses]
 
 
-def _check_device(device: torch.device) -> None:
-    """Raises UsageError: the groups are gloo's, and nothing of a recovery has been shown on another device."""
-    if device.type != "cpu":
-        raise UsageError(f"device {device}: this version recovers CPU (gloo) pipelines only")
+def _check_device(device: torch.device, backend: Backend) -> None:
+    """Raises UsageError: the backend moves no tensors of another device."""
+    if device.type != backend.device.type:
+        here = f"{backend.device.type.upper()} ({backend.name})"
+        raise UsageError(f"device {device}: this version recovers {here} pipelines only")

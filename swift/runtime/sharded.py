@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from swift.errors import ServiceError, UsageError
 from swift.optim.lamb import Lamb
+from swift.runtime.backends.base import Collectives
 from swift.runtime.groups import Mesh, ReconfigurableGroup
 from swift.runtime.manifest import local, placement
-from swift.runtime.transport import Messages
 
 # Their steps take norms or products of whole matrices: collectives of torch's after the vote.
 _COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
@@ -29,12 +29,13 @@ def device_mesh(mesh: Mesh, groups: Mapping[str, ReconfigurableGroup]) -> Device
     """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation."""
     if mesh.shards == 1:
         raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
+    device = groups["shard"].backend.device.type
     if mesh.replicas == 1:
-        return DeviceMesh.from_group(groups["shard"], "cpu", mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(groups["shard"], device, mesh_dim_names=("shard",))
     first = groups["data"].ranks[0]
     ranks = torch.arange(first, first + mesh.dp_size).view(mesh.replicas, mesh.shards)
     return DeviceMesh.from_group(
-        [groups["replicate"], groups["shard"]], "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard")
+        [groups["replicate"], groups["shard"]], device, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )
 
 
@@ -74,9 +75,9 @@ def broadcast(group: ReconfigurableGroup, tensors: Iterable[torch.Tensor]) -> No
     """Gives all ranks of `group` the first one's values, bit for bit."""
     kept = [tensor for tensor in tensors if tensor.numel()]
 
-    def run(messages: Messages) -> None:
+    def run(collectives: Collectives) -> None:
         for tensor in kept:
-            messages.broadcast(tensor, 0)
+            collectives.broadcast(tensor, 0)
 
     group.run(run)
 

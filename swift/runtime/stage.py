@@ -213,7 +213,7 @@ class _Logged(_Base):
         return self._sent(BACKWARD, bwd_chunk_id, destinations if ops else [], ops)
 
     def _check_shape(self, tensor: torch.Tensor, output: int) -> None:
-        """gloo ends the process of a neighbour whose buffer is too small."""
+        """A message that is larger than its buffer may end the neighbour's process."""
         metas = self._stage_meta.outputs
         if metas is None or metas[output] is None or metas[output].shape == tensor.shape:
             return

@@ -443,7 +443,7 @@ class TrainerState:
 
     def _load_object(self, name: str, state: Any) -> None:
         with kept():
-            seed_all(_LOADING, torch.device("cpu"))
+            seed_all(_LOADING)
             before = digest_of_states()
             with naming(f"register({name}=...)"):
                 self.objects[name].load_state_dict(state)

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers
+from swift.runtime.backends.gloo import GlooBackend
 from swift.runtime.communicator import Communicator, Interrupted
+from swift.runtime.groups import Mesh, ReconfigurableGroup
 from swift.runtime.manifest import local
 from swift.runtime.replica import DefaultGroup, Transfer, receive_state, send_state
 from swift.runtime.tensors import digest
@@ -65,10 +67,20 @@ def digest_of(state: dict[str, Any]) -> str:
 
 
 class Rank:
-    def __init__(self, rank: int, world: int, place: Path, build: bool = True) -> None:
+    def __init__(self, rank: int, world: int, place: Path, build: bool = True, shards: bool = False) -> None:
+        """`shards`: two replicas of two shards each."""
         self.rank, self.place = rank, place
         self.entered = 1
-        self.communicator = Communicator(rank, world)
+        backend = GlooBackend()
+        kinds = {"default": tuple(range(world))}
+        if shards:
+            kinds = Mesh(rank, world, replicas=2, shards=2).groups()
+        self.groups = {
+            name: ReconfigurableGroup(name, ranks, ranks.index(rank), backend)
+            for name, ranks in kinds.items()
+        }
+        groups = list(self.groups.values())
+        self.communicator = Communicator(backend, rank, groups, groups[0])
         if build:
             self.communicator.build(1)
             dist.barrier()
@@ -150,10 +162,11 @@ def copies(me: Rank) -> None:
 
 def sharded(me: Rank) -> None:
     """FSDP2 over 2 replicas of 2 shards: ranks 2 and 3 have lost their state and copy it shard by shard."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    from swift.runtime.sharded import device_mesh
+
+    mesh = device_mesh(Mesh(me.rank, 4, replicas=2, shards=2), me.groups)
     torch.manual_seed(me.rank // 2)  # the second replica starts from other weights
     model = torch.nn.Sequential(torch.nn.Linear(9, 70), torch.nn.LayerNorm(70), torch.nn.Linear(70, 5))
     for part in (model[0], model[2], model):
@@ -245,7 +258,7 @@ def source_dies(me: Rank, generation: int) -> None:
 
 def run(rank: int, world: int, place: Path, case: str) -> None:
     torch.set_num_threads(1)
-    me = Rank(rank, world, place, build=case != "replacement")
+    me = Rank(rank, world, place, build=case != "replacement", shards=case == "sharded")
     if case == "interrupted":
         interrupted(me)
     elif case in ("source_dies", "replacement"):

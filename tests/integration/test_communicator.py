@@ -1,6 +1,6 @@
 """Survivors that wait in a communication are freed by a notice, and meet again in the next generation.
 
-Real processes, real gloo, real SIGKILL. Rank 2 dies; rank 3 is its direct peer, ranks 0 and 1 are not: without
+Real processes, real sockets, real SIGKILL. Rank 2 dies; rank 3 is its direct peer, ranks 0 and 1 are not: without
 a notice they would hang until the group's timeout.
 """
 
@@ -18,10 +18,14 @@ WORKER = textwrap.dedent(
     import json, os, signal, sys, threading, time
     from pathlib import Path
     import torch, torch.distributed as dist
+    from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
+    from swift.runtime.groups import ReconfigurableGroup
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    comm = Communicator(rank, 4)
+    backend = GlooBackend()
+    group = ReconfigurableGroup("world", range(4), rank, backend)
+    comm = Communicator(backend, rank, [group], group)
     entered = 1
 
     def say(name, **fields):
@@ -94,7 +98,7 @@ def test_survivors_are_freed_and_meet_again(operation: str, forks: Forks, tmp_pa
         ranks[4] = start(2, replacement=2)
         (tmp_path / "notice").touch()
         for rank in (0, 1, 3):
-            wait_for(f"freed-{rank}", 20.0)  # without it, after the 30 s that gloo waits for a message
+            wait_for(f"freed-{rank}", 20.0)  # without it, never
         (tmp_path / "all-freed").touch()
         done = {rank: wait_for(f"done-{rank}") for rank in range(4)}
         assert {d["total"] for d in done.values()} == {6.0}

@@ -10,13 +10,15 @@ EVERYTHING = textwrap.dedent(
     """
     import json, sys
     import torch, torch.distributed as dist
+    from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
 
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    group = ReconfigurableGroup("default", range(world), rank)
-    comm = Communicator(rank, world, groups=[group], default=group)
+    backend = GlooBackend()
+    group = ReconfigurableGroup("default", range(world), rank, backend)
+    comm = Communicator(backend, rank, [group], group)
     wrong = []
 
     def check(name, got, expected):
@@ -78,7 +80,7 @@ EVERYTHING = textwrap.dedent(
         if rank != 1:  # some of them, beside what all do
             part = group.part([0, 2])
             room = [torch.zeros(2) for _ in part.ranks]
-            part.run(lambda messages: messages.all_gather(room, one))
+            part.run(lambda collectives: collectives.all_gather(room, one))
             check("part", torch.stack(room), [[1.0, 2.0], [3.0, 2.0]])
         dist.all_reduce(mine := one.clone())
         check("behind a part", mine, [6.0, 6.0])

@@ -1,4 +1,5 @@
-"""Groups that outlive their generation, and reductions that are broken in the middle. Real processes, real gloo."""
+"""Groups that outlive their generation, and reductions that are broken in the middle. Real processes, real
+sockets."""
 
 import json
 import textwrap
@@ -15,15 +16,16 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     # One rank's connections break at another moment of the reduction in every trial.
     import json, sys, threading, time
     import torch
+    from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
     from swift.runtime.reducer import Reducer
-    from swift.runtime.transport import Messages
 
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
     torch.set_num_threads(1)
-    group = ReconfigurableGroup("data", range(world), rank)
-    comm = Communicator(rank, world, groups=[group])
+    backend = GlooBackend()
+    group = ReconfigurableGroup("data", range(world), rank, backend)
+    comm = Communicator(backend, rank, [group], group)
     reducer = Reducer(group, ordered=ordered)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
     sums = [torch.full((1 << 20,), sum(r + 1.0 + n for r in range(world)) / world) for n in range(4)]
@@ -33,14 +35,13 @@ BROKEN_REDUCTIONS = textwrap.dedent(
         for n, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, rank + 1.0 + n)
         before = [parameter.grad.clone() for parameter in parameters]
-        group.run(Messages.barrier)
-        over = threading.Event()
+        group.run(lambda collectives: collectives.barrier())
+        over, fabric = threading.Event(), comm._fabric
 
         def break_it():  # the others are told, as survivors are
             late = over.wait(trial * 0.0015 + (0.05 if rank != 1 else 0.0))
             while not late:
-                group.release()
-                comm._shut_sockets()
+                fabric.abort()
                 late = over.wait(0.02)
 
         breaker = threading.Thread(target=break_it)
@@ -75,14 +76,15 @@ DDP_LIVES_ON = textwrap.dedent(
     import json, os, signal, sys
     import torch
     from torch.nn.parallel import DistributedDataParallel
+    from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
-    from swift.runtime.transport import Messages
 
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    group = ReconfigurableGroup("data", [0, 1], rank, swallow=True)
-    comm = Communicator(rank, 2, groups=[group])
+    backend = GlooBackend()
+    group = ReconfigurableGroup("data", [0, 1], rank, backend, swallow=True)
+    comm = Communicator(backend, rank, [group], group)
     torch.manual_seed(7)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(
@@ -99,7 +101,7 @@ DDP_LIVES_ON = textwrap.dedent(
     out = {}
     if generation == 1:
         out["first"] = backward(0)
-        group.run(Messages.barrier)
+        group.run(lambda collectives: collectives.barrier())
         if rank == 1:
             calls = 0
             def die(grad):
@@ -114,7 +116,7 @@ DDP_LIVES_ON = textwrap.dedent(
         comm.build(2)
         out["mended"] = group.broken is None
     out["again"] = backward(1)
-    group.run(Messages.barrier)
+    group.run(lambda collectives: collectives.barrier())
     comm.tear_down()
     print(json.dumps(out))
     """

@@ -11,7 +11,8 @@ from typing import Any
 
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused
-from swift.runtime.shared_replay.gradient_chain import Post, Wire
+from swift.runtime.backends.base import Wire
+from swift.runtime.shared_replay.gradient_chain import Post
 
 
 def copy_of(helper: int, planned: Sequence[pb.Help]) -> tuple[int, ...]:

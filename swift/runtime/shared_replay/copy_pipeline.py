@@ -10,14 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from swift.runtime.backends.base import Pending, Wire
+from swift.runtime.backends.runner import Broken
 from swift.runtime.shared_replay.action_executor import ActionExecutor, Once
 from swift.runtime.shared_replay.actions import Action
 from swift.runtime.shared_replay.agreement import Together
-from swift.runtime.shared_replay.gradient_chain import Pending, Post, Wire
-from swift.runtime.transport import Broken
-
-# Above those of weights and gradients (`swift.runtime.shared_replay.gradient_chain`), below those of collectives.
-_TAG_ACTIVATIONS, _TAG_GRADIENTS = 1 << 19, (1 << 19) + 1
+from swift.runtime.shared_replay.gradient_chain import Post
+from swift.runtime.tags import INNER_ACTIVATIONS, INNER_GRADIENTS
 
 
 class CopyPipeline:
@@ -56,7 +55,7 @@ class CopyPipeline:
 
 def _way(peer: int | None, forward: bool) -> tuple[int, int]:
     assert peer is not None, "what passes over the ends of the group is in the log"
-    return peer, _TAG_ACTIVATIONS if forward else _TAG_GRADIENTS
+    return peer, INNER_ACTIVATIONS if forward else INNER_GRADIENTS
 
 
 class InCopy(ActionExecutor):

@@ -8,34 +8,20 @@ are 2 G bytes in and out of a rank, as a ring all-reduce has (2 (d - 1) / d G), 
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from swift.errors import ReplayRefused
+from swift.runtime.backends.base import Pending, Wire
 from swift.runtime.shared_replay.gradients import added
+from swift.runtime.tags import GRADIENTS, GRADIENTS_MASK, NOTE, NOTE_PAYLOAD, WEIGHTS
 from swift.runtime.tensors import as_bytes
 
 BUCKET_BYTES = 4 << 20
 # Transfers under way at once, each way.
 _IN_FLIGHT = 4
 _NOTE_BYTES_MAX = 1 << 28
-# Above those of a replica's copy, below those of collectives (`swift.runtime.transport`). A bucket's number is added.
-_TAG_NOTE, _TAG_PAYLOAD = 1 << 16, (1 << 16) + 1
-_TAG_WEIGHTS, _TAG_GRADIENTS = 1 << 17, 1 << 18
-
-
-class Pending(Protocol):
-    def wait(self) -> Any:
-        """Returns when the bytes are moved. Raises RuntimeError if they never will be."""
-
-
-class Wire(Protocol):
-    """Point to point, by rank, contiguous tensors, in order for each pair and tag. (`ReconfigurableGroup` is one.)"""
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending: ...
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending: ...
 
 
 class Post:
@@ -63,23 +49,23 @@ class Post:
         """JSON, and tensors whose types and shapes it tells."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         payload = torch.cat([as_bytes(t) for t in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
-        self.send(torch.tensor([data.numel(), payload.numel()]), to, _TAG_NOTE)
-        self.send(data, to, _TAG_NOTE)
+        self.send(torch.tensor([data.numel(), payload.numel()]), to, NOTE)
+        self.send(data, to, NOTE)
         if payload.numel():
-            self.send(payload, to, _TAG_PAYLOAD)
+            self.send(payload, to, NOTE_PAYLOAD)
 
     def read(self, source: int) -> tuple[Any, torch.Tensor]:
         """A note and the bytes of its tensors. Waits until it comes."""
         sizes = torch.zeros(2, dtype=torch.int64)
-        self.receive(sizes, source, _TAG_NOTE).wait()
+        self.receive(sizes, source, NOTE).wait()
         length, size = sizes.tolist()
         if not 0 < length <= _NOTE_BYTES_MAX or size < 0:
             raise ReplayRefused(f"rank {source} sent something else than a note; run one version of swift")
         data = torch.empty(length, dtype=torch.uint8)
-        self.receive(data, source, _TAG_NOTE).wait()
+        self.receive(data, source, NOTE).wait()
         payload = torch.empty(size, dtype=torch.uint8)
         if size:
-            self.receive(payload, source, _TAG_PAYLOAD).wait()
+            self.receive(payload, source, NOTE_PAYLOAD).wait()
         return json.loads(data.numpy().tobytes()), payload
 
 
@@ -132,13 +118,13 @@ class GradientChain:
     def pass_down(self, tensors: Sequence[torch.Tensor]) -> None:
         """(owner) Gives its tensors to all; (helper) takes them in. They have the same shapes and types on all."""
         runs = buckets(tensors, self._bucket_bytes)
-        arriving = self._arrivals(tensors, runs, self._behind, _TAG_WEIGHTS)
+        arriving = self._arrivals(tensors, runs, self._behind, WEIGHTS)
         for number, run in enumerate(runs):
             self._check()
             mine = self._behind is None
             room = _packed(tensors, run) if mine else next(arriving)
             if self._before is not None and room.numel():
-                self._post.send(room, self._before, _TAG_WEIGHTS + number, at_most=_IN_FLIGHT)
+                self._post.send(room, self._before, WEIGHTS + number, at_most=_IN_FLIGHT)
             if not mine:
                 for index, part in zip(run, _parts(room, tensors, run), strict=True):
                     tensors[index].copy_(part)
@@ -172,7 +158,7 @@ class GradientChain:
         runs = buckets(parameters, self._bucket_bytes)
         incoming = [[index for index in run if there[index]] for run in runs]
         sums: list[torch.Tensor | None] = [None] * len(parameters)
-        arriving = self._arrivals(parameters, incoming, self._before, _TAG_GRADIENTS)
+        arriving = self._arrivals(parameters, incoming, self._before, GRADIENTS)
         for number, run in enumerate(runs):
             self._check()
             room = next(arriving)
@@ -193,11 +179,11 @@ class GradientChain:
                 )
         mask = torch.zeros(len(parameters), dtype=torch.uint8)
         if self._before is not None:
-            self._post.receive(mask, self._before, _TAG_GRADIENTS - 1).wait()
+            self._post.receive(mask, self._before, GRADIENTS_MASK).wait()
         there = [bool(value) for value in mask.tolist()]
         if self._behind is not None:
             now = [before or bool(mine) for before, mine in zip(there, addends, strict=True)]
-            self._post.send(torch.tensor(now, dtype=torch.uint8), self._behind, _TAG_GRADIENTS - 1)
+            self._post.send(torch.tensor(now, dtype=torch.uint8), self._behind, GRADIENTS_MASK)
         return there
 
     def _send_on(
@@ -213,7 +199,7 @@ class GradientChain:
         if present != incoming:  # else the sums lie in the room that they came in
             room = torch.cat([_flat(total) for total in sums if total is not None])
         if room.numel():
-            self._post.send(room, self._behind, _TAG_GRADIENTS + number, at_most=_IN_FLIGHT)
+            self._post.send(room, self._behind, GRADIENTS + number, at_most=_IN_FLIGHT)
         for index in run:
             sums[index] = None
 

@@ -22,6 +22,8 @@ from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch
+from swift.runtime.backends.base import Wire
+from swift.runtime.backends.runner import Broken
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.communicator import Interrupted
 from swift.runtime.receive_buffers import available_memory
@@ -29,7 +31,7 @@ from swift.runtime.rng import kept
 from swift.runtime.shared_replay.actions import Action
 from swift.runtime.shared_replay.agreement import copy_of
 from swift.runtime.shared_replay.copy_pipeline import CopyPipeline, InCopy
-from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, Wire
+from swift.runtime.shared_replay.gradient_chain import GradientChain, Post
 from swift.runtime.shared_replay.gradient_order import FAST_SHARE, OwnGradients
 from swift.runtime.shared_replay.gradients import Strides, first_strides
 from swift.runtime.shared_replay.manifest import difference, named, stand, tied, together
@@ -39,7 +41,6 @@ from swift.runtime.shared_replay.verifying_capture import VerifyingCapture
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, dtype_name
-from swift.runtime.transport import Broken
 
 _EVERY_STEP = 1 << 62
 

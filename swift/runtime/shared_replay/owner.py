@@ -20,12 +20,13 @@ from swift.errors import ReplayRefused
 from swift.log.read_filter import ReadFilter
 from swift.log.record import RecordKey
 from swift.runtime import _torch
+from swift.runtime.backends.base import Wire
 from swift.runtime.channel import Channel
 from swift.runtime.manifest import torch_dtype
 from swift.runtime.receive_buffers import available_memory
 from swift.runtime.shared_replay.actions import Action, ahead, of_share, one_by_one, unordered
 from swift.runtime.shared_replay.agreement import Together, decline
-from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, Wire, taken_apart
+from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, taken_apart
 from swift.runtime.shared_replay.gradient_order import FAST_SHARE, OwnGradients
 from swift.runtime.shared_replay.gradients import Strides, first_strides, laid_out
 from swift.runtime.shared_replay.manifest import manifest, named, standing, tied, together

@@ -31,8 +31,8 @@ from swift.runtime.shared_replay.owner import Owner
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import owned_bytes, same_bits
+from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.test_gradient_chain import in_parallel
-from tests.unit.runtime.test_transport import CopyPipeline, Network
 
 RANKS, WIDTH, ROWS = 3, 8, 4
 STEPS = range(5, 8)
@@ -268,14 +268,14 @@ def shared(
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
     help = pb.Help(owner=rank, helpers=helpers, until=until, fast=fast)
     owner.channel.off_log = off_log
-    sharing = Owner(rank, help, CopyPipeline(network, rank), owner.channel, owner.state, lambda: None)
+    sharing = Owner(rank, help, LocalWire(network, rank), owner.channel, owner.state, lambda: None)
     turns = threading.RLock()  # torch's generator is the process's: one rank computes at a time
 
     def run(index: int) -> None:
         if index:
             other = others[index - 1]
             helper = Helper(
-                other.rank, makes, CopyPipeline(network, other.rank), other.channel, other.state, lambda: None
+                other.rank, makes, LocalWire(network, other.rank), other.channel, other.state, lambda: None
             )
             helper.run(rank, pb.Plan(generation=2), "job")
             return

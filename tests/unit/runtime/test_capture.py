@@ -17,6 +17,7 @@ from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.ring import Word
 from swift.log.sidecar_client import SidecarWriter
+from swift.runtime.backends.gloo import GlooBackend
 from swift.runtime.capture import DeviceCapture, HostCapture, capture_for
 from swift.runtime.session import Session
 from tests.unit.log.service import JOB, InProcess, eventually
@@ -281,7 +282,7 @@ def test_anything_but_the_cpu_is_refused() -> None:
         UsageError, match=r"^device cuda: this version recovers CPU \(gloo\) pipelines only$"
     )
     on_cuda = SimpleNamespace(device=torch.device("cuda"))
-    session = SimpleNamespace(pipeline_ranks=1)
+    session = SimpleNamespace(pipeline_ranks=1, _backend=GlooBackend())
     with refused:
         Session.pipeline_stage(session, torch.nn.Linear(1, 1), 0, 1, "cuda")  # type: ignore[arg-type]
     with refused:

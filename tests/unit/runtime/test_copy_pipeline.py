@@ -14,17 +14,16 @@ from swift.errors import ReplayRefused
 from swift.log.record import RecordKey
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
+from swift.runtime.backends.runner import Broken
 from swift.runtime.shared_replay.actions import Action, ahead
 from swift.runtime.shared_replay.agreement import Together, copy_of
 from swift.runtime.shared_replay.copy_pipeline import CopyPipeline, InCopy
 from swift.runtime.shared_replay.owner import send_away
 from swift.runtime.tensors import same_bits
-from swift.runtime.transport import Broken
+from tests.local_backend import LocalWire, Network
 from tests.unit.runtime import shared_replay_world as world
 from tests.unit.runtime.shared_replay_world import Log, Part, Rank, loss_fn, one_at_a_time
 from tests.unit.runtime.test_gradient_chain import in_parallel
-from tests.unit.runtime.test_transport import CopyPipeline as Gloo
-from tests.unit.runtime.test_transport import Network
 
 RANKS = (4, 1, 6)
 STEP = 7
@@ -36,7 +35,7 @@ def among(ranks: tuple[int, ...], say: Any) -> list[Any]:
 
     def one(place: int) -> Any:
         rank = ranks[place]
-        return say(Together(rank, ranks, Gloo(network, rank)), place)
+        return say(Together(rank, ranks, LocalWire(network, rank)), place)
 
     found = in_parallel(len(ranks), one)
     assert network.left() == 0
@@ -65,7 +64,7 @@ class TestAgreement:
         help = pb.Help(owner=1, helpers=(9,), together=RANKS)
 
         def one(place: int) -> Any:
-            wire = Gloo(network, RANKS[place])
+            wire = LocalWire(network, RANKS[place])
             if place == 1:
                 return send_away(1, help, wire, 2, "of its schedule")
             return Together(RANKS[place], RANKS, wire).choose([0], {})
@@ -150,7 +149,7 @@ class Copy:
         rank.channel.begin_replay(self.log, STEP, ())  # type: ignore[arg-type]
         rank.channel.begin_step(STEP)
         return InCopy(
-            rank.stages, MICROBATCHES, loss_fn, CopyPipeline(Gloo(network, rank.rank), rank.rank, (0, 1))
+            rank.stages, MICROBATCHES, loss_fn, CopyPipeline(LocalWire(network, rank.rank), rank.rank, (0, 1))
         )
 
     def run(self, numbers: range) -> None:

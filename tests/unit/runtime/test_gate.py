@@ -11,14 +11,16 @@ from torch._C._distributed_c10d import HashStore
 from swift.errors import Divergence, ReplayRefused, UsageError
 from swift.log.record import Record, RecordKey, digest_of
 from swift.runtime import _torch
+from swift.runtime.backends.base import Collective
+from swift.runtime.backends.ordered import Alone
 from swift.runtime.channel import Channel
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.gate import Gate
 from swift.runtime.groups import Mesh, ReconfigurableGroup
 from swift.runtime.tensors import byte_view, dtype_name
-from swift.runtime.transport import Alone, Messages
 from swift.runtime.updates import Updates
+from tests.local_backend import LocalBackend
 
 RANKS = (0, 1, 2, 3)
 
@@ -56,7 +58,7 @@ class Group(ReconfigurableGroup):
 
     connected = True
 
-    def run(self, run: Callable[[Messages], None]) -> None:
+    def run(self, run: Collective) -> None:
         if not self.connected:
             raise AssertionError("a replay has nobody to communicate with")
         run(Alone(self.ranks.index(self._own), len(self.ranks)))
@@ -79,8 +81,8 @@ class Rank:
         self.channel._capture = log  # type: ignore[assignment]
         updates = Updates(SessionConfig(), None, FaultInjector(rank), lambda: None)
         self.gate = Gate(self.channel, updates)
-        self.all = Group("default", RANKS, rank)
-        self.some = Group("pipeline", (0, 2), RANKS[:3:2].index(rank))
+        self.all = Group("default", RANKS, rank, LocalBackend())
+        self.some = Group("pipeline", (0, 2), RANKS[:3:2].index(rank), LocalBackend())
         self.some._own = rank
         for group in (self.all, self.some):
             group.gate = self.gate
@@ -190,7 +192,7 @@ def test_outside_of_a_step_a_replacement_would_be_alone() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    group = ReconfigurableGroup("default", (0,), 0)
+    group = ReconfigurableGroup("default", (0,), 0, LocalBackend())
     group.gate = Rank(Log()).gate
     with pytest.raises(RuntimeError, match="ended generation"):
         group.barrier()
@@ -201,7 +203,7 @@ def test_objects_and_new_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_torch._c10d, "_object_to_tensor", _torch._object_to_tensor)
     _torch.before_pickling(rank.gate.pickles)
     monkeypatch.setattr(_torch._c10d._world, "default_pg", None)
-    _torch.register_group(rank.all, "default", RANKS)
+    _torch.register_group(rank.all, "default", RANKS, LocalBackend())
     _torch.make_default(rank.all)
     try:
         with (

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from swift.errors import ReplayRefused
-from swift.runtime._torch import gloo_group
+from swift.runtime.backends.gloo import GlooBackend
 from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, buckets, taken_apart
 from swift.runtime.shared_replay.gradients import added
 from swift.runtime.shared_replay.shares import shares
 from swift.runtime.tensors import same_bits
-from tests.unit.runtime.test_transport import CopyPipeline, Network
+from tests.local_backend import LocalWire, Network
 
 SHAPES = [
     ((5, 3), torch.float32),
@@ -95,7 +95,7 @@ def test_gradients_have_the_bits_of_one_process(
     ranks = [7, 2, 5, 4][-count:]  # in the order of the line, whatever their numbers
 
     def one(place: int) -> list[torch.Tensor | None]:
-        post = Post(CopyPipeline(network, ranks[place]))
+        post = Post(LocalWire(network, ranks[place]))
         mine = addends(microbatches, seed)
         line = GradientChain(post, ranks, ranks[place], nothing, bucket)
         sums = line.pass_up(
@@ -128,7 +128,7 @@ def test_weights_go_down_bit_for_bit(count: int, bucket: int) -> None:
 
     def one(place: int) -> list[torch.Tensor]:
         mine = given if place == count - 1 else [torch.zeros_like(tensor) for tensor in given]
-        post = Post(CopyPipeline(network, place))
+        post = Post(LocalWire(network, place))
         with torch.no_grad():
             GradientChain(post, ranks, place, nothing, bucket).pass_down(mine)
         post.settle()
@@ -143,7 +143,10 @@ def test_weights_go_down_bit_for_bit(count: int, bucket: int) -> None:
 def test_over_gloo(count: int) -> None:
     """More buckets than are under way at once, several steps, and what is sent is used again at once."""
     store = HashStore()
-    groups = in_parallel(count, lambda rank: gloo_group(store, rank, count, timedelta(seconds=20)))
+    fabrics = [GlooBackend().open() for _ in range(count)]
+    connections = in_parallel(
+        count, lambda rank: fabrics[rank].connect(store, rank, count, timedelta(seconds=20))
+    )
     microbatches, steps = 7, 3
     each = shares(microbatches, count)
 
@@ -152,7 +155,7 @@ def test_over_gloo(count: int) -> None:
         return [torch.randn(1000 + 7 * n, generator=generator) for n in range(12)]
 
     def one(rank: int) -> list[list[torch.Tensor]]:
-        post = Post(groups[rank])
+        post = Post(connections[rank].circuit(range(count), 0, "line"))
         line = GradientChain(post, range(count), rank, nothing, bucket_bytes=1 << 12)
         like = [torch.zeros_like(gradient) for gradient in gradients(0, 0)]
         found = []
@@ -170,6 +173,8 @@ def test_over_gloo(count: int) -> None:
         return found
 
     (*_, sums) = in_parallel(count, one)
+    for fabric in fabrics:
+        fabric.close()
     for step in range(steps):
         for n, total in enumerate(sums[step]):
             wanted = added(None, [gradients(step, mb)[n] for mb in range(microbatches)])
@@ -180,7 +185,7 @@ def test_over_gloo(count: int) -> None:
 def test_a_sparse_gradient_is_refused() -> None:
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
     with pytest.raises(ReplayRefused, match="sparse"):
-        GradientChain(Post(CopyPipeline(Network(), 0)), [0], 0, nothing).pass_up([torch.ones(2)], [[sparse]])
+        GradientChain(Post(LocalWire(Network(), 0)), [0], 0, nothing).pass_up([torch.ones(2)], [[sparse]])
 
 
 def test_buckets_hold_one_type_and_so_many_bytes() -> None:
@@ -197,8 +202,8 @@ def test_buckets_hold_one_type_and_so_many_bytes() -> None:
 def test_notes_carry_tensors() -> None:
     network = Network()
     tensors = [torch.randn(2, 3), torch.tensor(-0.0), torch.tensor([1, 2]), torch.randn(3).to(torch.bfloat16)]
-    Post(CopyPipeline(network, 0)).note(1, {"said": [1, "two"]}, tensors)
-    value, payload = Post(CopyPipeline(network, 1)).read(0)
+    Post(LocalWire(network, 0)).note(1, {"said": [1, "two"]}, tensors)
+    value, payload = Post(LocalWire(network, 1)).read(0)
     assert value == {"said": [1, "two"]}
     back = taken_apart(payload, [(tensor.dtype, tensor.shape) for tensor in tensors])
     assert all(same_bits(a, b) and a.shape == b.shape for a, b in zip(back, tensors, strict=True))

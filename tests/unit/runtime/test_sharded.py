@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swift.errors import ServiceError, UsageError
 from swift.optim.lamb import Lamb
 from swift.runtime import _torch, sharded
+from swift.runtime.backends.ordered import Alone
 from swift.runtime.groups import Mesh, ReconfigurableGroup
-from swift.runtime.transport import Alone
+from tests.local_backend import LocalBackend
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_what_is_not_sharded_is_left_as_it_is() -> None:
 
 def test_a_mesh_that_ends_with_a_generation_is_refused(mesh: DeviceMesh) -> None:
     module = module_on(mesh)
-    group = ReconfigurableGroup("shard", [0, 1], 0)
+    group = ReconfigurableGroup("shard", [0, 1], 0, LocalBackend())
     with pytest.raises(UsageError, match=r"mesh=session\.mesh"):
         sharded.sharded_parameters(module, {"shard": group})
     assert sharded.sharded_parameters(nn.Linear(2, 2), {"shard": group}) == []
@@ -202,7 +203,7 @@ def test_a_module_that_has_not_run_needs_no_reset(mesh: DeviceMesh) -> None:
 
 
 def test_a_quiet_group_asks_nobody() -> None:
-    group = ReconfigurableGroup("shard", [0, 1, 2], 1)
+    group = ReconfigurableGroup("shard", [0, 1, 2], 1, LocalBackend())
     own, gathered = torch.tensor([1.0, 2.0]), torch.zeros(6)
     with pytest.raises(RuntimeError, match="ended generation"):
         group.allgather_into_tensor_coalesced([gathered], [own])
@@ -226,7 +227,7 @@ def test_alone_reduces_to_the_right_shape() -> None:
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 6.0), ("AVG", 3.0), ("MAX", 3.0)])
 def test_averages_are_sums_over_the_number_of_ranks(op: str, expected: float) -> None:
     """FSDP2 asks for averages, which gloo has not got."""
-    group = ReconfigurableGroup("shard", [4, 5], 1)
+    group = ReconfigurableGroup("shard", [4, 5], 1, LocalBackend())
     reduced, output = torch.full((2,), 3.0), torch.zeros(2)
     for options in (dist.AllreduceOptions(), dist.ReduceScatterOptions()):
         options.reduceOp = getattr(dist.ReduceOp, op)

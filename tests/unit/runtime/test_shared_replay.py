@@ -19,6 +19,7 @@ from swift.runtime.shared_replay.helper import Helper
 from swift.runtime.shared_replay.manifest import manifest
 from swift.runtime.shared_replay.owner import Owner, send_away, why_alone
 from swift.runtime.tensors import as_bytes, same_bits
+from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.shared_replay_world import (
     RANKS,
     ROWS,
@@ -33,7 +34,6 @@ from tests.unit.runtime.shared_replay_world import (
     shared,
     told_shapes,
 )
-from tests.unit.runtime.test_transport import CopyPipeline, Network
 
 
 @pytest.fixture
@@ -151,9 +151,7 @@ class TestNobodyHelps:
     )
     def test_why(self, why: str, change: Any, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = alone(2, store, log_for(2, 2), ScheduleGPipe, 2)
-        sharing = Owner(
-            2, pb.Help(owner=2), CopyPipeline(Network(), 2), rank.channel, rank.state, lambda: None
-        )
+        sharing = Owner(2, pb.Help(owner=2), LocalWire(Network(), 2), rank.channel, rank.state, lambda: None)
         rank.optimizer.zero_grad()
         assert sharing._unfit((), {}, False) == ""
         if why == "gradients are there":
@@ -164,9 +162,7 @@ class TestNobodyHelps:
 
     def test_external_inputs_and_outputs(self, store: Any) -> None:
         rank = alone(2, store, log_for(2, 2), ScheduleGPipe, 2)
-        sharing = Owner(
-            2, pb.Help(owner=2), CopyPipeline(Network(), 2), rank.channel, rank.state, lambda: None
-        )
+        sharing = Owner(2, pb.Help(owner=2), LocalWire(Network(), 2), rank.channel, rank.state, lambda: None)
         rank.optimizer.zero_grad()
         assert "no plain tensor" in sharing._unfit(("text",), {}, False)
         assert "no plain tensor" in sharing._unfit((), {"scale": torch.ones(1, requires_grad=True)}, False)
@@ -216,9 +212,7 @@ class TestNobodyHelps:
     def test_without_memory(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = Rank(0, store, Part, ScheduleGPipe, 4)
         asked = {"stages": [1], "microbatches": 4, "tensors": manifest(nn.ModuleDict({"stage1": Part()}))}
-        helper = Helper(
-            0, lambda _i: Part(), CopyPipeline(Network(), 0), rank.channel, rank.state, lambda: None
-        )
+        helper = Helper(0, lambda _i: Part(), LocalWire(Network(), 0), rank.channel, rank.state, lambda: None)
         assert helper._build(asked)[1] == ""
         monkeypatch.setattr(helping, "available_memory", lambda: 100)
         assert "MiB of memory" in helper._build(asked)[1]
@@ -246,7 +240,7 @@ class TestNobodyHelps:
         rank = Rank(0, store, Part, ScheduleGPipe, 4)
         asked = {"stages": [1], "microbatches": 4, "tensors": manifest(nn.ModuleDict({"stage1": Part()}))}
         helper = Helper(
-            0, lambda _i: make(rank), CopyPipeline(Network(), 0), rank.channel, rank.state, lambda: None
+            0, lambda _i: make(rank), LocalWire(Network(), 0), rank.channel, rank.state, lambda: None
         )
         modules, said = helper._build(asked)
         assert modules == []
@@ -267,14 +261,12 @@ class TestNobodyHelps:
         rank = Rank(0, store, Part, ScheduleGPipe, 4)
         heard: list[dict[str, Any]] = []
         end = events.listen(lambda event, fields: heard.append({"event": event, **fields}))
-        send_away(1, pb.Help(owner=1, helpers=[0], until=9), CopyPipeline(network, 1), 2, "of its schedule")
+        send_away(1, pb.Help(owner=1, helpers=[0], until=9), LocalWire(network, 1), 2, "of its schedule")
         end()
         (begun,) = heard
         assert (begun["event"], begun["rank"], begun["generation"]) == ("help_begin", 1, 2)
         assert (begun["helpers"], begun["declined"]) == ([], {"1": "of its schedule"})
-        helper = Helper(
-            0, lambda _i: Part(), CopyPipeline(network, 0), rank.channel, rank.state, lambda: None
-        )
+        helper = Helper(0, lambda _i: Part(), LocalWire(network, 0), rank.channel, rank.state, lambda: None)
         helper.run(1, pb.Plan(), "job")
         assert network.left() == 0
 
@@ -290,7 +282,7 @@ def test_randomness_of_a_trainer_is_kept(store: Any) -> None:
         return Part()
 
     asked = {"stages": [1], "microbatches": 4, "tensors": manifest(nn.ModuleDict({"stage1": Part()}))}
-    helper = Helper(0, make, CopyPipeline(Network(), 0), rank.channel, rank.state, lambda: None)
+    helper = Helper(0, make, LocalWire(Network(), 0), rank.channel, rank.state, lambda: None)
     torch.manual_seed(5)
     random.seed(5)
     wanted = (torch.rand(1).item(), random.random())

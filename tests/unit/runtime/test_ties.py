@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from swift.errors import UsageError
-from swift.runtime import transport
+from swift.runtime import tags
+from swift.runtime.backends.base import Collective
+from swift.runtime.backends.ordered import Alone
 from swift.runtime.crossing import Crossing
-from swift.runtime.groups import ReconfigurableGroup, group_number
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.ties import Ties
-from swift.runtime.transport import Alone, Messages
+from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_gate import Log, Rank
 
 RANKS = (0, 1, 2, 3)
@@ -21,14 +23,14 @@ class Group(ReconfigurableGroup):
     """Every other rank says what this one says, but for `others`, which change what comes of it."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int):
-        super().__init__(name, ranks, rank)
+        super().__init__(name, ranks, rank, LocalBackend())
         self.asked = 0
         self.others: Callable[[list[torch.Tensor]], None] = lambda _said: None
 
     def part(self, places: Any) -> Any:
         return self if len(set(places)) == len(self.ranks) else super().part(places)
 
-    def run(self, run: Callable[[Messages], None]) -> None:
+    def run(self, run: Collective) -> None:
         self.asked += 1
         group = self
 
@@ -179,9 +181,9 @@ def test_what_cannot_be_tied_is_refused() -> None:
 
 
 def test_parts_of_a_group_keep_their_messages_apart() -> None:
-    numbers = [group_number(f"pipeline[0,{other}]") for other in range(1, 40)]
-    assert all(transport.GROUPS <= number < 2 * transport.GROUPS for number in numbers)
-    whole = [group_number(name) for name in ("default", "all", "pipeline", "data", "replicate", "shard")]
+    numbers = [tags.group_number(f"pipeline[0,{other}]") for other in range(1, 40)]
+    assert all(tags.GROUPS <= number < 2 * tags.GROUPS for number in numbers)
+    whole = [tags.group_number(name) for name in ("default", "all", "pipeline", "data", "replicate", "shard")]
     assert len(set(whole)) == 6
-    assert max(whole) < transport.GROUPS
-    assert (1 + 2 * transport.GROUPS) * transport._TAGS < 2**31
+    assert max(whole) < tags.GROUPS
+    assert (1 + 2 * tags.GROUPS) * tags.COLLECTIVES < 2**31

@@ -1,65 +1,21 @@
-"""Runners free whoever waits; collectives made of messages, over an in-memory transport."""
+"""Runners free whoever waits; collectives made of messages, over messages in memory."""
 
 import functools
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.runtime.transport import Broken, Messages, Runner, operation
-
-
-class Network:
-    """Messages between the ranks of one process: (from, to, tag) -> queue."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queues: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = {}
-        self.sent = 0
-
-    def queue(self, source: int, target: int, tag: int) -> "queue.Queue[torch.Tensor]":
-        with self._lock:
-            return self._queues.setdefault((source, target, tag), queue.Queue())
-
-    def left(self) -> int:
-        return sum(q.qsize() for q in self._queues.values())
-
-
-class Work:
-    def __init__(self, wait: Callable[[], None]):
-        self._wait = wait
-
-    def wait(self, timeout: Any = None) -> None:
-        self._wait()
-
-
-class CopyPipeline:
-    """What gloo is to one rank."""
-
-    def __init__(self, network: Network, own: int):
-        self._network, self._own = network, own
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
-        assert tensors[0].is_contiguous()
-        self._network.queue(self._own, to, tag).put(tensors[0].clone())
-        self._network.sent += tensors[0].numel()
-        return Work(lambda: None)
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
-        assert tensors[0].is_contiguous()
-
-        def wait() -> None:
-            value = self._network.queue(source, self._own, tag).get(timeout=10)
-            assert value.shape == tensors[0].shape
-            tensors[0].copy_(value)
-
-        return Work(wait)
+from swift.runtime.backends.base import Pending
+from swift.runtime.backends.ordered import Messages, operation
+from swift.runtime.backends.runner import Broken, Runner
+from swift.runtime.tags import first_tag
+from tests.local_backend import LocalWire, Network
 
 
 def on_all(n: int, run: Callable[[Messages, int], None]) -> Network:
@@ -68,7 +24,7 @@ def on_all(n: int, run: Callable[[Messages, int], None]) -> Network:
 
     def rank(own: int) -> None:
         try:
-            run(Messages(CopyPipeline(network, own), own, n), own)
+            run(Messages(LocalWire(network, own), own, n), own)
         except BaseException as error:  # noqa: BLE001  (shown by the assertion below)
             errors.append(error)
 
@@ -149,7 +105,7 @@ def test_two_groups_over_one_network_do_not_take_each_others_messages() -> None:
     expected = tensors[0] + tensors[1]
 
     def rank(own: int) -> None:
-        first, second = (Messages(CopyPipeline(network, own), own, 2, number) for number in (1, 2))
+        first, second = (Messages(LocalWire(network, own), own, 2, number) for number in (1, 2))
         barrier = threading.Thread(target=second.barrier)
         if own == 0:
             barrier.start()
@@ -233,29 +189,27 @@ def test_a_runner_hands_over_what_was_raised_and_goes_on() -> None:
     runner.join(10)
 
 
-class Cut:
-    """What gloo is to a rank that loses a peer: messages from it fail."""
+class Lost:
+    """A message that never arrives."""
 
-    def __init__(self, inner: CopyPipeline, lost: int):
-        self._inner, self._lost = inner, lost
+    def wait(self) -> None:
+        raise RuntimeError("Read error: Connection reset by peer")
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
-        return self._inner.send(tensors, to, tag)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
-        def fails() -> None:
-            raise RuntimeError("Read error: Connection reset by peer")
+class Cut(LocalWire):
+    """Of a member that has lost the one at place 2."""
 
-        return Work(fails) if source == self._lost else self._inner.recv(tensors, source, tag)
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        return Lost() if source == 2 else super().recv(tensors, source, tag)
 
 
 def test_nothing_is_sent_after_a_collective_that_failed() -> None:
     # Rank 1 does not know yet that rank 2 is gone, and waits for rank 0's second half of the first sum.
     network, add = Network(), operation(None)
-    alive = Messages(CopyPipeline(network, 1), 1, 3)
-    cut = Messages(Cut(CopyPipeline(network, 0), 2), 0, 3)
+    alive = Messages(LocalWire(network, 1), 1, 3)
+    cut = Messages(Cut(network, 0), 0, 3)
     for _ in range(2):  # what rank 2 has sent to rank 1 before it died
-        network.queue(2, 1, alive._first_tag + 1).put(torch.ones(4000))
+        network.queue(2, 1, first_tag(0) + 1).put(torch.ones(4000))
     result = torch.ones(12000)
     waits = threading.Thread(
         target=lambda: _fails(lambda: alive.carry_out(lambda m: m.all_reduce(result, add)))
@@ -264,8 +218,8 @@ def test_nothing_is_sent_after_a_collective_that_failed() -> None:
     for size in (12000, 15000):
         with pytest.raises(RuntimeError, match="onnection"):
             cut.carry_out(lambda m, size=size: m.all_reduce(torch.ones(size), add))
-    assert network.queue(0, 1, cut._first_tag + 2).empty(), "it would be taken for the second half"
-    network.queue(0, 1, cut._first_tag + 2).put(torch.ones(1))  # ends the wait
+    assert network.queue(0, 1, first_tag(0) + 2).empty(), "it would be taken for the second half"
+    network.queue(0, 1, first_tag(0) + 2).put(torch.ones(1))  # ends the wait
     waits.join(20)
 
 

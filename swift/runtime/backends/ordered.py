@@ -1,156 +1,78 @@
-"""Waiting in gloo without being lost in it, and collectives made of its point-to-point messages.
+"""Collectives made of messages, in the order of the members, for backends whose messages have tags.
 
-A thread that waits in gloo for a message whose connection breaks in the middle of the payload waits for ever: gloo
-tells the operations that are queued on the connection, not the one whose bytes are arriving (with a wait in gloo, the
-reductions that `tests/integration/test_groups.py` cuts hung within a dozen trials; shutting the sockets again does
-not help, because they are gone).
-So the trainer's thread never waits in gloo. A `Runner` does, and the trainer waits for the runner, which a notice
-can end. A runner that is lost is left behind with its group; the next generation has new ones.
+They need nothing else of a backend. Sums are taken in the members' order, so their bits depend on no layout, for the
+same bytes on the wire as a ring.
 
-The collectives here are built from messages for the same reason (gloo's own run in threads that its groups join),
-and they are better than gloo's where it matters here: sums are taken in rank order, so their bits depend on no
-layout, for the same bytes on the wire as a ring.
-
-Legend: n ranks in the group, `own` this rank's index in it.
+Legend: n members of the group, `own` this process's place among them.
 """
 
-import queue
-import threading
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 
 from swift.runtime import _torch
+from swift.runtime.backends.base import Collective, Op, Pending, Wire
+from swift.runtime.backends.runner import Runner, Task
+from swift.runtime.tags import COLLECTIVES, first_tag
 
-Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-# gloo takes the timeout of a group's construction for its messages, which is short; a notice ends a wait anyway.
-MESSAGE_TIMEOUT = timedelta(hours=24)
 _SMALL_BYTES = 4096  # below, one exchange of everything is quicker than two of parts
-_TAGS = 1 << 20  # below are the tags of trainers and schedules; each group has as many above, by its number
-GROUPS = 1000
-"""So many groups have numbers, and as many parts of groups; a tag is an int of C."""
 
 
-class Broken(RuntimeError):
-    """A notice has ended the wait. Its words are those of a lost connection, which is what it stands for."""
+class SummingWire(Wire, Protocol):
+    """What a backend has to give."""
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """In place, in whatever order is quickest."""
 
 
-class Task:
-    """Something that a runner does. Waited for by one thread, ended by the runner or by a notice."""
+class MessageCircuit:
+    """See `base.Circuit`. Whatever waits for a message does so in `runner`."""
 
-    def __init__(self, run: Callable[[], Any]):
-        self._run: Callable[[], Any] | None = run
-        self._over = threading.Lock()
-        self._over.acquire()
-        self._callbacks: list[Callable[[], None]] = []
-        self._state = threading.Lock()
-        self.done = False
-        self.error: Exception | None = None
+    def __init__(self, wire: SummingWire, own: int, n: int, number: int, runner: Runner) -> None:
+        self._wire = wire
+        self._messages = Messages(wire, own, n, number)
+        self._runner = runner
 
-    def carry_out(self) -> None:
-        # What it refers to goes with it: a thread that lets a process group go while the interpreter ends aborts.
-        run, self._run = self._run, None
-        assert run is not None
-        error: Exception | None = None
-        try:
-            run()
-        except Exception as raised:  # noqa: BLE001  (handed to whoever waits)
-            error = raised
-        del run
-        self.end(error)
+    def submit(self, run: Collective) -> Task:
+        messages = self._messages
+        return self._runner.submit(lambda: messages.carry_out(run))
 
-    def end(self, error: Exception | None) -> None:
-        with self._state:
-            if self.done:
-                return
-            self.error, self.done = error, True
-            callbacks, self._callbacks = self._callbacks, []
-        self._over.release()
-        for callback in callbacks:
-            callback()
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        return _InRunner(self._runner, self._wire.send(tensors, to, tag))
 
-    def then(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once this is over, at once if it is."""
-        with self._state:
-            if not self.done:
-                self._callbacks.append(callback)
-                return
-        callback()
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        return _InRunner(self._runner, self._wire.recv(tensors, source, tag))
+
+
+class _InRunner:
+    """A message that a runner waits for."""
+
+    def __init__(self, runner: Runner, pending: Pending) -> None:
+        self._runner = runner
+        self._pending = pending
 
     def wait(self) -> None:
-        """Raises what the task has raised, or Broken."""
-        with self._over:
-            pass
-        if self.error is not None:
-            raise self.error
-
-
-class Runner:
-    """One thread that carries out tasks in order, for one group of one generation.
-
-    (any thread) ``submit`` → ``Task.wait``; (watcher thread) ``stop``: whoever waits is freed at once
-    """
-
-    def __init__(self, name: str):
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open: set[Task] = set()
-        self._stopped: Broken | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, run: Callable[[], Any]) -> Task:
-        task = Task(run)
-        with self._lock:
-            stopped = self._stopped
-            if stopped is None:
-                self._open.add(task)
-                self._tasks.put(task)
-        if stopped is not None:
-            task.end(stopped)
-        return task
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = self._stopped or Broken("connection of an ended generation")
-            left, self._open = self._open, set()
-            self._tasks.put(None)
-        for task in left:
-            task.end(self._stopped)
-
-    def join(self, timeout_s: float) -> None:
-        """Waits for the thread's end: one that is left may not meet the interpreter's. A lost one is given up."""
-        self._thread.join(timeout_s)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.carry_out()
-            with self._lock:
-                self._open.discard(task)
-            del task
+        self._runner.submit(self._pending.wait).wait()
 
 
 class Messages:
-    """Collectives over one gloo group. Called by the group's runner (``carry_out``), in the same order on all ranks."""
+    """See `base.Collectives`. Called by the group's runner (``carry_out``), in the same order on all members."""
 
-    def __init__(self, inner: Any, own: int, n: int, number: int = 0):
-        """`number`, below twice `GROUPS`, keeps groups apart that lie over the same gloo group."""
-        self._inner = inner
-        self._first_tag = (1 + number) * _TAGS
+    def __init__(self, wire: SummingWire, own: int, n: int, number: int = 0):
+        """`number` keeps groups apart that lie over the same connections (`swift.runtime.tags`)."""
+        self._wire = wire
+        self._first_tag = first_tag(number)
         self._own, self._n = own, n
         self._sequence = 0
         self._error: Exception | None = None
         self._pool: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
 
-    def carry_out(self, run: Callable[["Messages"], None]) -> None:
+    def carry_out(self, run: Collective) -> None:
         """Some collectives. Raises RuntimeError if one has failed before.
 
         A collective that fails has not counted all its messages. The next one would take the tags of those that are
-        missing, and a peer that waits for them would get something else: a wrong sum, or the end of its process
-        by gloo if the sizes differ.
+        missing, and a peer that waits for them would get something else: a wrong sum, or worse if the sizes differ.
         """
         if self._error is not None:
             raise RuntimeError(f"connection: a collective failed here before: {self._error}")
@@ -185,6 +107,9 @@ class Messages:
         self.all_gather(parts, parts[self._own])
         self._give(received)
 
+    def unordered_sum(self, tensor: torch.Tensor) -> None:
+        self._wire.sum(tensor)
+
     def reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], op: Op) -> None:
         incoming = [torch.empty_like(parts[self._own]) for _ in range(self._n)]
         self.all_to_all(incoming, parts)
@@ -203,22 +128,22 @@ class Messages:
             work
             for source, target in self._peers()
             for work in (
-                self._inner.recv([incoming[source]], source, tag),
-                self._inner.send([outgoing[target]], target, tag),
+                self._wire.recv([incoming[source]], source, tag),
+                self._wire.send([outgoing[target]], target, tag),
             )
         ]
         for work in works:
-            work.wait(MESSAGE_TIMEOUT)
+            work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         tag = self._next_tag()
         whole = tensor.contiguous()
         if self._own == root:
-            works = [self._inner.send([whole], peer, tag) for peer in range(self._n) if peer != root]
+            works = [self._wire.send([whole], peer, tag) for peer in range(self._n) if peer != root]
         else:
-            works = [self._inner.recv([whole], root, tag)]
+            works = [self._wire.recv([whole], root, tag)]
         for work in works:
-            work.wait(MESSAGE_TIMEOUT)
+            work.wait()
         if whole is not tensor:
             tensor.copy_(whole)
 
@@ -232,10 +157,10 @@ class Messages:
         while distance < self._n:
             tag = self._next_tag()
             token, other = said.clone(), torch.empty_like(said)
-            incoming = self._inner.recv([other], (self._own - distance) % self._n, tag)
-            outgoing = self._inner.send([token], (self._own + distance) % self._n, tag)
-            incoming.wait(MESSAGE_TIMEOUT)
-            outgoing.wait(MESSAGE_TIMEOUT)
+            incoming = self._wire.recv([other], (self._own - distance) % self._n, tag)
+            outgoing = self._wire.send([token], (self._own + distance) % self._n, tag)
+            incoming.wait()
+            outgoing.wait()
             torch.maximum(said, other, out=said)
             distance *= 2
 
@@ -246,7 +171,7 @@ class Messages:
 
     def _next_tag(self) -> int:
         self._sequence += 1
-        return self._first_tag + self._sequence % _TAGS
+        return self._first_tag + self._sequence % COLLECTIVES
 
     def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept."""
@@ -261,7 +186,7 @@ class Alone(Messages):
     """Collectives in which every rank's part is this one's: results of the right shape, and nobody is asked."""
 
     def __init__(self, own: int, n: int):
-        super().__init__(None, own, n)
+        super().__init__(_Nobody(), own, n)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op) -> None:
         tensor.copy_(_in_order([tensor.clone() for _ in range(self._n)], op))
@@ -275,6 +200,18 @@ class Alone(Messages):
 
     def barrier(self, said: torch.Tensor | None = None) -> None:
         pass
+
+
+class _Nobody:
+    """The wire of `Alone`."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        raise AssertionError("nobody is there")
+
+    recv = send
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("nobody is there")
 
 
 def _in_order(parts: list[torch.Tensor], op: Op) -> torch.Tensor:

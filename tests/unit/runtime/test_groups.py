@@ -1,0 +1,85 @@
+"""Groups in a generation in which a rank is missing. Ranks are threads, over the local backend."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from swift.errors import UsageError
+from swift.runtime import _torch
+from swift.runtime.groups import ReconfigurableGroup
+from tests.local_backend import LocalBackend
+
+RANKS = (0, 1, 2, 3)
+PRESENT = (0, 1, 3)
+
+
+def on_all(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
+    """What ``run(group, rank)`` gives, by rank."""
+    backend, store, found = LocalBackend(), HashStore(), {}
+
+    def one(rank: int) -> None:
+        group = ReconfigurableGroup("world", RANKS, rank, backend)
+        fabric = backend.open()
+        own = PRESENT.index(rank)
+        group.attach(fabric.connect(store, own, len(PRESENT), timedelta(seconds=30)), PRESENT)
+        found[rank] = run(group, rank)
+        fabric.close()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in PRESENT]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_those_that_are_there_sum_up() -> None:
+    def run(group: ReconfigurableGroup, rank: int) -> list[Any]:
+        total, told = torch.tensor([10.0**rank]), torch.tensor([rank])
+        group.allreduce([total]).wait()
+        options = dist.BroadcastOptions()
+        options.rootRank = 3
+        group.broadcast([told], options).wait()
+        group.barrier().wait()
+        return [total.item(), told.item(), [part.item() for part in group.gathered(torch.tensor(rank))]]
+
+    assert on_all(run) == {rank: [1011.0, 3, list(PRESENT)] for rank in PRESENT}
+
+
+def test_messages_go_to_the_rank_that_is_named() -> None:
+    def run(group: ReconfigurableGroup, rank: int) -> Any:
+        note = torch.tensor([rank])
+        if rank == 0:
+            group.send([note], 3).wait()
+        if rank == 3:
+            group.recv([note], 0).wait()
+        with pytest.raises(RuntimeError, match="process group world: rank 2 is not in this generation"):
+            group.send([note], 2)
+        return note.item()
+
+    assert on_all(run) == {0: 0, 1: 1, 3: 0}
+
+
+def test_what_has_a_part_for_every_rank_is_refused() -> None:
+    def run(group: ReconfigurableGroup, rank: int) -> None:
+        with pytest.raises(UsageError, match="all_gather has a part for ranks that are not there"):
+            group.allgather([[torch.zeros(1) for _ in RANKS]], [torch.ones(1)])
+
+    assert on_all(run) == dict.fromkeys(PRESENT)
+
+
+def test_parts_are_of_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "register_group", lambda *_: None)  # a process of torch's is one rank
+
+    def run(group: ReconfigurableGroup, rank: int) -> Any:
+        if rank == 1:
+            return None
+        return [part.item() for part in group.part([0, 2, 3]).gathered(torch.tensor(rank))]
+
+    assert on_all(run) == {0: [0, 3], 1: None, 3: [0, 3]}
