@@ -15,6 +15,10 @@ _ENDED_BY_NAME = re.compile(
     r"job failed: .*; not exact since version \d+: .* of the script .*session\.register.*"
 )
 """Replicas of other bits cannot go on as replicas: the job ends, and says with which variable that began."""
+_LEFT_BEHIND = re.compile(
+    r".* of the script, which a failure has left at another step; give .* to session\.register"
+)
+"""The same, from the rank that has compared itself with a replica."""
 USAGE, FAILURE = 2, 1
 
 
@@ -61,7 +65,8 @@ def of_undisturbed(run: Outcome) -> Verdict:
 def of_killed(undisturbed: Outcome, killed: Outcome, kills: int) -> Verdict:
     """A run with kills beside the one without."""
     if killed.code == USAGE:
-        return _refusal(killed)
+        refusal = _refusal(killed)
+        return Verdict(word=NAMED, why=refusal.why) if _LEFT_BEHIND.match(refusal.why) else refusal
     if killed.code != 0:
         by_name = _ENDED_BY_NAME.match((said(killed) or [""])[-1])
         return Verdict(word=NAMED if by_name else MISS, why=by_name.group() if by_name else _end(killed))

@@ -1,0 +1,39 @@
+"""Complex weights under Adam, which steps their real view; a complex buffer that a forward changes."""
+
+# verdict: same bits
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.out = nn.Linear(8, 1)
+        self.register_buffer("phase", torch.zeros(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.fft.fft(x) * self.filter
+        self.phase = 0.9 * self.phase + 0.1 * self.filter.detach()
+        return self.out(torch.fft.ifft(seen + 0.01 * self.phase).real)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(Net())
+    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)

@@ -1,0 +1,32 @@
+"""Weights are pruned further every three steps: a mask in a buffer, the pruned weight in a plain attribute."""
+
+# verdict: named inexact
+# says: _pruning_methods
+# worlds: 1, 2
+
+import probe
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import swift
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    prune.l1_unstructured(net[0], "weight", amount=0.05)
+    model = session.module(net)
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + session.dp_rank))
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 3 == 2:
+            prune.l1_unstructured(net[0], "weight", amount=0.1)
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)
