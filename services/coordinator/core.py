@@ -38,7 +38,7 @@ from services.coordinator.lives import begin_again, check_start, note_run, note_
 from services.coordinator.log_end import ends_next, is_ready
 from services.coordinator.messages_text import exit_words, report_fields, versions_words
 from services.coordinator.origins import begin, check_origin
-from services.coordinator.planning import count_refusal, decide, give_up_log, layout_problem
+from services.coordinator.planning import count_refusal, decide, give_up_log, stages_problem
 from services.coordinator.row import Holder, JobRow, LogServer, State
 from services.coordinator.setbacks import launcher_code
 from services.coordinator.timing import Timing
@@ -259,7 +259,7 @@ class Job(Transitions):
             return []
         if len(set(row.ready.values())) > 1:
             return self.become_failed(f"ranks begin at different versions: {versions_words(row.ready)}")
-        problem = layout_problem(row)
+        problem = stages_problem(row)
         if problem:
             return self.become_failed(problem)
         if why := ends_next(row):

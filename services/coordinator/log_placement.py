@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from services.coordinator import commands as m
 from services.coordinator.leases import Leases
-from services.coordinator.planning import layout_of
+from services.coordinator.planning import assignment_of
 from services.coordinator.row import Copy, JobRow, LogServer, RankLogs, State
 from services.coordinator.timing import Timing
 from swift.log import streams
@@ -235,13 +235,13 @@ class Places:
 
     def _writers(self) -> dict[str, int]:
         """stream -> the rank that writes it."""
-        layout = layout_of(self._row)
-        dp_size = layout.dp_size()
-        found = {streams.collectives(rank): rank for rank in layout.stages}
-        for rank, stages in layout.stages.items():
+        assignment = assignment_of(self._row)
+        dp_size = assignment.dp_size
+        found = {streams.collectives(rank): rank for rank in assignment.stages}
+        for rank, stages in assignment.stages.items():
             for stage in stages:
                 for kind in streams.KINDS:
-                    found[streams.boundary(stage, kind, layout.dp_rank(rank), dp_size)] = rank
+                    found[streams.boundary(stage, kind, assignment.slots[rank].dp_rank, dp_size)] = rank
         return found
 
     def _lost_words(self, number: int) -> str:

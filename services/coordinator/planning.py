@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from services.coordinator.row import JobRow, State
 from swift.recovery import (
+    Assignment,
     Checkpoints,
-    Layout,
     Plan,
     PlanConfig,
     RankMeasured,
@@ -32,18 +32,18 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
     )
 
 
-def layout_of(row: JobRow) -> Layout:
-    return Layout(
-        num_stages=row.num_stages,
-        stages={rank: tuple(stages) for rank, stages in row.stages.items()},
-        shards=dict(row.stage_shards),
-    )
+def assignment_of(row: JobRow) -> Assignment:
+    """Of this generation. Raises ValueError, in one line, if nothing can be built on what its ranks have told."""
+    return Assignment.told(num_stages=row.num_stages, stages=row.stages, shards=row.stage_shards)
 
 
-def layout_problem(row: JobRow) -> str:
-    """Why nothing can be recovered with the layout that was told, in one line; empty: it is sane."""
-    layout = layout_of(row)
-    return layout.problem() or config_of(row.config).groups.problem(layout.num_stages, layout.stages)
+def stages_problem(row: JobRow) -> str:
+    """Why nothing can be recovered with the stages that ranks have told, in one line; empty: it can."""
+    try:
+        assignment = assignment_of(row)
+    except ValueError as problem:
+        return str(problem)
+    return config_of(row.config).groups.problem(assignment.num_stages, assignment.stages)
 
 
 def decide(
@@ -56,7 +56,7 @@ def decide(
     ]
     return plan_off_log(
         finishable(reports),
-        layout_of(row),
+        assignment_of(row),
         streams,
         Checkpoints(versions=tuple(v for v in row.checkpoints if v not in row.unloadable)),
         replace(
@@ -131,7 +131,7 @@ def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:
 
     A replay feeds the replays beside it. A copy goes to the replicas of the rank alone.
     """
-    group = layout_of(row).group(refused.rank)
+    group = assignment_of(row).group(refused.rank)
     touched = {r.rank for r in plan.ranks if r.rank in group and r.strategy is Strategy.REPLICA}
     if refused.strategy is not Strategy.KEEP:
         touched.add(refused.rank)

@@ -6,7 +6,7 @@ begin by them; those that are wanted, and since when each rank logs by these.
 
 from services.coordinator import commands as m
 from services.coordinator.commands import Refusal, Refused
-from services.coordinator.planning import layout_of
+from services.coordinator.planning import assignment_of
 from services.coordinator.row import JobRow, State
 from swift.recovery import RecoveryGroups
 from swift.recovery.groups import NONE
@@ -23,14 +23,14 @@ class Regroup:
         row = self._row
         if row.state is State.FORMING or row.state.is_over:
             raise Refusal(Refused.INVALID, f"job {row.job} is {row.state}: its groups cannot be changed now")
-        layout = layout_of(row)
+        assignment = assignment_of(row)
         try:
             groups = RecoveryGroups.parse(change.groups)
         except ValueError as error:
             raise Refusal(Refused.INVALID, str(error)) from None
         if not groups.starts and not change.groups.strip():
             raise Refusal(Refused.INVALID, f"name the stages of each group, such as 0-1,2-3, or {NONE}")
-        if problem := groups.problem(layout.num_stages, layout.stages):
+        if problem := groups.problem(assignment.num_stages, assignment.stages):
             raise Refusal(Refused.INVALID, problem)
         wanted = "" if groups == RecoveryGroups.parse(row.groups) else groups.name
         if wanted == row.groups_next:

@@ -8,7 +8,7 @@ from swift.drill import prediction
 from swift.drill.config import DrillConfig
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, all_of
-from swift.recovery import Help, Layout, RankPlan, Strategy
+from swift.recovery import Assignment, Help, RankPlan, Strategy
 from swift.recovery.cost import StageCost
 from swift.recovery.prediction import Predictor
 
@@ -85,7 +85,9 @@ def _predicted(
         )
         for e in plan["ranks"]
     ]
-    layout = Layout(num_stages=shape.stages, stages={rank: (rank,) for rank in range(shape.ranks)})
+    assignment = Assignment.told(
+        num_stages=shape.stages, stages={rank: (rank,) for rank in range(shape.ranks)}
+    )
     help = [
         Help(
             owner=one["owner"],
@@ -95,7 +97,7 @@ def _predicted(
         )
         for one in plan.get("help", ())
     ]
-    found = Predictor(ranks, int(plan["target_version"]), layout, costs).of(help)
+    found = Predictor(ranks, int(plan["target_version"]), assignment, costs).of(help)
     return {one.rank: one.seconds for one in found}, "profile"
 
 

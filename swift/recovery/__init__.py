@@ -4,6 +4,7 @@
 will not be, what the log leads to.
 """
 
+from swift.recovery.assignment import Assignment, Slot
 from swift.recovery.finishing import finishable
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.measured import RankMeasured, Sent, StageMeasured
@@ -13,7 +14,6 @@ from swift.recovery.types import (
     STRATEGIES,
     Checkpoints,
     Help,
-    Layout,
     Plan,
     PlanConfig,
     Prediction,
@@ -26,9 +26,9 @@ from swift.recovery.types import (
 
 __all__ = [
     "STRATEGIES",
+    "Assignment",
     "Checkpoints",
     "Help",
-    "Layout",
     "Plan",
     "PlanConfig",
     "Prediction",
@@ -38,6 +38,7 @@ __all__ = [
     "Refusals",
     "Report",
     "Sent",
+    "Slot",
     "StageMeasured",
     "Strategy",
     "StreamSummary",

@@ -1,14 +1,13 @@
 """Can the log feed the replays of a plan?
 
-Replaying stage k as data-parallel rank c over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of c (swift.log.streams
-has the names), and compares what it sends with its own F and B. A neighbour that replays from b generates its
-stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay must have
-logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a hole,
-so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was
-declared unlogged (swift.log.unlogged): nothing that is missing is guessed at, nor filled in behind what came after it.
-The stages of a recovery group (swift.recovery.groups) replay from one version, so of what passes between them, which
-is not logged at all, nothing is asked for here.
-Collective results come from one rank that has done all the steps before t.
+Replaying stage k for data-parallel rank d over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of that rank
+(swift.log.streams has the names), and compares what it sends with its own F and B. A neighbour that replays from b
+generates its stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay
+must have logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a
+hole, so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was declared
+unlogged (swift.log.unlogged): nothing that is missing is guessed at, nor filled in behind what came after it. The
+stages of a recovery group (swift.recovery.groups) replay from one version, so of what passes between them, which is not
+logged at all, nothing is asked for here. Collective results come from one rank that has done all the steps before t.
 
 Whether each single record is there is not known here; a rank that finds one missing refuses.
 """
@@ -16,19 +15,20 @@ Whether each single record is there is not known here; a rank that finds one mis
 from collections.abc import Iterable, Mapping, Sequence
 
 from swift.log import streams
-from swift.recovery.types import Layout, RankPlan, Report, Strategy, StreamSummary
+from swift.recovery.assignment import Assignment
+from swift.recovery.types import RankPlan, Report, Strategy, StreamSummary
 
 
 def uncovered(
-    ranks: Iterable[RankPlan], target: int, layout: Layout, log: Mapping[str, StreamSummary]
+    ranks: Iterable[RankPlan], target: int, assignment: Assignment, log: Mapping[str, StreamSummary]
 ) -> str:
     """Why the log cannot feed the replays; "" if it can."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
     for reader in by_rank.values():
         if reader.from_version == target:
             continue
-        dp_rank, dp_size = layout.dp_rank(reader.rank), layout.dp_size()
-        for stage in layout.stages[reader.rank]:
+        dp_rank, dp_size = assignment.slots[reader.rank].dp_rank, assignment.dp_size
+        for stage in assignment.stages[reader.rank]:
             for kind in streams.KINDS:
                 own = log.get(streams.boundary(stage, kind, dp_rank, dp_size))
                 if own is not None and own.corrupt:
@@ -37,9 +37,9 @@ def uncovered(
                 if problem:
                     return f"rank {reader.rank} cannot replay stage {stage}: {problem}"
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
-                if not 0 <= neighbour < layout.num_stages:
+                if not 0 <= neighbour < assignment.num_stages:
                     continue
-                writer = by_rank[layout.owners(neighbour)[dp_rank]]
+                writer = by_rank[assignment.slot_at(neighbour, dp_rank)]
                 stream = streams.boundary(neighbour, kind, dp_rank, dp_size)
                 problem = _input_unusable(reader, writer, stream, target, log)
                 if problem:

@@ -12,9 +12,10 @@ How many help is a matter of what the replay costs (`swift.recovery.cost`); wher
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from swift.recovery.assignment import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.prediction import Predictor
-from swift.recovery.types import REPLAYS, Help, Layout, RankPlan, Report, Strategy
+from swift.recovery.types import REPLAYS, Help, RankPlan, Report, Strategy
 
 STEPS_MIN = 2
 """For fewer steps a stage is not built again elsewhere."""
@@ -23,7 +24,7 @@ STEPS_MIN = 2
 def helps(
     ranks: Sequence[RankPlan],
     target: int,
-    layout: Layout,
+    assignment: Assignment,
     reports: Iterable[Report],
     at_most: int,
     groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
@@ -32,12 +33,13 @@ def helps(
     """At most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one replay only.
     Fewer if the `predictor` knows that more would not make it shorter."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
-    if at_most < 1 or layout.dp_size() > 1:
+    if at_most < 1 or assignment.dp_size > 1:
         return ()
     spans = {
         owners: until
-        for owners in _replaying(layout, groups, by_rank)
-        if (until := _until(owners, target, layout, by_rank)) - by_rank[owners[0]].from_version >= STEPS_MIN
+        for owners in _replaying(assignment, groups, by_rank)
+        if (until := _until(owners, target, assignment, by_rank)) - by_rank[owners[0]].from_version
+        >= STEPS_MIN
     }
     free = [r.rank for r in reports if r.can_help and by_rank[r.rank].strategy is Strategy.KEEP]
     wanted = predictor.wanted(spans, at_most, len(free)) if predictor is not None else {}
@@ -71,17 +73,17 @@ def words(found: Sequence[Help]) -> list[str]:
 
 
 def _replaying(
-    layout: Layout, groups: RecoveryGroups, by_rank: Mapping[int, RankPlan]
+    assignment: Assignment, groups: RecoveryGroups, by_rank: Mapping[int, RankPlan]
 ) -> list[tuple[int, ...]]:
     """The ranks of each recovery group that does nothing but replay, by stage: all from one version."""
     found = []
-    for members in groups.together(layout.groups(), layout.stages):
+    for members in groups.together(assignment.groups(), assignment.stages):
         owners = tuple(rank for (rank,) in members)
         plans = [by_rank[rank] for rank in owners]
         if (
             all(rank_plan.strategy in REPLAYS for rank_plan in plans)
             and len({rank_plan.from_version for rank_plan in plans}) == 1
-            and (len(owners) == 1 or all(len(layout.stages[rank]) == 1 for rank in owners))
+            and (len(owners) == 1 or all(len(assignment.stages[rank]) == 1 for rank in owners))
         ):
             found.append(owners)
     return found
@@ -93,10 +95,14 @@ def _nearest(owners: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(by_distance[: len(owners)]))
 
 
-def _until(owners: Sequence[int], target: int, layout: Layout, by_rank: Mapping[int, RankPlan]) -> int:
-    own = {stage for owner in owners for stage in layout.stages[owner]}
-    beside = {other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < layout.num_stages}
-    neighbours = {rank for stage in beside - own for rank in layout.owners(stage)}
+def _until(
+    owners: Sequence[int], target: int, assignment: Assignment, by_rank: Mapping[int, RankPlan]
+) -> int:
+    own = {stage for owner in owners for stage in assignment.stages[owner]}
+    beside = {
+        other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages
+    }
+    neighbours = {rank for stage in beside - own for rank in assignment.holders(stage)}
     return min([target, *(by_rank[rank].from_version for rank in neighbours)])
 
 

@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from swift.recovery.assignment import Assignment
 from swift.recovery.measured import RankMeasured
 from swift.recovery.plan import plan
 from swift.recovery.types import (
     Checkpoints,
     Help,
-    Layout,
     Plan,
     PlanConfig,
     Refusals,
@@ -37,7 +37,7 @@ from swift.recovery.types import (
 
 def plan_off_log(
     reports: Sequence[Report],
-    layout: Layout,
+    assignment: Assignment,
     log_inventory: Mapping[str, StreamSummary],
     checkpoints: Checkpoints,
     config: PlanConfig,
@@ -49,7 +49,7 @@ def plan_off_log(
     """As `plan`, which it asks. `log_ends`: the log is given up whatever is planned; nothing of it is to be read."""
     reports = list(reports)
     while True:
-        found, reason = plan(reports, layout, log_inventory, checkpoints, config, refused, measured)
+        found, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
         if found is None or found.restores:
             return found, reason
         if log_ends and found.reads_log:
@@ -59,12 +59,14 @@ def plan_off_log(
             continue
         kept = [r.rank for r in reports if r.off_log and r.version is not None]
         useless = {
-            rank for rank in kept if not log_ends and _is_useless(rank, found, layout, checkpoints, refused)
+            rank
+            for rank in kept
+            if not log_ends and _is_useless(rank, found, assignment, checkpoints, refused)
         }
         if not useless:
             break
         reports = [_without_state(r) if r.rank in useless else r for r in reports]
-    sharing = tuple(_combined(help, found, layout, checkpoints, config) for help in found.help)
+    sharing = tuple(_combined(help, found, assignment, checkpoints, config) for help in found.help)
     fast = sorted(help.owner for help in sharing if help.fast)
     if not (kept or fast or log_ends):
         return found, reason
@@ -73,27 +75,33 @@ def plan_off_log(
     return found, found.reason
 
 
-def _is_useless(rank: int, found: Plan, layout: Layout, checkpoints: Checkpoints, refused: Refusals) -> bool:
+def _is_useless(
+    rank: int, found: Plan, assignment: Assignment, checkpoints: Checkpoints, refused: Refusals
+) -> bool:
     newest = checkpoints.newest
     covered = newest is not None and newest >= found.target_version
-    return refused.help or covered or _replays_beside(rank, found, layout)
+    return refused.help or covered or _replays_beside(rank, found, assignment)
 
 
-def _combined(help: Help, found: Plan, layout: Layout, checkpoints: Checkpoints, config: PlanConfig) -> Help:
+def _combined(
+    help: Help, found: Plan, assignment: Assignment, checkpoints: Checkpoints, config: PlanConfig
+) -> Help:
     newest = checkpoints.newest
     fast = (
         config.fast_help
-        and not _replays_beside(help.owner, found, layout)
+        and not _replays_beside(help.owner, found, assignment)
         and (newest is None or newest < found.target_version)  # one of the target can become complete
     )
     return replace(help, fast=fast)
 
 
-def _replays_beside(rank: int, found: Plan, layout: Layout) -> bool:
+def _replays_beside(rank: int, found: Plan, assignment: Assignment) -> bool:
     """Another rank that sends to this one, or is sent something by it, replays a step."""
-    stages = layout.stages[rank]
-    beside = {other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other < layout.num_stages}
-    owners = {owner for stage in beside for owner in layout.owners(stage)} - {rank}
+    stages = assignment.stages[rank]
+    beside = {
+        other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages
+    }
+    owners = {owner for stage in beside for owner in assignment.holders(stage)} - {rank}
     return any(found.of(owner).from_version < found.target_version for owner in owners)
 
 

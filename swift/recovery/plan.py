@@ -6,7 +6,7 @@
 
 2. If there is none, a replay. Target: the highest version that some rank reaches, for which the log has what
    the replays need. Each stage group gets to one base <= target, and if that is below, all of its ranks replay
-   from there together, each with its own streams:
+   from there together, each with its own batches:
 
     the highest version <= target that the group reaches without replay, not older than the newest complete
     checkpoint c <= target: CATCH_UP for who holds it; ROLL_FORWARD, UNDO, REPLICA, each followed by replay
@@ -17,7 +17,8 @@
 
    Recovery groups (swift.recovery.groups): nothing that passes inside of one is logged. So all stage groups of a
    recovery group go to one base, the highest version that all of them reach so, or c; those that hold a newer one
-   give it up, as without the others' state it is of no use. One group of all stages is never replayed.
+   give it up, as without the others' state it is of no use. One group of all stages is never replayed. Nor is
+   anything where a slot is vacant: its batches were a part of the steps.
 
 3. If that cannot be done either: CHECKPOINT for everybody, at the newest complete one.
 
@@ -28,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from swift.recovery.assignment import Assignment
 from swift.recovery.cost import StageCost, costs_of
 from swift.recovery.coverage import collective_source, uncovered
 from swift.recovery.helping import helps, words
@@ -36,7 +38,6 @@ from swift.recovery.prediction import Predictor, predicted_words
 from swift.recovery.reach import WAYS, Reach, Way
 from swift.recovery.types import (
     Checkpoints,
-    Layout,
     Plan,
     PlanConfig,
     RankPlan,
@@ -49,7 +50,7 @@ from swift.recovery.types import (
 
 def plan(
     reports: Sequence[Report],
-    layout: Layout,
+    assignment: Assignment,
     log_inventory: Mapping[str, StreamSummary],
     checkpoints: Checkpoints,
     config: PlanConfig,
@@ -58,21 +59,22 @@ def plan(
 ) -> tuple[Plan | None, str]:
     """The plan and its reason; (None, reason) if there is no way back.
 
-    `reports`: one for every rank. `refused`: what is not to be planned again. `measured`: what each rank, or the
-    process that held it before, has said of its steps; may lack any of them. ValueError: reports and layout do not fit.
+    `reports`: one for every slot that is held. `refused`: what is not to be planned again. `measured`: what each rank,
+    or the process that held it before, has said of its steps; may lack any of them. ValueError: reports and assignment
+    do not fit.
     """
     reports = sorted(reports, key=lambda report: report.rank)
-    if not reports or [r.rank for r in reports] != sorted(set(layout.stages)):
-        raise ValueError("plan needs one report of every rank of the layout")
-    if problem := layout.problem():
-        raise ValueError(problem)
+    if [report.rank for report in reports] != list(assignment.occupied):
+        raise ValueError("plan needs one report of every slot that is held")
+    if lost := assignment.lost_stages():
+        return None, f"no rank is left that runs stage {lost[0]}"
     if refused.everything:
         return _restore(reports, checkpoints, refused.reason)
     if config.strategy == "checkpoint":
         return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
     ways = WAYS - {*refused.strategies, *([Strategy.REPLICA] if config.strategy == "replay" else [])}
     costs = costs_of(measured, config.groups)
-    situation = _Situation(reports, layout, log_inventory, checkpoints, ways, config, costs)
+    situation = _Situation(reports, assignment, log_inventory, checkpoints, ways, config, costs)
     reach = situation.reach(inexact=config.inexact_undo)
     if not reach.anywhere():
         return _restore(reports, checkpoints, _but(refused, "no rank holds a state"))
@@ -84,6 +86,9 @@ def plan(
         return _restore(reports, checkpoints, _but(refused, why))
     if refused.replays:
         return _restore(reports, checkpoints, refused.reason)
+    if assignment.vacant:
+        why = f"a step cannot be replayed without {_ranks(assignment.vacant)}, and {situation.disagreement(reach)}"
+        return _restore(reports, checkpoints, _but(refused, why))
     if config.strategy == "replica":
         why = f"the job is configured never to replay, and {situation.disagreement(reach)}"
         return _restore(reports, checkpoints, _but(refused, why))
@@ -100,7 +105,7 @@ class _Situation:
     def __init__(
         self,
         reports: Sequence[Report],
-        layout: Layout,
+        assignment: Assignment,
         log: Mapping[str, StreamSummary],
         checkpoints: Checkpoints,
         ways: Iterable[Strategy],
@@ -109,19 +114,19 @@ class _Situation:
     ) -> None:
         self._costs = costs
         self._reports = {report.rank: report for report in reports}
-        self._layout = layout
+        self._assignment = assignment
         self._log = log
         self._checkpoints = checkpoints
         self._recovery_groups, self._since = config.groups, config.groups_since
-        self._together = config.groups.together(layout.groups(), layout.stages)
+        self._together = config.groups.together(assignment.groups(), assignment.stages)
         self._allowed = frozenset(ways)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
-        self._has_choice = layout.dp_size() > 1 or any(
+        self._has_choice = assignment.dp_size > 1 or any(
             r.undo_to is not None or r.forward_to is not None for r in reports
         )
 
     def reach(self, *, inexact: bool) -> Reach:
-        return Reach(self._reports.values(), self._layout, self._allowed, inexact=inexact)
+        return Reach(self._reports.values(), self._assignment, self._allowed, inexact=inexact)
 
     def without_replay(self, target: int, reach: Reach) -> Plan:
         """`target` is reached everywhere."""
@@ -147,10 +152,10 @@ class _Situation:
 
     def _helped(self, found: Plan, at_most: int) -> Plan:
         ranks, target, reports = found.ranks, found.target_version, self._reports.values()
-        predictor = Predictor(ranks, target, self._layout, self._costs)
+        predictor = Predictor(ranks, target, self._assignment, self._costs)
         groups = self._recovery_groups
-        sharing = helps(ranks, target, self._layout, reports, at_most, groups, predictor)
-        possible = {help.owner for help in helps(ranks, target, self._layout, reports, at_most, groups)}
+        sharing = helps(ranks, target, self._assignment, reports, at_most, groups, predictor)
+        possible = {help.owner for help in helps(ranks, target, self._assignment, reports, at_most, groups)}
         found = replace(found, help=sharing, predictions=predictor.of(sharing))
         said = [found.reason, *words(sharing), *predicted_words(found, possible)]
         return replace(found, reason="; ".join(said))
@@ -162,7 +167,7 @@ class _Situation:
 
     @property
     def _groups(self) -> tuple[tuple[int, ...], ...]:
-        return self._layout.groups()
+        return self._assignment.groups()
 
     def _replay_to(self, target: int, reach: Reach, higher: str) -> tuple[Plan | None, str]:
         """`higher`: why a higher target was given up; "": there was none."""
@@ -195,7 +200,7 @@ class _Situation:
                 f"no complete checkpoint at version {target} or before for {who}, which holds no state",
             )
         ranks = self._ranks(bases, target)
-        problem = uncovered(ranks, target, self._layout, self._log)
+        problem = uncovered(ranks, target, self._assignment, self._log)
         if problem:
             return None, problem
         source, problem = collective_source(ranks, target, self._reports.values(), self._log)
@@ -292,7 +297,7 @@ class _Situation:
 
     def _name(self, members: Sequence[tuple[int, ...]]) -> str:
         """Of stage groups that recover together, or of one."""
-        stages = sorted(stage for group in members for stage in self._layout.stages[group[0]])
+        stages = sorted(stage for group in members for stage in self._assignment.stages[group[0]])
         if not stages:
             return _ranks(members[0])
         return f"{'stage' if len(stages) == 1 else 'stages'} {_listed(stages)}"

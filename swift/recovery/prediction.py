@@ -5,8 +5,9 @@ Where the costs of a stage are not known nothing is predicted, and as many help 
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from swift.recovery.assignment import Assignment
 from swift.recovery.cost import StageCost, fewest, of_rank, step_s
-from swift.recovery.types import Help, Layout, Plan, Prediction, RankPlan
+from swift.recovery.types import Help, Plan, Prediction, RankPlan
 
 Costs = Mapping[int, StageCost]
 """By stage."""
@@ -15,9 +16,9 @@ Costs = Mapping[int, StageCost]
 class Predictor:
     """(helps) ``wanted``; (plan) ``of``."""
 
-    def __init__(self, ranks: Sequence[RankPlan], target: int, layout: Layout, costs: Costs) -> None:
+    def __init__(self, ranks: Sequence[RankPlan], target: int, assignment: Assignment, costs: Costs) -> None:
         self._plans = {rank_plan.rank: rank_plan for rank_plan in ranks}
-        self._target, self._layout, self._costs = target, layout, costs
+        self._target, self._assignment, self._costs = target, assignment, costs
 
     def wanted(
         self, spans: Mapping[tuple[int, ...], int], at_most: int, free: int
@@ -55,7 +56,9 @@ class Predictor:
     def _seconds(self, owners: Sequence[int], until: int, workers: int) -> float | None:
         """Of a replay that `workers` ranks share up to the version `until`; None: it is not known."""
         run = self._replayed_beside(owners)
-        if not run or any(stage not in self._costs for rank in run for stage in self._layout.stages[rank]):
+        if not run or any(
+            stage not in self._costs for rank in run for stage in self._assignment.stages[rank]
+        ):
             return None
         begun = self._plans[owners[0]].from_version
         shared = max(0, until - begun) if workers > 1 else 0
@@ -63,25 +66,25 @@ class Predictor:
         return shared * step_s(own, workers) + (self._target - begun - shared) * step_s(together)
 
     def _cost(self, rank: int) -> StageCost:
-        return of_rank([self._costs[stage] for stage in self._layout.stages[rank]])
+        return of_rank([self._costs[stage] for stage in self._assignment.stages[rank]])
 
     def _replayed_beside(self, owners: Sequence[int]) -> list[int]:
         """They, and the ranks on both sides of their stages that replay without a gap. Nobody: it is not known how long
         these take together (ranks of several stages feed each other in circles)."""
 
         def replays(stage: int) -> int | None:
-            ranks = self._layout.owners(stage) if 0 <= stage < self._layout.num_stages else ()
+            ranks = self._assignment.holders(stage) if 0 <= stage < self._assignment.num_stages else ()
             return next((rank for rank in ranks if self._plans[rank].from_version < self._target), None)
 
         found = list(owners)
         for rank in found:
-            for stage in self._layout.stages[rank]:
+            for stage in self._assignment.stages[rank]:
                 beside = {replays(stage - 1), replays(stage + 1)} - {None, *found}
                 found += [other for other in beside if other is not None]
         alone = set(found) == set(owners) and len(owners) == 1
-        if not alone and any(len(self._layout.stages[rank]) != 1 for rank in found):
+        if not alone and any(len(self._assignment.stages[rank]) != 1 for rank in found):
             return []
-        return found if all(self._layout.stages[rank] for rank in found) else []
+        return found if all(self._assignment.stages[rank] for rank in found) else []
 
 
 def predicted_words(plan: Plan, possible: Iterable[int]) -> list[str]:

@@ -15,7 +15,8 @@ lost with the rank that gives them. Its own are tried in the order KEEP, ROLL_FO
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swift.recovery.types import Layout, Report, Strategy
+from swift.recovery.assignment import Assignment
+from swift.recovery.types import Report, Strategy
 
 WAYS = frozenset({Strategy.KEEP, Strategy.ROLL_FORWARD, Strategy.UNDO, Strategy.REPLICA})
 
@@ -36,16 +37,16 @@ class Reach:
     def __init__(
         self,
         reports: Iterable[Report],
-        layout: Layout,
+        assignment: Assignment,
         allowed: Iterable[Strategy] = WAYS,
         *,
         inexact: bool = False,
     ) -> None:
         self._reports = {report.rank: report for report in reports}
-        self._layout = layout
+        self._assignment = assignment
         self._allowed = frozenset(allowed)
         self._inexact = inexact
-        self._groups = {group: self._of_group(group) for group in layout.groups()}
+        self._groups = {group: self._of_group(group) for group in assignment.groups()}
 
     def anywhere(self) -> frozenset[int]:
         """The versions that some rank reaches by itself."""
@@ -115,8 +116,10 @@ class Reach:
 
     def _shards(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The replicas of each shard, ascending."""
-        shards = sorted({self._layout.shard(rank) for rank in group})
-        return [tuple(rank for rank in group if self._layout.shard(rank) == shard) for shard in shards]
+        by_shard: dict[int, list[int]] = {}
+        for rank in group:
+            by_shard.setdefault(self._assignment.slots[rank].shard, []).append(rank)
+        return [tuple(replicas) for _, replicas in sorted(by_shard.items())]
 
     def _distance(self, rank: int, source: int) -> tuple[bool, int, int]:
         """Another host is farther than any rank; unknown hosts are other ones."""

@@ -5,8 +5,8 @@ doing the steps a, a+1, ..., t-1 again.
 """
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from swift.recovery.groups import RecoveryGroups
 
@@ -39,6 +39,7 @@ class Report:
     """What one rank says it holds."""
 
     rank: int
+    """The number of its slot, as everywhere in reports and plans (`swift.recovery.assignment`)."""
     version: int | None
     """Held whole. None: none (a fresh process, or an update was interrupted half-way)."""
     undo_to: int | None = None
@@ -67,7 +68,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """The complete (every rank's shard is durable) checkpoints."""
+    """The complete checkpoints: the shard of every slot that is held is durable."""
 
     versions: tuple[int, ...] = ()
     """Ascending."""
@@ -82,75 +83,6 @@ class Checkpoints:
 
     def newest_at_most(self, version: int) -> int | None:
         return max((v for v in self.versions if v <= version), default=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Which stages each rank runs (several, with looped and V-schedules), and which shard of their state it holds.
-
-    All ranks of the same stages are a *stage group*; each has a *data-parallel rank* in it, and its own batches. Those
-    of them with the same shard are *replicas* of each other.
-    """
-
-    num_stages: int
-    stages: Mapping[int, tuple[int, ...]]
-    """rank -> its stages, for every rank of the job."""
-    shards: Mapping[int, int] = field(default_factory=dict)
-    """rank -> its shard; 0 for who is not named."""
-
-    def owners(self, stage: int) -> tuple[int, ...]:
-        """The ranks that run it, ascending: one for each data-parallel rank."""
-        return tuple(rank for rank in sorted(self.stages) if stage in self.stages[rank])
-
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The stage groups, by their first stage; the ranks of each ascend."""
-        ordered = sorted(self.stages, key=lambda rank: (self.stages[rank], rank))
-        return tuple(dict.fromkeys(self.group(rank) for rank in ordered))
-
-    def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the same stages, itself among them, ascending. Who names no stage is like nobody else."""
-        if not self.stages[rank]:
-            return (rank,)
-        return tuple(other for other in sorted(self.stages) if self.stages[other] == self.stages[rank])
-
-    def dp_rank(self, rank: int) -> int:
-        return self.group(rank).index(rank)
-
-    def dp_size(self) -> int:
-        return max((len(group) for group in self.groups()), default=0)
-
-    def shard(self, rank: int) -> int:
-        return self.shards.get(rank, 0)
-
-    def replicas(self, rank: int) -> tuple[int, ...]:
-        """The other ranks that hold the same state, ascending."""
-        return tuple(
-            other for other in self.group(rank) if other != rank and self.shard(other) == self.shard(rank)
-        )
-
-    def problem(self) -> str:
-        """Why nothing can be built on it, in one line; empty: it is sane."""
-        missing = [stage for stage in range(self.num_stages) if not self.owners(stage)]
-        if missing:
-            return f"no rank runs stage {missing[0]} of {self.num_stages}"
-        idle = [rank for rank in sorted(self.stages) if self.num_stages and not self.stages[rank]]
-        if idle:
-            return f"rank {idle[0]} runs none of the {self.num_stages} stages"
-        for stage in range(self.num_stages):
-            first, *others = self.owners(stage)
-            for other in others:
-                if self.stages[other] != self.stages[first]:
-                    return (
-                        f"ranks {first} and {other} both run stage {stage}, but rank {first} runs stages "
-                        f"{_listed(self.stages[first])} and rank {other} {_listed(self.stages[other])}: "
-                        "replicas run the same stages"
-                    )
-            if len(others) != len(self.owners(0)) - 1:
-                return (
-                    f"stage 0 runs on {len(self.owners(0))} ranks and stage {stage} on {len(others) + 1}: "
-                    "every stage needs as many replicas"
-                )
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,7 +246,3 @@ class Plan:
 
     def of(self, rank: int) -> RankPlan:
         return next(rank_plan for rank_plan in self.ranks if rank_plan.rank == rank)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))

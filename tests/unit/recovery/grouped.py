@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 
-from swift.recovery import Checkpoints, Layout, PlanConfig, RecoveryGroups, Refusals
+from swift.recovery import Assignment, Checkpoints, PlanConfig, RecoveryGroups, Refusals
 from tests.unit.recovery.runs import is_inside
 from tests.unit.recovery.situations import NEWEST, Situation, inventories, partial_reports
 
@@ -11,16 +11,20 @@ from tests.unit.recovery.situations import NEWEST, Situation, inventories, parti
 def grouped_situations(draw: st.DrawFn) -> Situation:
     """Four to six stages, some of them in recovery groups of several, of which ranks are lost or behind."""
     places, dp_size = draw(st.integers(4, 6)), draw(st.sampled_from([1, 1, 2]))
-    layout = Layout(num_stages=places, stages={rank: (rank // dp_size,) for rank in range(places * dp_size)})
+    assignment = Assignment.told(
+        num_stages=places, stages={rank: (rank // dp_size,) for rank in range(places * dp_size)}
+    )
     cuts = sorted(draw(st.sets(st.integers(1, places - 1), min_size=1, max_size=places - 2)))
     groups = RecoveryGroups((0, *cuts), places)
-    log = draw(inventories(layout))
+    log = draw(inventories(assignment))
     step = draw(st.integers(2, NEWEST - 2))
     fates = [draw(st.sampled_from(["whole"] * 4 + ["lost", "behind", "half"])) for _ in range(places)]
     return Situation(
-        reports=tuple(draw(partial_reports(rank, step, fates[rank // dp_size])) for rank in layout.stages),
-        layout=layout,
-        log={stream: summary for stream, summary in log.items() if not is_inside(stream, layout, groups)},
+        reports=tuple(
+            draw(partial_reports(rank, step, fates[rank // dp_size])) for rank in assignment.stages
+        ),
+        assignment=assignment,
+        log={stream: summary for stream, summary in log.items() if not is_inside(stream, assignment, groups)},
         checkpoints=Checkpoints(versions=(0,) if draw(st.booleans()) else (step - 1,)),
         config=PlanConfig(groups=groups, inexact_undo=draw(st.booleans())),
         refused=Refusals(),

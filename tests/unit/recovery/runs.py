@@ -2,26 +2,26 @@
 
 import hypothesis.strategies as st
 
-from swift.recovery import Layout, RecoveryGroups
+from swift.recovery import Assignment, RecoveryGroups
 
 
 @st.composite
-def recovery_groups(draw: st.DrawFn, layout: Layout) -> RecoveryGroups:
+def recovery_groups(draw: st.DrawFn, assignment: Assignment) -> RecoveryGroups:
     """None, or runs of stages that no rank is parted by."""
-    stages = range(1, layout.num_stages)
+    stages = range(1, assignment.num_stages)
     cuts = [stage for stage in stages if draw(st.booleans())] if draw(st.booleans()) else list(stages)
-    run_of = [sum(cut <= stage for cut in cuts) for stage in range(layout.num_stages)]
-    if any(len({run_of[stage] for stage in mine}) > 1 for mine in layout.stages.values()):
-        return RecoveryGroups() if draw(st.booleans()) else RecoveryGroups((0,), layout.num_stages)
-    return draw(st.sampled_from([RecoveryGroups(), RecoveryGroups((0, *cuts), layout.num_stages)]))
+    run_of = [sum(cut <= stage for cut in cuts) for stage in range(assignment.num_stages)]
+    if any(len({run_of[stage] for stage in mine}) > 1 for mine in assignment.stages.values()):
+        return RecoveryGroups() if draw(st.booleans()) else RecoveryGroups((0,), assignment.num_stages)
+    return draw(st.sampled_from([RecoveryGroups(), RecoveryGroups((0, *cuts), assignment.num_stages)]))
 
 
-def is_inside(stream: str, layout: Layout, groups: RecoveryGroups) -> bool:
+def is_inside(stream: str, assignment: Assignment, groups: RecoveryGroups) -> bool:
     """Only stages of the same recovery group receive it."""
-    for stage in range(layout.num_stages):
+    for stage in range(assignment.num_stages):
         for kind, to in (("F", stage + 1), ("B", stage - 1)):
             names = {name(stage, kind, c, dp_size) for dp_size in (1, 2, 3) for c in range(dp_size)}
-            if stream in names and 0 <= to < layout.num_stages:
+            if stream in names and 0 <= to < assignment.num_stages:
                 return to in groups.stages(stage)
     return False
 

@@ -6,10 +6,10 @@ replay.
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from swift.recovery import Assignment
 from swift.recovery.types import (
     REPLAYS,
     Checkpoints,
-    Layout,
     Plan,
     PlanConfig,
     RankPlan,
@@ -21,7 +21,7 @@ from swift.recovery.types import (
 
 def reference_plan(
     reports: Sequence[Report],
-    layout: Layout,
+    assignment: Assignment,
     log_inventory: Mapping[str, StreamSummary],
     checkpoints: Checkpoints,
     config: PlanConfig,
@@ -33,8 +33,8 @@ def reference_plan(
     recovery); "": replay where it can be done.
     """
     reports = sorted(reports, key=lambda report: report.rank)
-    if not reports or [r.rank for r in reports] != sorted(set(layout.stages)):
-        raise ValueError("plan needs one report of every rank of the layout")
+    if not reports or [r.rank for r in reports] != sorted(set(assignment.stages)):
+        raise ValueError("plan needs one report of every rank of the assignment")
     held = [report.version for report in reports if report.version is not None]
     if refused:
         return _restore(reports, checkpoints, refused)
@@ -50,7 +50,7 @@ def reference_plan(
         why = f"no complete checkpoint at version {target} or before for rank {lacking}, which holds no state"
         return _restore(reports, checkpoints, why)
     ranks = tuple(_rank_plan(report, target, base) for report in reports)
-    problem = _uncovered(ranks, target, layout, log_inventory)
+    problem = _uncovered(ranks, target, assignment, log_inventory)
     if problem:
         return _restore(reports, checkpoints, problem)
     source, problem = _collective_source(ranks, target, reports, log_inventory)
@@ -95,28 +95,28 @@ def _rank_plan(report: Report, target: int, base: int | None) -> RankPlan:
 
 
 def _uncovered(
-    ranks: Iterable[RankPlan], target: int, layout: Layout, log: Mapping[str, StreamSummary]
+    ranks: Iterable[RankPlan], target: int, assignment: Assignment, log: Mapping[str, StreamSummary]
 ) -> str:
     """Why the log cannot feed the replays; "" if it can."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
     for rank_plan in by_rank.values():
         if rank_plan.strategy not in REPLAYS or rank_plan.from_version == target:
             continue
-        for stage in layout.stages[rank_plan.rank]:
-            problem = _own_streams_unusable(stage, layout, log)
+        for stage in assignment.stages[rank_plan.rank]:
+            problem = _own_streams_unusable(stage, assignment, log)
             if problem:
                 return problem
             for neighbour, direction in ((stage - 1, "F"), (stage + 1, "B")):
-                if not 0 <= neighbour < layout.num_stages:
+                if not 0 <= neighbour < assignment.num_stages:
                     continue
-                problem = _input_unusable(rank_plan, neighbour, direction, target, layout, by_rank, log)
+                problem = _input_unusable(rank_plan, neighbour, direction, target, assignment, by_rank, log)
                 if problem:
                     return f"rank {rank_plan.rank} cannot replay stage {stage}: {problem}"
     return ""
 
 
-def _own_streams_unusable(stage: int, layout: Layout, log: Mapping[str, StreamSummary]) -> str:
-    owners = layout.owners(stage)
+def _own_streams_unusable(stage: int, assignment: Assignment, log: Mapping[str, StreamSummary]) -> str:
+    owners = assignment.holders(stage)
     if len(owners) != 1:
         return f"stage {stage} runs on ranks {', '.join(map(str, owners))}: replicas are not replayed"
     for kind in "FBXT":
@@ -131,11 +131,11 @@ def _input_unusable(
     neighbour: int,
     direction: str,
     target: int,
-    layout: Layout,
+    assignment: Assignment,
     by_rank: Mapping[int, RankPlan],
     log: Mapping[str, StreamSummary],
 ) -> str:
-    owners = layout.owners(neighbour)
+    owners = assignment.holders(neighbour)
     if len(owners) != 1:
         return f"stage {neighbour} runs on {len(owners)} ranks"
     writer = by_rank[owners[0]]

@@ -1,6 +1,6 @@
 """Random situations for plan(), and what a plan must be, worked out apart from it.
 
-Nothing here is shared with the planner but the types: ways are tried one assignment after the other, replays are
+Nothing here is shared with the planner but the types: ways are tried one choice after the other, replays are
 walked step by step.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 
 from swift.recovery import (
+    Assignment,
     Checkpoints,
-    Layout,
     Plan,
     PlanConfig,
     Refusals,
@@ -29,7 +29,7 @@ NEWEST = 6
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     reports: tuple[Report, ...]
-    layout: Layout
+    assignment: Assignment
     log: dict[str, StreamSummary]
     checkpoints: Checkpoints
     config: PlanConfig
@@ -37,8 +37,8 @@ class Situation:
 
     def arguments(
         self,
-    ) -> tuple[list[Report], Layout, dict[str, StreamSummary], Checkpoints, PlanConfig, Refusals]:
-        return list(self.reports), self.layout, self.log, self.checkpoints, self.config, self.refused
+    ) -> tuple[list[Report], Assignment, dict[str, StreamSummary], Checkpoints, PlanConfig, Refusals]:
+        return list(self.reports), self.assignment, self.log, self.checkpoints, self.config, self.refused
 
 
 # --- drawing them ---
@@ -47,7 +47,7 @@ versions = st.integers(0, NEWEST)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, dp_size: int) -> Layout:
+def assignments(draw: st.DrawFn, dp_size: int) -> Assignment:
     """`dp_size` ranks to each of up to four stage groups; torch's order, or any other."""
     places = draw(st.integers(1, 3) if dp_size > 2 else st.integers(1, 4))
     num_stages = places * draw(st.sampled_from([1, 1, 2]))
@@ -60,7 +60,7 @@ def layouts(draw: st.DrawFn, dp_size: int) -> Layout:
         for dp_rank in range(dp_size)
     }
     shards = {rank: draw(st.integers(0, 1)) for rank in ranks} if draw(st.integers(0, 2)) == 2 else {}
-    return Layout(num_stages=num_stages, stages=stages, shards=shards)
+    return Assignment.told(num_stages=num_stages, stages=stages, shards=shards)
 
 
 @st.composite
@@ -98,14 +98,17 @@ def partial_reports(draw: st.DrawFn, rank: int, step: int, fate: str) -> Report:
 
 
 @st.composite
-def inventories(draw: st.DrawFn, layout: Layout, dropping: bool = True) -> dict[str, StreamSummary]:
+def inventories(draw: st.DrawFn, assignment: Assignment, dropping: bool = True) -> dict[str, StreamSummary]:
     """Mostly whole, so that replays are possible; a hole here and there. `dropping`: also one that is declared."""
-    dp_size = len(layout.owners(0))
+    dp_size = len(assignment.holders(0))
     names = [
-        name(s, kind, c, dp_size) for s in range(layout.num_stages) for kind in "FBXT" for c in range(dp_size)
+        name(s, kind, c, dp_size)
+        for s in range(assignment.num_stages)
+        for kind in "FBXT"
+        for c in range(dp_size)
     ]
     if draw(st.booleans()):
-        names += [f"r{rank}.C" for rank in layout.stages]
+        names += [f"r{rank}.C" for rank in assignment.stages]
     whole = draw(st.booleans())
     streams = {}
     for stream in names:
@@ -129,26 +132,30 @@ def inventories(draw: st.DrawFn, layout: Layout, dropping: bool = True) -> dict[
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    layout = draw(layouts(draw(st.integers(1, 3))))
+    assignment = draw(assignments(draw(st.integers(1, 3))))
     step = draw(st.integers(1, NEWEST - 2))
     # A stage with all of its ranks lost or behind is what replays are for; left to chance it would be rare.
     fates = {
-        stages: draw(st.sampled_from(["", "", "lost", "behind"])) for stages in set(layout.stages.values())
+        stages: draw(st.sampled_from(["", "", "lost", "behind"]))
+        for stages in set(assignment.stages.values())
     }
     checkpoints = draw(st.sets(st.integers(0, step), max_size=2)) | (
         {0} if draw(st.integers(0, 3)) else set()
     )
     every_way = [KEEP, CATCH_UP, REPLAY, ROLL_FORWARD, UNDO, REPLICA]
     refused = draw(st.just([]) | st.just([]) | st.lists(st.sampled_from(every_way), unique=True, max_size=3))
-    groups = draw(recovery_groups(layout))
-    log = draw(inventories(layout))
+    groups = draw(recovery_groups(assignment))
+    log = draw(inventories(assignment))
     if groups.starts and draw(st.integers(0, 3)):  # as it is: nothing passes there
-        log = {stream: summary for stream, summary in log.items() if not is_inside(stream, layout, groups)}
+        log = {
+            stream: summary for stream, summary in log.items() if not is_inside(stream, assignment, groups)
+        }
     return Situation(
         reports=tuple(
-            draw(partial_reports(rank, step, fates[layout.stages[rank]])) for rank in sorted(layout.stages)
+            draw(partial_reports(rank, step, fates[assignment.stages[rank]]))
+            for rank in sorted(assignment.stages)
         ),
-        layout=layout,
+        assignment=assignment,
         log=log,
         checkpoints=Checkpoints(versions=tuple(sorted(checkpoints))),
         config=PlanConfig(
@@ -163,14 +170,14 @@ def situations(draw: st.DrawFn) -> Situation:
 @st.composite
 def plain_situations(draw: st.DrawFn) -> Situation:
     """One data-parallel rank, whole versions: what there was before replicas."""
-    layout = draw(layouts(1))
-    streams = draw(inventories(layout, dropping=False))
+    assignment = draw(assignments(1))
+    streams = draw(inventories(assignment, dropping=False))
     return Situation(
         reports=tuple(
             Report(rank=rank, version=draw(st.none() | versions), since_generation=draw(st.integers(1, 3)))
-            for rank in sorted(layout.stages)
+            for rank in sorted(assignment.stages)
         ),
-        layout=Layout(num_stages=layout.num_stages, stages=layout.stages),
+        assignment=Assignment.told(num_stages=assignment.num_stages, stages=assignment.stages),
         log=streams,
         checkpoints=Checkpoints(versions=tuple(sorted(draw(st.sets(versions, max_size=2))))),
         config=PlanConfig(strategy=draw(st.sampled_from(["auto", "replay", "checkpoint"]))),
@@ -183,7 +190,8 @@ def plain_situations(draw: st.DrawFn) -> Situation:
 
 def groups_of(situation: Situation) -> list[list[int]]:
     by_stages: dict[tuple[int, ...], list[int]] = {}
-    for rank, stages in sorted(situation.layout.stages.items()):
+    stages_of = situation.assignment.stages
+    for rank, stages in ((rank, stages_of[rank]) for rank in situation.assignment.occupied):
         by_stages.setdefault(stages, []).append(rank)
     return list(by_stages.values())
 
@@ -192,7 +200,7 @@ def together_of(situation: Situation) -> list[list[list[int]]]:
     """The stage groups by the recovery group that they are in."""
     by_run: dict[tuple[int, ...], list[list[int]]] = {}
     for group in groups_of(situation):
-        stages = situation.layout.stages[group[0]]
+        stages = situation.assignment.stages[group[0]]
         run = situation.config.groups.stages(stages[0]) if situation.config.groups.starts else stages
         by_run.setdefault(run, []).append(group)
     return list(by_run.values())
@@ -201,7 +209,7 @@ def together_of(situation: Situation) -> list[list[list[int]]]:
 def shards_of(situation: Situation, group: list[int]) -> list[list[int]]:
     by_shard: dict[int, list[int]] = {}
     for rank in group:
-        by_shard.setdefault(situation.layout.shards.get(rank, 0), []).append(rank)
+        by_shard.setdefault(situation.assignment.slots[rank].shard, []).append(rank)
     return list(by_shard.values())
 
 
@@ -228,8 +236,8 @@ def shard_gets_to(situation: Situation, replicas: list[int], version: int, inexa
     ways = usable(situation)
     exact = {r.rank: r.undo_exact for r in situation.reports}
     choices = [{*own_ways(situation, rank, version, inexact), REPLICA} & ways for rank in replicas]
-    for assignment in itertools.product(*choices):
-        chosen = dict(zip(replicas, assignment))
+    for chosen_ways in itertools.product(*choices):
+        chosen = dict(zip(replicas, chosen_ways))
         givers = [rank for rank, way in chosen.items() if way is not REPLICA]
         inexactly = [rank for rank in givers if chosen[rank] is UNDO and not exact[rank]]
         if givers and (not inexactly or len(givers) == 1):
@@ -322,24 +330,24 @@ def replays_are_fed(
         stream.endswith(".C") and summary.records for stream, summary in situation.log.items()
     )
     return not needed or any(
-        gives_collectives(situation, rank, first, target) for rank in situation.layout.stages
+        gives_collectives(situation, rank, first, target) for rank in situation.assignment.stages
     )
 
 
 def inputs_are_there(situation: Situation, rank: int, starts: dict[int, int], target: int) -> bool:
     """Every input of every step is logged, or generated again; and nothing it needs or compares is corrupt."""
-    layout = situation.layout
-    dp_size = len(layout.owners(layout.stages[rank][0]))
+    assignment = situation.assignment
+    dp_size = len(assignment.holders(assignment.stages[rank][0]))
     for step in range(starts[rank], target):
-        for stage in layout.stages[rank]:
-            dp_rank = sorted(r for r, stages in layout.stages.items() if stage in stages).index(rank)
+        for stage in assignment.stages[rank]:
+            dp_rank = sorted(r for r, stages in assignment.stages.items() if stage in stages).index(rank)
             own = [situation.log.get(name(stage, kind, dp_rank, dp_size)) for kind in "FBXT"]
             if any(summary is not None and (summary.corrupt or dropped(summary, step)) for summary in own):
                 return False
             for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
-                if not 0 <= neighbour < layout.num_stages:
+                if not 0 <= neighbour < assignment.num_stages:
                     continue
-                writer = sorted(r for r, stages in layout.stages.items() if neighbour in stages)[dp_rank]
+                writer = sorted(r for r, stages in assignment.stages.items() if neighbour in stages)[dp_rank]
                 if situation.config.groups.starts and neighbour in situation.config.groups.stages(stage):
                     if starts[writer] != starts[rank]:
                         return False  # nothing of it is logged
@@ -433,11 +441,11 @@ def check_can_be_followed(situation: Situation, plan: Plan) -> None:
 
 
 def check_source(situation: Situation, plan: Plan, rank: int, source: int) -> None:
-    layout = situation.layout
+    assignment = situation.assignment
     giver = plan.of(source)
     assert source != rank
-    assert layout.stages[source] == layout.stages[rank]
-    assert layout.shards.get(source, 0) == layout.shards.get(rank, 0)
+    assert assignment.stages[source] == assignment.stages[rank]
+    assert assignment.slots[source].shard == assignment.slots[rank].shard
     assert giver.strategy in (KEEP, CATCH_UP, ROLL_FORWARD, UNDO), "it has nothing of its own to give"
     assert giver.from_version == plan.of(rank).from_version
 

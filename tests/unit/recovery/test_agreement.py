@@ -1,11 +1,13 @@
 """plan() with replicas and partial states: the cases one by one, then properties over random ones."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import event, given, settings
 
 from swift.recovery import (
+    Assignment,
     Checkpoints,
-    Layout,
     Plan,
     PlanConfig,
     Refusals,
@@ -30,9 +32,9 @@ AUTO = PlanConfig()
 AT_10 = Checkpoints(versions=(0, 10))
 
 
-def mesh(stages: int, dp_size: int, shards: dict[int, int] | None = None) -> Layout:
+def mesh(stages: int, dp_size: int, shards: dict[int, int] | None = None) -> Assignment:
     """Rank = stage * dp_size + dp_rank, as torch numbers a (pipeline, data) mesh."""
-    return Layout(
+    return Assignment.told(
         num_stages=stages,
         stages={rank: (rank // dp_size,) for rank in range(stages * dp_size)},
         shards=shards or {},
@@ -68,11 +70,11 @@ def reports(*states: dict[str, object], hosts: str = "") -> list[Report]:
     ]
 
 
-def whole_log(layout: Layout, first: int, last: int) -> dict[str, StreamSummary]:
-    dp_size = layout.dp_size()
+def whole_log(assignment: Assignment, first: int, last: int) -> dict[str, StreamSummary]:
+    dp_size = assignment.dp_size
     names = [
         f"s{stage}c{dp_rank}.{kind}" if dp_size > 1 else f"s{stage}.{kind}"
-        for stage in range(layout.num_stages)
+        for stage in range(assignment.num_stages)
         for dp_rank in range(dp_size)
         for kind in "FBXT"
     ]
@@ -81,19 +83,19 @@ def whole_log(layout: Layout, first: int, last: int) -> dict[str, StreamSummary]
 
 def decided(
     said: list[Report],
-    layout: Layout,
+    assignment: Assignment,
     log: dict[str, StreamSummary] | None = None,
     checkpoints: Checkpoints = AT_10,
     config: PlanConfig = AUTO,
     refused: Refusals = Refusals(),  # noqa: B008
 ) -> Plan:
-    outcome, reason = plan(said, layout, log or {}, checkpoints, config, refused)
+    outcome, reason = plan(said, assignment, log or {}, checkpoints, config, refused)
     assert outcome is not None, reason
     assert outcome.reason == reason
     check_can_be_followed(
         Situation(
             reports=tuple(said),
-            layout=layout,
+            assignment=assignment,
             log=log or {},
             checkpoints=checkpoints,
             config=config,
@@ -186,11 +188,11 @@ class TestWithoutReplay:
 
     def test_shards_are_replicas_of_their_own_only(self) -> None:
         # Two replica groups (ranks 0 and 2, 1 and 3) of two shards each.
-        layout = mesh(1, 4, {0: 0, 1: 1, 2: 0, 3: 1})
-        outcome = decided(reports(LOST, LOST, held(9), held(9)), layout)
+        assignment = mesh(1, 4, {0: 0, 1: 1, 2: 0, 3: 1})
+        outcome = decided(reports(LOST, LOST, held(9), held(9)), assignment)
         assert ways(outcome) == [(REPLICA, 9, (2,)), (REPLICA, 9, (3,)), (KEEP, 9), (KEEP, 9)]
         # Both ranks of shard 1 are lost: the stage has no version, so all of it replays from the checkpoint.
-        outcome = decided(reports(held(15), LOST, held(15), LOST), layout, whole_log(layout, 10, 15))
+        outcome = decided(reports(held(15), LOST, held(15), LOST), assignment, whole_log(assignment, 10, 15))
         assert ways(outcome) == [(REPLAY, 10)] * 4
         assert "reach no version together" in outcome.of(0).reason
         assert outcome.of(1).reason == "holds no state; the newest complete checkpoint is of version 10"
@@ -224,11 +226,11 @@ class TestInexactUndo:
 
     def test_an_exact_replay_to_the_same_version_is_taken_instead(self) -> None:
         # Stage 1 is lost, so something must be replayed; stage 0 could go back to 14 by an inexact undo.
-        layout = mesh(2, 1)
+        assignment = mesh(2, 1)
         outcome = decided(
             reports({**half(14, exact=False), "forward_to": 15}, LOST),
-            layout,
-            whole_log(layout, 10, 15),
+            assignment,
+            whole_log(assignment, 10, 15),
             config=self.ARITHMETIC,
             refused=Refusals().and_of([ROLL_FORWARD], "rank 0 refused ROLL_FORWARD"),
         )
@@ -248,9 +250,9 @@ class TestInexactUndo:
 
 class TestReplay:
     def test_a_stage_of_which_nobody_lives_is_replayed_by_all_of_its_dp_ranks(self) -> None:
-        layout = mesh(3, 2)
+        assignment = mesh(3, 2)
         outcome = decided(
-            reports(held(15), held(15), LOST, LOST, held(15), LOST), layout, whole_log(layout, 10, 14)
+            reports(held(15), held(15), LOST, LOST, held(15), LOST), assignment, whole_log(assignment, 10, 14)
         )
         assert ways(outcome) == [
             (KEEP, 15),
@@ -265,9 +267,11 @@ class TestReplay:
         )
 
     def test_a_stage_that_is_behind_gets_to_one_version_and_catches_up_together(self) -> None:
-        layout = mesh(2, 3)
+        assignment = mesh(2, 3)
         outcome = decided(
-            reports(held(15), held(15), held(15), held(14), LOST, half(14)), layout, whole_log(layout, 10, 14)
+            reports(held(15), held(15), held(15), held(14), LOST, half(14)),
+            assignment,
+            whole_log(assignment, 10, 14),
         )
         assert ways(outcome)[3:] == [(CATCH_UP, 14), (REPLICA, 14, (3, 5)), (UNDO, 14)]
         assert outcome.of(3).reason == "holds version 14, 1 behind"
@@ -276,67 +280,67 @@ class TestReplay:
         )
         outcome = decided(
             reports(held(16), held(16), held(16), half(14), LOST, stuck(13)),
-            layout,
-            whole_log(layout, 10, 15),
+            assignment,
+            whole_log(assignment, 10, 15),
         )
         assert ways(outcome)[3:] == [(UNDO, 14), (REPLICA, 14, (3, 5)), (ROLL_FORWARD, 14)]
         assert outcome.of(3).reason.endswith("bit for bit; 2 to replay")
 
     def test_each_dp_rank_reads_its_own_streams(self) -> None:
-        layout = mesh(3, 2)
+        assignment = mesh(3, 2)
         said = reports(held(15), held(15), LOST, LOST, held(15), held(15))
-        log = whole_log(layout, 10, 14)
+        log = whole_log(assignment, 10, 14)
         needed = ["s0c0.F", "s0c1.F", "s2c0.B", "s2c1.B"]
-        assert ways(decided(said, layout, {name: log[name] for name in needed}))[2] == (REPLAY, 10)
+        assert ways(decided(said, assignment, {name: log[name] for name in needed}))[2] == (REPLAY, 10)
         for name in needed:
-            outcome = decided(said, layout, {other: log[other] for other in needed if other != name})
+            outcome = decided(said, assignment, {other: log[other] for other in needed if other != name})
             assert outcome.restores
             assert f"{name} is empty" in outcome.reason
-        assert decided(said, layout, log | {"s1c1.X": corrupted("s1c1.X")}).restores
-        assert not decided(said, layout, log | {"s1.X": corrupted("s1.X")}).restores
+        assert decided(said, assignment, log | {"s1c1.X": corrupted("s1c1.X")}).restores
+        assert not decided(said, assignment, log | {"s1.X": corrupted("s1.X")}).restores
 
     def test_a_lower_target_is_tried_where_no_newer_state_is_thrown_away(self) -> None:
         # Stage 0 has 14 and could finish 15; stage 2 has logged up to step 13 only.
-        layout = mesh(3, 2)
+        assignment = mesh(3, 2)
         said = reports(stuck(14), stuck(14), LOST, LOST, held(14), held(14))
-        log = whole_log(layout, 10, 13)
-        outcome = decided(said, layout, log)
+        log = whole_log(assignment, 10, 13)
+        outcome = decided(said, assignment, log)
         assert outcome.target_version == 14
         assert ways(outcome)[0] == (KEEP, 14)
         assert "none above 14 can be replayed: " in outcome.reason
         # Had stage 0 finished it already, its state would be given up: then all restore.
         said = reports(held(15), held(15), LOST, LOST, held(14), held(14))
-        assert decided(said, layout, log).restores
+        assert decided(said, assignment, log).restores
 
     def test_collectives_come_from_one_who_has_done_the_steps_if_nobody_keeps(self) -> None:
-        layout = mesh(1, 2)
+        assignment = mesh(1, 2)
         log = {"r0.C": StreamSummary(stream="r0.C", records=5, first_step=10, last_step=14)}
         config = PlanConfig(strategy="replay")
-        outcome = decided(reports(held(15), LOST), layout, log, config=config)
+        outcome = decided(reports(held(15), LOST), assignment, log, config=config)
         assert ways(outcome) == [(REPLAY, 10)] * 2
         assert outcome.collective_source == 0
         log = {"r1.C": StreamSummary(stream="r1.C", records=5, first_step=10, last_step=14)}
-        assert decided(reports(held(15), LOST), layout, log, config=config).restores
+        assert decided(reports(held(15), LOST), assignment, log, config=config).restores
 
     @pytest.mark.parametrize(("records", "restores"), [(2, False), (3, True)])
     def test_a_stream_of_nothing_but_marks_wants_no_source(self, records: int, restores: bool) -> None:
-        layout = mesh(2, 2)
-        log = whole_log(layout, 10, 14)
+        assignment = mesh(2, 2)
+        log = whole_log(assignment, 10, 14)
         log["r0.C"] = StreamSummary(
             stream="r0.C", records=records, first_step=12, last_step=14, unlogged=(10, 14), marks=2
         )
         said = reports(held(15), LOST, held(15), held(15))
-        outcome = decided(said, layout, log, config=PlanConfig(strategy="replay"))
+        outcome = decided(said, assignment, log, config=PlanConfig(strategy="replay"))
         assert outcome.restores == restores
         assert outcome.collective_source == -1
 
     def test_one_who_keeps_comes_first(self) -> None:
-        layout = mesh(2, 2)
-        log = whole_log(layout, 10, 14)
+        assignment = mesh(2, 2)
+        log = whole_log(assignment, 10, 14)
         for rank in range(4):
             log[f"r{rank}.C"] = StreamSummary(stream=f"r{rank}.C", records=5, first_step=10, last_step=14)
         said = reports(held(15), LOST, held(15), held(15))
-        outcome = decided(said, layout, log, config=PlanConfig(strategy="replay"))
+        outcome = decided(said, assignment, log, config=PlanConfig(strategy="replay"))
         assert ways(outcome)[0] == (REPLAY, 10)
         assert outcome.collective_source == 2
 
@@ -350,10 +354,10 @@ class TestStrategies:
 
     def test_replica_never_replays(self) -> None:
         config = PlanConfig(strategy="replica")
-        layout = mesh(2, 2)
-        log = whole_log(layout, 10, 14)
-        assert ways(decided(reports(*self.SAID), layout, log, config=config))[1] == (REPLICA, 15, (0,))
-        outcome = decided(reports(LOST, LOST, held(15), held(15)), layout, log, config=config)
+        assignment = mesh(2, 2)
+        log = whole_log(assignment, 10, 14)
+        assert ways(decided(reports(*self.SAID), assignment, log, config=config))[1] == (REPLICA, 15, (0,))
+        outcome = decided(reports(LOST, LOST, held(15), held(15)), assignment, log, config=config)
         assert outcome.restores
         assert outcome.of(0).reason == (
             "the job is configured never to replay, and no version is reached by every stage without replay "
@@ -362,8 +366,8 @@ class TestStrategies:
 
     def test_replay_never_copies(self) -> None:
         config = PlanConfig(strategy="replay")
-        layout = mesh(2, 2)
-        outcome = decided(reports(*self.SAID), layout, whole_log(layout, 10, 14), config=config)
+        assignment = mesh(2, 2)
+        outcome = decided(reports(*self.SAID), assignment, whole_log(assignment, 10, 14), config=config)
         assert ways(outcome) == [(REPLAY, 10), (REPLAY, 10), (KEEP, 15), (KEEP, 15)]
 
     def test_checkpoint_always_restores(self) -> None:
@@ -415,58 +419,48 @@ class TestRefusals:
         assert decided(reports(held(15), held(15)), mesh(1, 2), refused=refused).restores
 
 
-class TestLayout:
-    @pytest.mark.parametrize(
-        ("num_stages", "stages", "why"),
-        [
-            (2, {0: (0,), 1: (0,)}, "no rank runs stage 1 of 2"),
-            (1, {0: (0,), 1: ()}, "rank 1 runs none of the 1 stages"),
-            (
-                3,
-                {0: (0, 2), 1: (1,), 2: (0,), 3: (1, 2)},
-                "ranks 0 and 2 both run stage 0, but rank 0 runs stages 0, 2 and rank 2 0: "
-                "replicas run the same stages",
-            ),
-            (
-                2,
-                {0: (0,), 1: (0,), 2: (1,)},
-                "stage 0 runs on 2 ranks and stage 1 on 1: every stage needs as many replicas",
-            ),
-        ],
-    )
-    def test_what_is_wrong_with_it_is_said_in_one_line(
-        self, num_stages: int, stages: dict[int, tuple[int, ...]], why: str
-    ) -> None:
-        layout = Layout(num_stages=num_stages, stages=stages)
-        assert layout.problem() == why
-        with pytest.raises(ValueError, match=why.split(":")[0]):
-            plan(reports(*[held(1)] * len(stages)), layout, {}, AT_10, AUTO)
+def test_ranks_that_name_no_stage_are_planned_each_by_itself() -> None:
+    assignment = Assignment.told(num_stages=0, stages={0: (), 1: ()})
+    outcome, _ = plan(reports(held(15), LOST), assignment, {}, AT_10, AUTO)
+    assert outcome is not None
+    assert ways(outcome) == [(KEEP, 15), (REPLAY, 10)]
 
-    def test_dp_ranks_and_replicas(self) -> None:
-        layout = Layout(
-            num_stages=4,
-            stages={rank: (0, 3) if rank in (1, 4, 5) else (1, 2) for rank in range(6)},
-            shards={4: 1, 5: 1},
+
+class TestVacantSlots:
+    """Three replicas of one stage, of which the middle one is vacant."""
+
+    SMALLER = mesh(1, 3).held_by({0: 0, 2: 2})
+
+    def said(self, *states: dict[str, object]) -> list[Report]:
+        return [replace(report, rank=slot) for report, slot in zip(reports(*states), (0, 2), strict=True)]
+
+    def test_the_others_go_on(self) -> None:
+        outcome = decided(self.said(held(15), held(15)), self.SMALLER)
+        assert [(r.rank, r.strategy) for r in outcome.ranks] == [(0, KEEP), (2, KEEP)]
+
+    def test_copies_come_from_those_that_are_there(self) -> None:
+        outcome = decided(self.said(LOST, held(15)), self.SMALLER)
+        assert ways(outcome) == [(REPLICA, 15, (2,)), (KEEP, 15)]
+
+    def test_nothing_is_replayed_without_what_is_missing(self) -> None:
+        outcome = decided(self.said(half(14, exact=False), half(14, exact=False)), self.SMALLER)
+        assert outcome.restores
+
+    def test_a_replay_is_not_done_without_the_rank_that_took_part_the_first_time(self) -> None:
+        outcome = decided(self.said(held(14), held(15)), self.SMALLER, config=PlanConfig(strategy="replay"))
+        assert outcome.restores
+        assert "a step cannot be replayed without rank 1" in outcome.reason
+
+    def test_a_report_of_a_vacant_slot_does_not_fit(self) -> None:
+        with pytest.raises(ValueError, match="one report of every slot that is held"):
+            plan(reports(held(15), held(15), held(15)), self.SMALLER, {}, AT_10, AUTO)
+
+    def test_a_stage_without_members_has_no_way_back(self) -> None:
+        lost = mesh(2, 2).held_by({0: 0, 1: 1})
+        assert plan(reports(held(15), held(15)), lost, {}, AT_10, AUTO) == (
+            None,
+            "no rank is left that runs stage 1",
         )
-        assert layout.problem() == ""
-        assert layout.owners(3) == (1, 4, 5)
-        assert layout.groups() == ((1, 4, 5), (0, 2, 3))
-        assert [layout.dp_rank(rank) for rank in range(6)] == [0, 0, 1, 2, 1, 2]
-        assert [layout.replicas(rank) for rank in range(6)] == [(2, 3), (), (0, 3), (0, 2), (5,), (4,)]
-        assert layout.dp_size() == 3
-
-    def test_the_plain_ones_are_sane(self) -> None:
-        assert mesh(3, 2).problem() == ""
-        assert mesh(1, 1).problem() == ""
-
-    def test_ranks_that_name_no_stage_are_no_replicas(self) -> None:
-        layout = Layout(num_stages=0, stages={0: (), 1: ()})
-        assert layout.problem() == ""
-        assert layout.groups() == ((0,), (1,))
-        assert layout.replicas(0) == ()
-        outcome, _ = plan(reports(held(15), LOST), layout, {}, AT_10, AUTO)
-        assert outcome is not None
-        assert ways(outcome) == [(KEEP, 15), (REPLAY, 10)]
 
 
 # --- properties ---
@@ -505,20 +499,20 @@ def check_is_the_one(situation: Situation) -> None:
 @settings(max_examples=200, deadline=None)
 @given(situations())
 def test_the_order_of_what_is_said_does_not_matter(situation: Situation) -> None:
-    said, layout, log, *rest = situation.arguments()
-    turned = Layout(
-        num_stages=layout.num_stages,
-        stages=dict(reversed(layout.stages.items())),
-        shards=dict(reversed(layout.shards.items())),
+    said, assignment, log, *rest = situation.arguments()
+    turned = Assignment.told(
+        num_stages=assignment.num_stages,
+        stages=dict(reversed(list(assignment.stages.items()))),
+        shards={n: slot.shard for n, slot in reversed(list(enumerate(assignment.slots)))},
     )
     again = plan(list(reversed(said)), turned, dict(reversed(log.items())), *rest)
-    assert again == plan(said, layout, log, *rest)
+    assert again == plan(said, assignment, log, *rest)
 
 
 @settings(max_examples=600, deadline=None)
 @given(plain_situations())
 def test_one_dp_rank_is_planned_as_it_was_before_replicas(situation: Situation) -> None:
-    said, layout, log, checkpoints, config, refused = situation.arguments()
-    assert plan(said, layout, log, checkpoints, config, refused) == reference_plan(
-        said, layout, log, checkpoints, config, refused.reason
+    said, assignment, log, checkpoints, config, refused = situation.arguments()
+    assert plan(said, assignment, log, checkpoints, config, refused) == reference_plan(
+        said, assignment, log, checkpoints, config, refused.reason
     )

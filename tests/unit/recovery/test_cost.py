@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from swift.recovery import (
+    Assignment,
     Checkpoints,
     Help,
-    Layout,
     Plan,
     PlanConfig,
     RankMeasured,
@@ -169,10 +169,10 @@ class TestWhatWasMeasured:
 
 def planned(said: dict[int, RankMeasured], *versions: int | None, helpers: int = 3) -> Plan:
     reports = [Report(rank=rank, version=version, can_help=True) for rank, version in enumerate(versions)]
-    layout = one_stage_each(len(versions))
+    assignment = one_stage_each(len(versions))
     log = full_log(range(len(versions)), 0, 14)
     outcome, reason = plan(
-        reports, layout, log, Checkpoints(versions=(5,)), PlanConfig(helpers=helpers), measured=said
+        reports, assignment, log, Checkpoints(versions=(5,)), PlanConfig(helpers=helpers), measured=said
     )
     assert outcome is not None, reason
     assert outcome.reason == reason
@@ -244,7 +244,7 @@ class TestAPlan:
 
     def test_a_rank_of_two_stages_computes_both(self) -> None:
         reports = [Report(rank=rank, version=None if rank == 1 else 15, can_help=True) for rank in range(3)]
-        layout = Layout(num_stages=6, stages={rank: (rank, rank + 3) for rank in range(3)})
+        assignment = Assignment.told(num_stages=6, stages={rank: (rank, rank + 3) for rank in range(3)})
         said = measured(6)
         said = {
             rank: replace(said[rank], stages=(*said[rank].stages, *said[rank + 3].stages))
@@ -252,7 +252,7 @@ class TestAPlan:
         }
         outcome, _ = plan(
             reports,
-            layout,
+            assignment,
             full_log(range(6), 0, 14),
             Checkpoints(versions=(5,)),
             PlanConfig(helpers=1),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift.recovery import (
+    Assignment,
     Checkpoints,
-    Layout,
     Plan,
     PlanConfig,
     RecoveryGroups,
@@ -94,18 +94,22 @@ class TestText:
         assert RecoveryGroups.parse("0-3").problem(4, stages) == ""
 
 
-def mesh(stages: int, dp_size: int = 1) -> Layout:
-    return Layout(num_stages=stages, stages={rank: (rank // dp_size,) for rank in range(stages * dp_size)})
+def mesh(stages: int, dp_size: int = 1) -> Assignment:
+    return Assignment.told(
+        num_stages=stages, stages={rank: (rank // dp_size,) for rank in range(stages * dp_size)}
+    )
 
 
-def log(layout: Layout, groups: RecoveryGroups, first: int = 10, last: int = 14) -> dict[str, StreamSummary]:
+def log(
+    assignment: Assignment, groups: RecoveryGroups, first: int = 10, last: int = 14
+) -> dict[str, StreamSummary]:
     """What there is of it: nothing of what passes inside a group."""
     names = []
-    dp_size = layout.dp_size()
-    for stage in range(layout.num_stages):
+    dp_size = assignment.dp_size
+    for stage in range(assignment.num_stages):
         for dp_rank in range(dp_size):
             name = f"s{stage}" if dp_size == 1 else f"s{stage}c{dp_rank}"
-            if stage + 1 < layout.num_stages and groups.crosses(stage, stage + 1):
+            if stage + 1 < assignment.num_stages and groups.crosses(stage, stage + 1):
                 names.append(f"{name}.F")
             if stage and groups.crosses(stage, stage - 1):
                 names.append(f"{name}.B")
@@ -115,18 +119,20 @@ def log(layout: Layout, groups: RecoveryGroups, first: int = 10, last: int = 14)
 def decided(
     *versions: int | dict[str, Any] | None,
     groups: RecoveryGroups = PAIRS,
-    layout: Layout | None = None,
+    assignment: Assignment | None = None,
     streams: dict[str, StreamSummary] | None = None,
     checkpoints: Checkpoints = AT_10,
     refused: Refusals = Refusals(),  # noqa: B008
     **config: Any,
 ) -> Plan:
-    layout = layout or mesh(len(versions))
+    assignment = assignment or mesh(len(versions))
     said = [
         Report(rank=rank, **(v if isinstance(v, dict) else {"version": v})) for rank, v in enumerate(versions)
     ]
-    streams = log(layout, groups) if streams is None else streams
-    outcome, reason = plan(said, layout, streams, checkpoints, PlanConfig(groups=groups, **config), refused)
+    streams = log(assignment, groups) if streams is None else streams
+    outcome, reason = plan(
+        said, assignment, streams, checkpoints, PlanConfig(groups=groups, **config), refused
+    )
     assert outcome is not None, reason
     return outcome
 
@@ -214,11 +220,11 @@ class TestPlans:
         assert outcome.restores
 
     def test_a_replica_is_copied_and_nobody_gives_anything_up(self) -> None:
-        outcome = decided(15, 15, None, 15, 15, 15, 15, 15, layout=mesh(4, 2))
+        outcome = decided(15, 15, None, 15, 15, 15, 15, 15, assignment=mesh(4, 2))
         assert [r.strategy for r in outcome.ranks] == [KEEP, KEEP, REPLICA, *[KEEP] * 5]
 
     def test_a_stage_without_a_replica_takes_all_dp_ranks_of_its_group_along(self) -> None:
-        outcome = decided(15, 15, None, None, 15, 15, 15, 15, layout=mesh(4, 2))
+        outcome = decided(15, 15, None, None, 15, 15, 15, 15, assignment=mesh(4, 2))
         assert ways(outcome) == [(REPLAY, 10)] * 4 + [(KEEP, 15)] * 4
 
     def test_one_group_of_all_restores_the_checkpoint(self) -> None:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from swift.recovery import (
+    Assignment,
     Checkpoints,
     Help,
-    Layout,
     Plan,
     PlanConfig,
     RecoveryGroups,
@@ -32,10 +32,10 @@ def helped(
     reports: list[Report],
     config: PlanConfig = THREE,
     refused: Refusals = NONE,
-    layout: Layout | None = None,
+    assignment: Assignment | None = None,
 ) -> Plan:
-    layout = layout or one_stage_each(len(reports))
-    return decided(reports, layout, full_log(range(layout.num_stages), 0, 14), AT_5, config, refused)
+    assignment = assignment or one_stage_each(len(reports))
+    return decided(reports, assignment, full_log(range(assignment.num_stages), 0, 14), AT_5, config, refused)
 
 
 class TestOneReplay:
@@ -169,40 +169,40 @@ class TestGroups:
 class TestSeveralStages:
     """A rank has as many neighbours as its stages have, on other ranks."""
 
-    LOOP = Layout(num_stages=8, stages={rank: (rank, rank + 4) for rank in range(4)})
-    V = Layout(num_stages=8, stages={rank: (rank, 7 - rank) for rank in range(4)})
+    LOOP = Assignment.told(num_stages=8, stages={rank: (rank, rank + 4) for rank in range(4)})
+    V = Assignment.told(num_stages=8, stages={rank: (rank, 7 - rank) for rank in range(4)})
 
     def test_all_that_hold_the_target(self) -> None:
-        for layout in (self.LOOP, self.V):
-            outcome = helped(said(15, None, 15, 15), layout=layout)
+        for assignment in (self.LOOP, self.V):
+            outcome = helped(said(15, None, 15, 15), assignment=assignment)
             assert outcome.help == (Help(owner=1, helpers=(0, 2, 3), until=15),)
 
     def test_the_first_and_the_last_rank_of_a_loop_are_neighbours(self) -> None:
-        assert helped(said(None, 15, 15, 14), layout=self.LOOP).help == (
+        assert helped(said(None, 15, 15, 14), assignment=self.LOOP).help == (
             Help(owner=0, helpers=(1, 2), until=14),
         )
-        assert helped(said(None, 15, 15, 14), layout=self.V).help == (
+        assert helped(said(None, 15, 15, 14), assignment=self.V).help == (
             Help(owner=0, helpers=(1, 2), until=15),
         )
 
     def test_at_the_turn_of_a_v_a_rank_is_its_own_neighbour(self) -> None:
-        (help,) = helped(said(15, 15, 15, None), layout=self.V).help
+        (help,) = helped(said(15, 15, 15, None), assignment=self.V).help
         assert (help.owner, help.until) == (3, 15)
 
     def test_two_neighbours_in_the_loop_replay_alone(self) -> None:
-        assert helped(said(None, 15, 15, None), layout=self.LOOP).help == ()
-        assert len(helped(said(None, 15, 15, None), layout=self.V).help) == 2
+        assert helped(said(None, 15, 15, None), assignment=self.LOOP).help == ()
+        assert len(helped(said(None, 15, 15, None), assignment=self.V).help) == 2
 
 
 class TestNotYet:
     def test_replicas(self) -> None:
-        layout = Layout(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,), 3: (1,)})
+        assignment = Assignment.told(num_stages=2, stages={0: (0,), 1: (0,), 2: (1,), 3: (1,)})
         log = {
             name: replace(summary, stream=name)
             for old, summary in full_log(range(2), 0, 14).items()
             for name in (old.replace(".", "c0."), old.replace(".", "c1."))
         }
-        outcome, _ = plan(said(15, 15, None, None), layout, log, AT_5, THREE)
+        outcome, _ = plan(said(15, 15, None, None), assignment, log, AT_5, THREE)
         assert outcome is not None
         assert outcome.ranks[2].strategy is Strategy.REPLAY
         assert outcome.help == ()

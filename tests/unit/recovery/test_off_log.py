@@ -35,9 +35,9 @@ def planned(
     *,
     log_ends: bool = False,
 ) -> Plan:
-    layout = one_stage_each(len(reports))
-    log = full_log(range(layout.num_stages), 0, 14)
-    found, reason = plan_off_log(reports, layout, log, checkpoints, config, refused, log_ends=log_ends)
+    assignment = one_stage_each(len(reports))
+    log = full_log(range(assignment.num_stages), 0, 14)
+    found, reason = plan_off_log(reports, assignment, log, checkpoints, config, refused, log_ends=log_ends)
     assert found is not None, reason
     assert found.reason == reason
     return found
@@ -81,9 +81,9 @@ class TestFastHelp:
 
     def test_a_plan_without_replay_is_as_it_was(self) -> None:
         for reports in (said(15, 15, 15), said(None, None, None)):
-            layout = one_stage_each(3)
+            assignment = one_stage_each(3)
             log = full_log(range(3), 0, 14)
-            assert planned(reports) == plan(reports, layout, log, AT_5, FAST)[0]
+            assert planned(reports) == plan(reports, assignment, log, AT_5, FAST)[0]
 
     def test_not_where_a_newer_checkpoint_is_complete(self) -> None:
         """Nothing older can become complete, and it is not known which state the newer one belongs to."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from swift.recovery import (
+    Assignment,
     Checkpoints,
-    Layout,
     Plan,
     PlanConfig,
     Refusals,
@@ -24,8 +24,8 @@ def reports(*versions: int | None) -> list[Report]:
     return [Report(rank=rank, version=version) for rank, version in enumerate(versions)]
 
 
-def one_stage_each(ranks: int) -> Layout:
-    return Layout(num_stages=ranks, stages={rank: (rank,) for rank in range(ranks)})
+def one_stage_each(ranks: int) -> Assignment:
+    return Assignment.told(num_stages=ranks, stages={rank: (rank,) for rank in range(ranks)})
 
 
 def log(*summaries: StreamSummary) -> dict[str, StreamSummary]:
@@ -173,13 +173,13 @@ def test_streams_that_nobody_replays_from_may_be_corrupt() -> None:
 
 def test_stages_handed_over_inside_a_rank_need_no_stream() -> None:
     # V-schedule: rank 0 runs stages 0 and 3, rank 1 stages 1 and 2.
-    layout = Layout(num_stages=4, stages={0: (0, 3), 1: (1, 2)})
+    assignment = Assignment.told(num_stages=4, stages={0: (0, 3), 1: (1, 2)})
     outcome = decided(
-        reports(15, None), layout, log(stream("s0.F", 10, 14), stream("s3.B", 10, 14)), AT_10, AUTO
+        reports(15, None), assignment, log(stream("s0.F", 10, 14), stream("s3.B", 10, 14)), AT_10, AUTO
     )
     assert strategies(outcome) == [(KEEP, 15), (REPLAY, 10)]
     outcome = decided(
-        reports(None, 15), layout, log(stream("s2.F", 10, 14), stream("s1.B", 10, 13)), AT_10, AUTO
+        reports(None, 15), assignment, log(stream("s2.F", 10, 14), stream("s1.B", 10, 13)), AT_10, AUTO
     )
     assert "s1.B ends at step 13" in outcome.reason
 
@@ -268,7 +268,7 @@ def test_without_a_checkpoint_there_is_no_plan() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match="one report of every rank"):
+    with pytest.raises(ValueError, match="one report of every slot"):
         plan(reports(3), one_stage_each(2), {}, AT_10, AUTO)
     with pytest.raises(ValueError, match="must ascend"):
         Checkpoints(versions=(5, 3))

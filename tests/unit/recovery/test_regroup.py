@@ -1,8 +1,8 @@
 """What a rank logs while recovery groups change, and that no replay begins before they did."""
 
 from swift.recovery import (
+    Assignment,
     Checkpoints,
-    Layout,
     PlanConfig,
     RecoveryGroups,
     Report,
@@ -65,12 +65,12 @@ def test_a_replay_feeds_those_beside_it_by_the_groups_of_its_plan() -> None:
 def planned(
     since: int, checkpoints: tuple[int, ...], *versions: int | None
 ) -> tuple[int, set[Strategy], str]:
-    layout = Layout(num_stages=4, stages={rank: (rank,) for rank in range(4)})
+    assignment = Assignment.told(num_stages=4, stages={rank: (rank,) for rank in range(4)})
     names = [f"s{stage}.{kind}" for stage in range(4) for kind in "FB"]
     log = {name: StreamSummary(stream=name, records=9, first_step=0, last_step=20) for name in names}
     reports = [Report(rank=number, version=version) for number, version in enumerate(versions)]
     config = PlanConfig(groups=NEW, groups_since=since)
-    found, reason = plan(reports, layout, log, Checkpoints(versions=checkpoints), config)
+    found, reason = plan(reports, assignment, log, Checkpoints(versions=checkpoints), config)
     assert found is not None
     if any(entry.strategy is Strategy.REPLAY for entry in found.ranks):
         assert found.groups == "0,1,2,3"
