@@ -24,12 +24,12 @@ from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader, StreamCursor
 from swift.log.record import RecordKey
 from swift.log.writers import Writer
+from swift.recovery.assignment import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.capture import Capture, capture_for
 from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
-from swift.runtime.groups import Mesh
 from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import Randomness
 from swift.runtime.shapes import Shapes
@@ -64,7 +64,8 @@ class Channel:
 
     def __init__(
         self,
-        mesh: Mesh,
+        rank: int,
+        assignment: Assignment,
         seed: int,
         device: torch.device,
         faults: FaultInjector,
@@ -75,16 +76,17 @@ class Channel:
     ):
         self.groups = groups
         """By which stages replay together: what is sent inside of one is sent in a replay as well."""
-        self.logged_groups = LoggedGroups(mesh.rank, groups)
+        self.logged_groups = LoggedGroups(rank, groups)
         """By which it is logged; not always the same ones (`swift.recovery.regroup`)."""
         self.logged_by = self.logged_groups.at(0)
         """In the step under way."""
-        self._rank = mesh.rank
-        self._dp_rank, self._dp_size = mesh.dp_rank, mesh.dp_size
-        self.randomness = Randomness(seed, mesh.dp_rank, device)
+        self._rank = rank
+        self._assignment = assignment
+        self._origin = assignment.slots[rank].dp_rank
+        self.randomness = Randomness(seed, self._origin, device)
         self._device = device
         self._faults = faults
-        self.shapes = Shapes(store, mesh.dp_rank, check)
+        self.shapes = Shapes(store, self._origin, check)
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
         self._capture: Capture | None = None
@@ -95,7 +97,6 @@ class Channel:
         self._collective_sources: Sequence[int] = ()
         self._step = 0
         self._ordinals: dict[int, int] = {}
-        self._world_size = mesh.world_size
         self._microbatch = 0
         self.off_log = False
         """What this rank has become is not what the log leads to: what it sends is neither compared nor logged, until
@@ -125,12 +126,12 @@ class Channel:
 
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
         """The name of a boundary's stream in this rank's pipeline, or in another one's."""
-        dp_rank = self._dp_rank if rank is None else rank % self._dp_size
-        return streams.boundary(stage, kind, dp_rank, self._dp_size)
+        origin = self._origin if rank is None else self._assignment.slots[rank].dp_rank
+        return streams.boundary(stage, kind, origin, self._assignment.dp_size)
 
     def rank_at(self, pipeline_rank: int) -> int:
         """Of this rank's pipeline."""
-        return pipeline_rank * self._dp_size + self._dp_rank
+        return self._assignment.at(pipeline_rank, self._origin)
 
     def open(self, writer: Writer) -> None:
         self._capture = capture_for(writer, self._device)
@@ -359,7 +360,7 @@ class Channel:
     def _collective_key(self, ranks: Sequence[int]) -> RecordKey:
         """Each group of ranks counts its own: others may have fewer, or more."""
         number = 0
-        if len(ranks) not in (0, self._world_size):
+        if len(ranks) not in (0, len(self._assignment.slots)):
             number = 1 + zlib.crc32(",".join(map(str, sorted(ranks))).encode()) % (1 << 31)
         ordinal = self._ordinals.get(number, 0)
         self._ordinals[number] = ordinal + 1

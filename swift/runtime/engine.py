@@ -34,7 +34,7 @@ from swift.errors import (
     is_difference,
 )
 from swift.log.writers import Writer, open_writer
-from swift.recovery import RankMeasured
+from swift.recovery import Assignment, RankMeasured
 from swift.runtime.audit import Audit
 from swift.runtime.beginning import begin
 from swift.runtime.channel import Channel
@@ -87,12 +87,11 @@ class Engine:
         store: CheckpointStore,
         faults: FaultInjector,
         world: ReconfigurableGroup,
+        assignment: Assignment,
         audit: Audit | None = None,
-        shard: int = 0,
-        stage_group: tuple[int, int] = (0, 1),
         lines: Lines | None = None,
     ):
-        """`stage_group`: this rank's pipeline rank, and how many there are."""
+        """`assignment`: of the full world, in which `rank` is the number of a slot."""
         self.lines = lines or Lines(Path(os.devnull))
         self._rank = rank
         self._config = config
@@ -108,8 +107,9 @@ class Engine:
         self._own_servers: dict[str, int] = {}  # those that keep what this rank writes, and their numbers
         self._world = world  # all ranks
         self._audit = audit  # None: there are no replicas to compare with
-        self._shard = shard
-        self._stage_group = stage_group
+        self.assignment = assignment
+        """Of the generation whose groups are built; before there is one, of the full world."""
+        self._slot = assignment.slots[rank]
         self._rolled_forward = False  # a step was finished on the plan's word; its recovery is not over
         self.vote_seconds = 0.0
         self._lost: SwiftError | None = None  # why the log lacks, or contradicts, what this rank has done
@@ -153,7 +153,9 @@ class Engine:
                     self._view = view
                     self._communicator.stand_alone()
                     return  # this process has come for one that was lost after the end
-                elif view.state in (pb.FORMING, pb.RECOVERING) and len(view.members) == view.world_size:
+                elif view.state in (pb.FORMING, pb.RECOVERING) and len(view.members) == len(
+                    self.assignment.slots
+                ):
                     self._open_log(view)
                     self._communicator.build(view.generation)
                     self._view = view
@@ -314,7 +316,7 @@ class Engine:
         updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
         # Also before the first line: who is to write it may be the one that is lost.
         lines = self.lines.in_use or self._script.loads("log")
-        said = updates.ballot(*self._stage_group, lines=lines)
+        said = updates.ballot(self._slot.stage_group, self.assignment.stage_groups, lines=lines)
         try:
             self._world.run(lambda collectives: collectives.barrier(said))
             self.vote_seconds += time.monotonic() - began
@@ -359,7 +361,7 @@ class Engine:
         self._await_running(
             view,
             lambda: self._member.client.ready(
-                view.generation, version, stages, num_stages, self._shard, off_log=self._channel.off_log
+                view.generation, version, stages, num_stages, self._slot.shard, off_log=self._channel.off_log
             ),
         )
         self._state.lived = True

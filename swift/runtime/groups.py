@@ -494,36 +494,3 @@ class _CollectiveWork(_torch.Work):
         else:
             self._task.then(over)
         return future
-
-
-class Mesh:
-    """Where a rank stands in the mesh (pipeline, data): rank = pipeline rank * dp_size + dp_rank.
-
-    `dp_rank` counts the workers of a stage. Of `shards` neighbours among them each holds a part of the stage's state
-    (FSDP2); those with the same shard are replicas.
-    """
-
-    def __init__(self, rank: int, world_size: int, replicas: int = 1, shards: int = 1):
-        self.rank, self.world_size = rank, world_size
-        self.replicas, self.shards = replicas, shards
-        self.dp_size = replicas * shards
-        self.pipeline_ranks = world_size // self.dp_size
-        self.pipeline_rank, self.dp_rank = divmod(rank, self.dp_size)
-        self.replica, self.shard = divmod(self.dp_rank, shards)
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """name -> the ranks of each group that this rank is in.
-
-        ``world``: all. ``pipeline``: the stages of its pipeline. ``data``: all workers of its stage. ``replicate`` and
-        ``shard`` (only with shards): the two sides of the data group.
-        """
-        first = self.pipeline_rank * self.dp_size
-        found = {
-            "world": tuple(range(self.world_size)),
-            "pipeline": tuple(range(self.dp_rank, self.world_size, self.dp_size)),
-            "data": tuple(range(first, first + self.dp_size)),
-        }
-        if self.shards > 1:
-            found["replicate"] = tuple(first + r * self.shards + self.shard for r in range(self.replicas))
-            found["shard"] = tuple(first + self.replica * self.shards + s for s in range(self.shards))
-        return found

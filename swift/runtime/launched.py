@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from swift.errors import UsageError
 from swift.names import check_job
+from swift.recovery import Assignment
 from swift.runtime.config import SessionConfig
 
 ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
@@ -13,7 +14,9 @@ ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
     rank: int
-    world_size: int
+    """The number of its slot."""
+    assignment: Assignment
+    """Of the full world."""
     coordinator: str
     """host:port"""
     job: str
@@ -36,15 +39,13 @@ def from_environment(config: SessionConfig) -> Launched:
             "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
         )
     check_job(job)  # it becomes a part of a path
-    dp_size = config.replicas * config.shards
-    shards = f" of {config.shards} shards" if config.shards > 1 else ""
-    if world_size % dp_size:
-        raise UsageError(
-            f"{world_size} ranks cannot be {config.replicas} replicas{shards}; start a multiple of {dp_size}"
-        )
+    try:
+        assignment = Assignment.grid(world_size, replicas=config.replicas, shards=config.shards)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return Launched(
         rank=rank,
-        world_size=world_size,
+        assignment=assignment,
         coordinator=coordinator,
         job=job,
         incarnation=incarnation,

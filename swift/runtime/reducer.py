@@ -9,7 +9,7 @@ Two ways to sum: *ordered* by data-parallel rank (`swift.runtime.backends`), who
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -54,10 +54,11 @@ class Reduction:
 class Reducer:
     """Reductions over one data group, launched in the same order on all data-parallel ranks."""
 
-    def __init__(self, group: ReconfigurableGroup, *, ordered: bool):
+    def __init__(self, group: ReconfigurableGroup, contributions: Callable[[], int], *, ordered: bool):
+        """`contributions`: what a sum is divided by, of this generation (`Assignment.contributions`)."""
         self._group = group
         self._ordered = ordered
-        self._dp_size = len(group.ranks)
+        self._contributions = contributions
         self._buffers: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self.seconds = 0.0
         """Time of the trainer's thread in reductions."""
@@ -106,7 +107,7 @@ class Reducer:
             values.append(part.view_as(parameter))
         if targets:
             with torch.no_grad():
-                torch._foreach_div_(values, self._dp_size)
+                torch._foreach_div_(values, self._contributions())
                 torch._foreach_copy_(targets, values)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor | float:
@@ -115,7 +116,7 @@ class Reducer:
         total = number.detach().clone().reshape(1)
         add = operation(None)
         self._group.run(lambda collectives: collectives.all_reduce(total, add))
-        average = (total / self._dp_size).reshape(number.shape)
+        average = (total / self._contributions()).reshape(number.shape)
         return average if isinstance(value, torch.Tensor) else float(average)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swift import events
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
+from swift.recovery import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch, sharded
 from swift.runtime.audit import Audit
@@ -33,7 +34,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gate import Gate
 from swift.runtime.gradients import accumulating
-from swift.runtime.groups import Mesh, ReconfigurableGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.launched import from_environment
 from swift.runtime.lines import Lines
 from swift.runtime.member import Member
@@ -55,14 +56,14 @@ class Session:
     """One rank's part in a job that survives the loss of ranks."""
 
     def __init__(
-        self, *, rank: int, world_size: int, member: Member, checkpoint_dir: str, config: SessionConfig
+        self, *, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
     ):
         self.rank = rank
         """This process's number among all ranks, from 0; one that replaces a lost one has the same."""
-        self.world_size = world_size
+        world_size = self.world_size = len(assignment.slots)
         """Ranks of the job."""
         self._backend = default_backend(self._service_ports)
-        self._mesh = Mesh(rank, world_size, config.replicas, config.shards)
+        self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
         self.groups = self._reconfigurable_groups()
         """Process groups that outlive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
         (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
@@ -72,9 +73,9 @@ class Session:
         self._member = member
         self._faults = FaultInjector(rank)
         reducer = None
-        if self._mesh.dp_size > 1:
-            ordered = is_ordered(config.reduction, self._mesh.dp_size)
-            reducer = Reducer(self.groups["data"], ordered=ordered)
+        if assignment.dp_size > 1:
+            ordered = is_ordered(config.reduction, assignment.dp_size)
+            reducer = Reducer(self.groups["data"], self._contributions, ordered=ordered)
         self._updates = Updates(config, reducer, self._faults, member.check)
         self._state = TrainerState(config.seed, self._updates)
         self._state.replicate = self.groups.get("replicate")
@@ -93,7 +94,8 @@ class Session:
             store_of=CoordinatorStores(member.client),
         )
         self._channel = Channel(
-            self._mesh,
+            rank,
+            assignment,
             config.seed,
             self._backend.device,
             self._faults,
@@ -114,9 +116,8 @@ class Session:
             store,
             self._faults,
             self._all,
+            assignment,
             self._make_audit(),
-            self._mesh.shard,
-            (self._mesh.pipeline_rank, self._mesh.pipeline_ranks),
             Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl")),
         )
         self._updates.vote = self._engine.vote
@@ -148,7 +149,7 @@ class Session:
         events.configure(f"rank{here.rank}")
         return cls(
             rank=here.rank,
-            world_size=here.world_size,
+            assignment=here.assignment,
             member=Member(here.coordinator, here.job, here.rank, here.incarnation),
             checkpoint_dir=here.checkpoint_dir,
             config=config,
@@ -173,27 +174,27 @@ class Session:
     @property
     def replicas(self) -> int:
         """D: how many ranks hold the same state."""
-        return self._mesh.replicas
+        return self._assignment.replicas
 
     @property
     def dp_rank(self) -> int:
         """This rank's number among the data-parallel workers of its stage; each trains on batches of its own."""
-        return self._mesh.dp_rank
+        return self._slot.dp_rank
 
     @property
     def dp_size(self) -> int:
         """Data-parallel workers of a stage: replicas * shards."""
-        return self._mesh.dp_size
+        return self._assignment.dp_size
 
     @property
     def pipeline_rank(self) -> int:
         """This rank's place in its pipeline."""
-        return self._mesh.pipeline_rank
+        return self._slot.stage_group
 
     @property
     def pipeline_ranks(self) -> int:
         """Ranks in a pipeline."""
-        return self._mesh.pipeline_ranks
+        return self._assignment.stage_groups
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -201,7 +202,7 @@ class Session:
 
         It stays valid through failures. Shard a module before `pipeline_stage`, and make its optimizer after.
         """
-        return sharded.device_mesh(self._mesh, self.groups)
+        return sharded.device_mesh(self._assignment, self.groups)
 
     # --- what the trainer makes ---
 
@@ -466,6 +467,10 @@ class Session:
 
     # --- inside ---
 
+    def _contributions(self) -> int:
+        """What this stage's gradients are divided by in this generation."""
+        return self._engine.assignment.contributions(self._slot.stage_group)
+
     def _show_metrics(self, job: str) -> Callable[[], None]:
         listen = self._config.metrics_listen or os.environ.get(ENV_METRICS_LISTEN, "")
         if not listen:
@@ -482,7 +487,7 @@ class Session:
             name: ReconfigurableGroup(
                 name, ranks, ranks.index(self.rank), self._backend, swallow=name == "data"
             )
-            for name, ranks in self._mesh.groups().items()
+            for name, ranks in self._assignment.process_groups(self.rank).items()
         }
 
     def _guarded_groups(self) -> Gate:

@@ -17,23 +17,23 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from swift.errors import ServiceError, UsageError
 from swift.optim.lamb import Lamb
+from swift.recovery import Assignment
 from swift.runtime.backends.base import Collectives
-from swift.runtime.groups import Mesh, ReconfigurableGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.manifest import local, placement
 
 # Their steps take norms or products of whole matrices: collectives of torch's after the vote.
 _COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 
 
-def device_mesh(mesh: Mesh, groups: Mapping[str, ReconfigurableGroup]) -> DeviceMesh:
+def device_mesh(assignment: Assignment, groups: Mapping[str, ReconfigurableGroup]) -> DeviceMesh:
     """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation."""
-    if mesh.shards == 1:
+    if assignment.shards == 1:
         raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
     device = groups["shard"].backend.device.type
-    if mesh.replicas == 1:
+    if assignment.replicas == 1:
         return DeviceMesh.from_group(groups["shard"], device, mesh_dim_names=("shard",))
-    first = groups["data"].ranks[0]
-    ranks = torch.arange(first, first + mesh.dp_size).view(mesh.replicas, mesh.shards)
+    ranks = torch.tensor(groups["data"].ranks).view(assignment.replicas, assignment.shards)
     return DeviceMesh.from_group(
         [groups["replicate"], groups["shard"]], device, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )

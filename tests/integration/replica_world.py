@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers
+from swift.recovery import Assignment
 from swift.runtime.backends.gloo import GlooBackend
 from swift.runtime.communicator import Communicator, Interrupted
-from swift.runtime.groups import Mesh, ReconfigurableGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.manifest import local
 from swift.runtime.replica import DefaultGroup, Transfer, receive_state, send_state
 from swift.runtime.tensors import digest
@@ -74,7 +75,7 @@ class Rank:
         backend = GlooBackend()
         kinds = {"default": tuple(range(world))}
         if shards:
-            kinds = Mesh(rank, world, replicas=2, shards=2).groups()
+            kinds = Assignment.grid(world, replicas=2, shards=2).process_groups(rank)
         self.groups = {
             name: ReconfigurableGroup(name, ranks, ranks.index(rank), backend)
             for name, ranks in kinds.items()
@@ -166,7 +167,7 @@ def sharded(me: Rank) -> None:
 
     from swift.runtime.sharded import device_mesh
 
-    mesh = device_mesh(Mesh(me.rank, 4, replicas=2, shards=2), me.groups)
+    mesh = device_mesh(Assignment.grid(4, replicas=2, shards=2), me.groups)
     torch.manual_seed(me.rank // 2)  # the second replica starts from other weights
     model = torch.nn.Sequential(torch.nn.Linear(9, 70), torch.nn.LayerNorm(70), torch.nn.Linear(70, 5))
     for part in (model[0], model[2], model):

@@ -20,10 +20,10 @@ from swift._pb import coordinator_pb2 as pb
 from swift.errors import RecordMissing
 from swift.log.read_filter import ReadFilter
 from swift.log.record import Record, RecordKey, digest_of
+from swift.recovery import Assignment
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
-from swift.runtime.groups import Mesh
 from swift.runtime.shapes import Shapes
 from swift.runtime.shared_replay import helper as helping
 from swift.runtime.shared_replay.helper import Helper
@@ -131,7 +131,8 @@ class Rank:
     ) -> None:
         self.rank, self.microbatches = rank, microbatches
         self.channel = Channel(
-            Mesh(rank, RANKS),
+            rank,
+            Assignment.grid(RANKS),
             3,
             torch.device("cpu"),
             FaultInjector(rank),

@@ -10,7 +10,7 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import Unsaved
 from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
-from swift.recovery import RecoveryGroups
+from swift.recovery import Assignment, RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.checkpointing import Saving
 from swift.runtime.config import SessionConfig
@@ -229,7 +229,16 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
     )
     store: Any = Store()
     engine = Engine(
-        2, SessionConfig(checkpoint_every=5), member, nothing, channel, state, store, nothing, nothing
+        2,
+        SessionConfig(checkpoint_every=5),
+        member,
+        nothing,
+        channel,
+        state,
+        store,
+        nothing,
+        nothing,
+        Assignment.grid(4),
     )
     engine._view = pb.View(plan=pb.Plan(saves=saves, target_version=12))
     engine._writer = SimpleNamespace(unlogged=SimpleNamespace(news=lambda: None), forget_below=ignored)  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from swift.errors import Divergence, ReplayRefused, UsageError
 from swift.log.record import Record, RecordKey, digest_of
+from swift.recovery import Assignment
 from swift.runtime import _torch
 from swift.runtime.backends.base import Collective
 from swift.runtime.backends.ordered import Alone
@@ -17,7 +18,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.gate import Gate
-from swift.runtime.groups import Mesh, ReconfigurableGroup
+from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.tensors import byte_view, dtype_name
 from swift.runtime.updates import Updates
 from tests.local_backend import LocalBackend
@@ -70,7 +71,8 @@ class Rank:
     def __init__(self, log: Log, rank: int = 0, sources: tuple[int, ...] | None = None) -> None:
         """`sources`: it replays."""
         self.channel = Channel(
-            Mesh(rank, 4),
+            rank,
+            Assignment.grid(4),
             3,
             torch.device("cpu"),
             FaultInjector(rank),

@@ -7,8 +7,8 @@ import torch
 
 from swift.errors import UsageError
 from swift.log.record import RecordKey
+from swift.recovery import Assignment
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
-from swift.runtime.groups import Mesh
 
 
 class Ring:
@@ -52,9 +52,15 @@ def ring() -> Ring:
 
 @pytest.fixture
 def channel(ring: Ring) -> Channel:
-    mesh = Mesh(1, 4)
     channel = Channel(
-        mesh, 0, torch.device("cpu"), cast(Any, None), cast(Any, None), lambda: None, lambda: None
+        1,
+        Assignment.grid(4),
+        0,
+        torch.device("cpu"),
+        cast(Any, None),
+        cast(Any, None),
+        lambda: None,
+        lambda: None,
     )
     channel.open(cast(Any, ring))
     channel.begin_step(7)

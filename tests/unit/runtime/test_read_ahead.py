@@ -14,9 +14,9 @@ from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.writer import LogWriter
+from swift.recovery import Assignment
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
-from swift.runtime.groups import Mesh
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 
@@ -59,7 +59,7 @@ def servers() -> Iterator[dict[str, InProcess]]:
 def replaying(reader: LogReader) -> Channel:
     """Rank 2 of four, from the first step on."""
     found = Channel(
-        Mesh(2, 4), 3, torch.device("cpu"), FaultInjector(2), HashStore, lambda: None, lambda: None
+        2, Assignment.grid(4), 3, torch.device("cpu"), FaultInjector(2), HashStore, lambda: None, lambda: None
     )
     found.begin_replay(reader, 0, ())
     return found

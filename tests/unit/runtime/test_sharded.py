@@ -13,9 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift.errors import ServiceError, UsageError
 from swift.optim.lamb import Lamb
+from swift.recovery import Assignment
 from swift.runtime import _torch, sharded
 from swift.runtime.backends.ordered import Alone
-from swift.runtime.groups import Mesh, ReconfigurableGroup
+from swift.runtime.groups import ReconfigurableGroup
 from tests.local_backend import LocalBackend
 
 
@@ -108,7 +109,7 @@ def test_a_mesh_that_ends_with_a_generation_is_refused(mesh: DeviceMesh) -> None
 
 def test_a_mesh_needs_shards() -> None:
     with pytest.raises(UsageError, match="shards="):
-        sharded.device_mesh(Mesh(0, 4, replicas=4), {})
+        sharded.device_mesh(Assignment.grid(4, replicas=4), {})
 
 
 def test_an_optimizer_that_communicates_is_refused(mesh: DeviceMesh) -> None:
