@@ -2,7 +2,7 @@
 
 ::
 
-    (planner)     a replay that is not bit for bit, or a rank that holds what came of one: `Plan.saves`
+    (planner)     a rank reports that it is off the log (swift.recovery.off_log): `Plan.saves`
     (every rank)  at the target: saves it, CheckpointDurable, Ready; who came off the log says so
     (here)        the checkpoint is complete: `JobRow.log_ends`. Whatever happens from now on, the log goes
     (here)        all are Ready: another generation instead of RUNNING

@@ -67,8 +67,7 @@ def plan_fields(plan: Plan) -> dict[str, object]:
 
 def _help_fields(h: Help) -> dict[str, object]:
     together = {"together": list(h.together)} if h.together else {}
-    fast = {"fast": True} if h.fast else {}
-    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until, **together, **fast}
+    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until, **together}
 
 
 def _rank_fields(r: RankPlan) -> dict[str, object]:

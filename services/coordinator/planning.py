@@ -28,7 +28,6 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
         inexact_undo=config.get("undo") == "arithmetic",
         groups=RecoveryGroups.parse(config.get("groups", "")),
         helpers=int(config.get("helpers", "0")),
-        fast_help=config.get("help_combine") == "fast",
     )
 
 
@@ -86,8 +85,8 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
     shared = [h for h in row.plan.help if rank in (h.owner, *h.helpers)]
     if shared or (row.plan.saves and mine.strategy is Strategy.KEEP):
         # Whoever is to blame: the stage is replayed again, by its owner alone, before any replay is given up. So it is
-        # where a rank cannot save what a fast one ends with: an exact one needs no checkpoint.
-        what = "a shared replay" if shared else "to save what a fast replay ends with"
+        # where a rank cannot save a state that the log does not lead to: who holds it is replayed exactly.
+        what = "a shared replay" if shared else "to save what the log does not lead to"
         row.refused = row.refused.and_help(f"rank {rank} refused {what}: {reason}")
         owners = [h.owner for h in shared or row.plan.help]
         touched = {other for owner in owners for other in _touched(row, row.plan, row.plan.of(owner))}

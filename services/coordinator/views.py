@@ -148,8 +148,7 @@ def _plan(plan: Plan, row: JobRow) -> pb.Plan:
         ],
         groups=plan.groups,
         help=[
-            pb.Help(owner=h.owner, helpers=h.helpers, until=h.until, together=h.together, fast=h.fast)
-            for h in plan.help
+            pb.Help(owner=h.owner, helpers=h.helpers, until=h.until, together=h.together) for h in plan.help
         ],
         saves=plan.saves,
         predictions=[

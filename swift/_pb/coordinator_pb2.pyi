@@ -201,7 +201,7 @@ class Plan(_message.Message):
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: _builtins.str
     exact: _builtins.bool
-    """false: an undo that is not bit for bit is used, or a replay that is not"""
+    """false: an undo that is not bit for bit is used, or a rank keeps a state that the log does not lead to"""
     saves: _builtins.bool
     """Every rank saves the target and says CheckpointDurable before it is Ready; the next generation gives up the log."""
     groups: _builtins.str
@@ -344,13 +344,10 @@ class Help(_message.Message):
     HELPERS_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
-    FAST_FIELD_NUMBER: _builtins.int
     owner: _builtins.int
     """the rank that replays"""
     until: _builtins.int
     """the version at which they are done"""
-    fast: _builtins.bool
-    """gradients are added in another order: not bit for bit"""
     @_builtins.property
     def helpers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """they hold the target version and keep it meanwhile; nearest first"""
@@ -366,11 +363,10 @@ class Help(_message.Message):
         helpers: _abc.Iterable[_builtins.int] | None = ...,
         until: _builtins.int = ...,
         together: _abc.Iterable[_builtins.int] | None = ...,
-        fast: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fast", b"fast", "helpers", b"helpers", "owner", b"owner", "together", b"together", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["helpers", b"helpers", "owner", b"owner", "together", b"together", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,8 +1,7 @@
 """`swift-ft bench replay`: how long a replayed step takes, alone and with helpers, over the step as it was.
 
     for groups of w stages, in d = 1, 2 … copies while there are ranks for them: a pipeline of P ranks trains, rank 1 is
-    killed, and the steps of its recovery group are replayed from the first on; single stages in copies twice, their
-    gradients combined `ordered` and `fast`
+    killed, and the steps of its recovery group are replayed from the first on
 
 Stages take a fixed time t for a microbatch (they wait, and compute next to nothing), since two cores would hide what
 sharing gains. Everything else is real: processes, log servers, what is read and compared, gradients along the line.
@@ -12,8 +11,7 @@ sharing gains. Everything else is real: processes, log servers, what is read and
 
 A ratio is the median replayed step over the median step of the same run; the first replayed step is left out, in which
 shapes are inferred and modules built. The bound is the ratio of the two lines above: no transfer, no bookkeeping.
-"then" is what it takes from the last replayed step to the next one of the run: `fast` saves a checkpoint on all ranks
-there, and empties the log in a generation of its own.
+"then" is what it takes from the last replayed step to the next one of the run.
 """
 
 import itertools
@@ -30,7 +28,6 @@ from swift.arguments import Parser
 from swift.bench import output
 from swift.drill.cluster import Cluster
 from swift.errors import ServiceError, UsageError
-from swift.recovery.types import HELP_COMBINES
 
 VICTIM = 1
 GOAL_ALONE, GOAL_SHARED = 1.15, 1.25
@@ -84,10 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "width": arguments.width,
     }
     cases = [
-        case(shape, measured(shape, size, copies, combine), size)
+        case(shape, measured(shape, size, copies), size)
         for size in sizes
         for copies in range(1, min(most, arguments.stages // size) + 1)
-        for combine in (HELP_COMBINES if size == 1 < copies else HELP_COMBINES[:1])
     ]
     result = {
         "bench": "replay",
@@ -129,7 +125,6 @@ def case(shape: Mapping[str, Any], found: Mapping[str, Any], size: int = 1) -> d
     return {
         "group_stages": size,
         "workers": found["workers"],
-        "combine": found["combine"],
         "step_s": round(step, 6),
         "replayed_step_s": round(replayed, 6),
         "ratio": round(replayed / step, 4),
@@ -155,14 +150,13 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         "w: stages of the group; d: copies of it that share the microbatches",
         "",
-        f"{'w':>3}{'d':>3}{'combine':>9}{'step':>11}{'replayed':>11}{'ratio':>8}{'bound':>8}{'over':>7}{'goal':>7}"
+        f"{'w':>3}{'d':>3}{'step':>11}{'replayed':>11}{'ratio':>8}{'bound':>8}{'over':>7}{'goal':>7}"
         f"{'for the log':>13}{'the line':>10}{'then':>9}  paced by",
     ]
     for one in result["cases"]:
-        combine = one["combine"] if one["workers"] > 1 else ""
         then = "" if one["then_s"] is None else f"{one['then_s'] * 1000:.0f} ms"
         lines.append(
-            f"{one['group_stages']:>3}{one['workers']:>3}{combine:>9}"
+            f"{one['group_stages']:>3}{one['workers']:>3}"
             f"{one['step_s'] * 1000:>8.1f} ms{one['replayed_step_s'] * 1000:>8.1f} ms"
             f"{one['ratio']:>8.3f}{one['bound']:>8.3f}{one['over_bound']:>7.2f}{one['goal']:>7.2f}"
             f"{one['waited_for_log_share']:>13.0%}{_line_share(one):>10.0%}{then:>9}  {one['bottleneck']}"
@@ -178,14 +172,13 @@ def _line_share(one: Mapping[str, Any]) -> float:
 # --- one run ---
 
 
-def measured(shape: Mapping[str, Any], size: int, copies: int, combine: str) -> dict[str, Any]:
+def measured(shape: Mapping[str, Any], size: int, copies: int) -> dict[str, Any]:
     """Seconds of the victim's steps, before it was killed and replayed, and in how many copies."""
     steps = int(shape["steps"])
     fault = {"id": "f0", "rank": VICTIM, "step": steps, "microbatch": 0, "phase": "forward"}
     forward_s = shape["microbatch_s"] / 3
     helpers, groups = copies - 1, _groups(size, int(shape["stages"]))
     words = [shape["stages"], shape["microbatches"], steps + 1, shape["width"], forward_s, helpers, groups]
-    words.append(combine)
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         cluster = Cluster(
             Path(place),
@@ -205,7 +198,7 @@ def measured(shape: Mapping[str, Any], size: int, copies: int, combine: str) -> 
                 time.sleep(_POLL_S)
             if code != 0:
                 raise ServiceError(f"the run ended with exit code {code}\n{cluster.output_tail()}")
-        return from_trace(events.read(Path(place) / "events"), helpers, combine)
+        return from_trace(events.read(Path(place) / "events"), helpers)
 
 
 def _groups(size: int, stages: int) -> str:
@@ -213,7 +206,7 @@ def _groups(size: int, stages: int) -> str:
     return ",".join(f"{first}-{first + size - 1}" for first in range(0, stages, size)) if size > 1 else ""
 
 
-def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int, combine: str = "ordered") -> dict[str, Any]:
+def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int) -> dict[str, Any]:
     """ServiceError: the replay was not what was asked for."""
     mine = [event for event in trace if event.get("rank") == VICTIM]
     ended: dict[bool, list[float]] = {False: [], True: []}
@@ -232,14 +225,11 @@ def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int, combine: str = 
         )
     if helpers and end["shared_steps"] != end["steps"]:
         raise ServiceError(f"{end['shared_steps']} of {end['steps']} steps were shared")
-    if begun is not None and begun["combine"] != combine:
-        raise ServiceError(f"gradients were combined {begun['combine']}, not {combine}")
     live = [
         float(e["t"]) for e in mine if e["event"] == "step_begin" and not e["replay"] and e["t"] > end["t"]
     ]
     return {
         "workers": 1 + given,
-        "combine": combine,
         "then_s": min(live) - end["t"] if live else None,
         # From one end to the next: a step that waits for its neighbours begins before they are there.
         "steps_s": _gaps(ended[False]),

@@ -1,6 +1,6 @@
 """The trainer of `swift-ft bench replay`: stages that take a fixed time for a microbatch, whatever the cores do.
 
-Run by the launcher: ``replay_ranks.py STAGES MICROBATCHES STEPS WIDTH FORWARD_S HELPERS GROUPS COMBINE``
+Run by the launcher: ``replay_ranks.py STAGES MICROBATCHES STEPS WIDTH FORWARD_S HELPERS GROUPS``
 """
 
 import os
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     stages, microbatches, steps, width, helpers = (int(argv[i]) for i in (0, 1, 2, 3, 5))
     forward_s, groups = float(argv[4]), argv[6]
     with swift.Session.from_env(
-        seed=1, checkpoint_every=1_000_000, helpers=helpers, groups=groups, help_combine=argv[7]
+        seed=1, checkpoint_every=1_000_000, helpers=helpers, groups=groups
     ) as session:
         module = Stage(width, forward_s)
         stage = session.pipeline_stage(module, session.rank, stages)

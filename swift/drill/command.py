@@ -30,7 +30,6 @@ from swift.drill.console import LiveProgress, show
 from swift.drill.topology import SCHEDULES, Topology, schedule_name
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import HELP_COMBINES
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
 EPILOG = """\
@@ -101,12 +100,6 @@ def make_parser() -> Parser:
     add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
     add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
     add("--helpers", type=int, default=0, metavar="N", help="ranks that share a replay (default %(default)s)")
-    add(
-        "--combine",
-        default="ordered",
-        metavar="NAME",
-        help=f"{', '.join(HELP_COMBINES)}: how they add gradients",
-    )
     add("--model", default="default", metavar="NAME", help=f"{', '.join(MODELS)} (default %(default)s)")
     add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
     _add_updates(parser)
@@ -175,7 +168,6 @@ def parse(argv: Sequence[str]) -> DrillConfig:
         seed=args.seed,
         spares=args.spares,
         helpers=args.helpers,
-        combine=args.combine.lower(),
         log_servers=args.log_servers,
         copies=args.copies,
         model=args.model.lower(),

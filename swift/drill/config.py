@@ -17,7 +17,6 @@ from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import HELP_COMBINES
 
 MODELS = tuple(sizes.MODELS)
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")
@@ -73,8 +72,6 @@ class DrillConfig:
     reduction: str = "auto"
     helpers: int = 0
     """So many ranks help to replay a lost stage."""
-    combine: str = "ordered"
-    """How their gradients come together: as one process would add them, or "fast"."""
     paranoid: bool = False
     """The first step of every generation is computed twice, and compared."""
     secure: bool = False
@@ -98,7 +95,6 @@ class DrillConfig:
             ("optimizer-implementation", self.optimizer_implementation, ("", *IMPLEMENTATIONS)),
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),
-            ("combine", self.combine, HELP_COMBINES),
         ):
             if value not in known:
                 raise UsageError(f"unknown --{flag} {value!r}: one of {', '.join(filter(None, known))}")
@@ -108,8 +104,6 @@ class DrillConfig:
             raise UsageError(
                 "--paranoid: with --updates wait_free half a step is applied before it is compared"
             )
-        if self.combine == "fast" and not self.helpers:
-            raise UsageError("--combine fast: nothing is combined without helpers; add --helpers 1 or more")
         if not 0 <= self.spares <= 64:
             raise UsageError(f"--spares must be 0 to 64, not {self.spares}")
         if not 0 <= self.seed < 2**63:
@@ -217,7 +211,7 @@ class DrillConfig:
         if self.topology.replicas > 1:
             words += ["--undo", self.undo]
         if self.helpers:
-            words += ["--helpers", str(self.helpers), "--combine", self.combine]
+            words += ["--helpers", str(self.helpers)]
         if self.paranoid:
             words.append("--paranoid")
         if self.secure:
@@ -252,7 +246,7 @@ class DrillConfig:
     def recovery_arguments(self) -> list[str]:
         """What the trainer of the run with faults gets besides: how to recover changes no bit of the twin."""
         rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
-        helpers = ["--helpers", str(self.helpers), "--combine", self.combine, "--groups", str(self.groups)]
+        helpers = ["--helpers", str(self.helpers), "--groups", str(self.groups)]
         return ["--strategy", self.strategy, "--undo", self.undo, *helpers, *rest]
 
     def identity(self) -> dict[str, object]:

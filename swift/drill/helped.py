@@ -25,7 +25,6 @@ def _of(recovery: Recovery) -> list[dict[str, Any]]:
                 "helpers": helpers,
                 "workers": 1 + len(helpers),
                 "shares": list(begun["shares"]),
-                "combine": begun.get("combine", "ordered"),
                 "steps": ends.get(rank, {}).get("shared_steps"),
                 "microbatches": {str(helper): computed.get(helper) for helper in helpers},
                 "alone_because": left,
@@ -58,7 +57,4 @@ def words(shared: Mapping[str, Any]) -> str:
         return f"rank {shared['rank']} replayed alone"
     names = ", ".join(map(str, shared["helpers"]))
     shares = " + ".join(map(str, shared["shares"]))
-    fast = ", gradients added up on each" if shared["combine"] == "fast" else ""
-    return (
-        f"rank {shared['rank']} and {names} ({shares} microbatches of a step{fast}): {shared['steps']} steps"
-    )
+    return f"rank {shared['rank']} and {names} ({shares} microbatches of a step): {shared['steps']} steps"

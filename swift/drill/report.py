@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swift.drill import difference, helped, logs, loss, prediction, replaying, replicas, timeline
+from swift.drill import helped, logs, loss, prediction, replaying, replicas, timeline
 from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
 from swift.drill.timeline import Event, Recovery
@@ -60,9 +60,6 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         config.topology.steps,
         config.topology.replicas,
     )
-    apart = difference.between(
-        [c for c in (*at_recovery, at_end) if c.inexact], evidence.digests, evidence.twin_digests
-    )
     survivors = timeline.survivors_kept(evidence.events, config.topology.ranks)
     predicted, prediction_checks = prediction.section(config, evidence.events, found, evidence.measured)
     shown = [_recovery(config, evidence, recovery) for recovery in found]
@@ -71,7 +68,6 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         *(comparison.check() for comparison in (*at_recovery, at_end)),
         *replicas.checks(config, found, [*at_recovery, at_end]),
         *([loss.check(curves)] if at_end.inexact else []),
-        *([difference.check(apart)] if any(recovery.off_log for recovery in found) and apart else []),
         _survivors_check(survivors),
         *_recovery_checks(config, evidence, found),
         *logs.checks(config, found),
@@ -86,7 +82,7 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
     exact = not inexact and not named and (not fell_back or _restores(config))
     return {
         "verdict": verdict,
-        "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves, apart),
+        "reason": _reason(config, verdict, checks, fell_back, [*at_recovery, at_end], curves),
         "checks": [{"name": check.name, "answer": check.answer, "detail": check.detail} for check in checks],
         "seed": config.seed,
         "rerun": config.rerun(),
@@ -104,7 +100,6 @@ def build(config: DrillConfig, evidence: Evidence) -> dict[str, Any]:
         "undo": replicas.undo(config, found),
         "reduction": replicas.reduction(config, evidence.events),
         "loss": curves,
-        **({"difference": {"tolerance": difference.TOLERANCE, "at": apart}} if apart else {}),
         "recoveries": shown,
         "survivors_kept": None if survivors is None else all(survivors.values()),
         "survivors_freed_seconds": max(
@@ -130,8 +125,7 @@ def _comparisons(
         return compare(version, generation, config.topology.ranks, ours, twin, inexact=inexact)
 
     for recovery in found:
-        allowed = config.undo == "arithmetic" or config.combine == "fast"
-        inexact = inexact or (recovery.inexact and allowed)
+        inexact = inexact or (recovery.inexact and config.undo == "arithmetic")
         if recovery.target_version is not None:
             at_recovery.append(at(int(recovery.target_version), recovery.generation))
     return at_recovery, at(config.topology.steps, None)
@@ -148,7 +142,6 @@ def _reason(
     fell_back: Sequence[str],
     compared: Sequence[Comparison],
     curves: Mapping[str, Any] | None,
-    apart: Sequence[Mapping[str, Any]],
 ) -> str:
     if verdict != PASS:
         wanted = False if verdict == FAIL else None
@@ -159,11 +152,9 @@ def _reason(
     if compared[-1].inexact:
         assert curves is not None, "the verdict rests on them"
         equal = sum(comparison.equal is True for comparison in compared)
-        by_undo = config.undo == "arithmetic"
-        what = "an arithmetic undo was used" if by_undo else "a replay was combined fast"
         return (
-            f"{how}; {what}, which promises no bits: at {equal} of {len(compared)} places every digest equals the "
-            f"failure-free run's; {'' if by_undo else difference.check(apart).detail + '; '}{loss.check(curves).detail}"
+            f"{how}; an arithmetic undo was used, which promises no bits: at {equal} of {len(compared)} places every "
+            f"digest equals the failure-free run's; {loss.check(curves).detail}"
         )
     said = f"{how}; every digest equals the failure-free run's"
     if config.topology.replicas > 1 and not replicas.reduction_exact(config):

@@ -56,8 +56,6 @@ class Recovery:
     """"replay_end" of the generation that made the state."""
     helps: list[Event] = field(default_factory=list)
     """"help_begin" of that generation: owners whose replays others share."""
-    off_log: list[Event] = field(default_factory=list)
-    """"replay_end" of all generations in which a rank came off the log: replays that were not bit for bit."""
     left: list[Event] = field(default_factory=list)
     """"help_end" of that generation, of these owners."""
     helped: list[Event] = field(default_factory=list)
@@ -90,8 +88,8 @@ class Recovery:
 
     @property
     def made_in(self) -> int:
-        """The generation that made the state: the last one that was planned, but for those behind a fast replay in
-        which only the log began anew."""
+        """The generation that made the state: the last one that was planned, but for those in which only the log of a
+        state that it does not lead to began anew."""
         for generation in sorted(self.planned, reverse=True):
             plan = self.planned[generation]
             before = [self.planned[other] for other in self.planned if other < generation]
@@ -148,9 +146,8 @@ class Recovery:
 
     @property
     def inexact(self) -> bool:
-        """Some rank took buckets back, and not bit for bit, or replayed so and kept what came of it."""
-        kept = bool(self.off_log) and self.plan is not None and self.plan.get("exact") is False
-        return kept or any(event.get("exact") is not True for event in self.undone)
+        """Some rank took buckets back, and not bit for bit."""
+        return any(event.get("exact") is not True for event in self.undone)
 
     def replayed(self, name: str) -> int:
         return sum(int(event.get(name) or 0) for event in self.replays)
@@ -237,7 +234,6 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
     recovery.sent = [e for e in _named(window, "copy_end") if e.get("role") == "source" and "digest" in e]
     recovery.undone = _named(window, "undone")
     recovery.rolled_forward = _named(window, "roll_forward")
-    recovery.off_log = [event for event in _named(window, "replay_end") if event.get("exact") is False]
     recovery.replays = _of_generation(_named(window, "replay_end"), recovery.made_in, window)
     recovery.helps, recovery.left, recovery.helped = (
         _of_generation(_named(window, name), recovery.made_in, window)

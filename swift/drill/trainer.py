@@ -27,7 +27,6 @@ from swift.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.optimizers import make_optimizer
 from swift.drill.sizes import MODELS
 from swift.log.codec import CHOICES as CODECS
-from swift.recovery.types import HELP_COMBINES
 
 # How each schedule places its stages: on pipeline rank r of P, and how many stages there are.
 SINGLE = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}
@@ -73,7 +72,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reduction", default="auto", choices=REDUCTIONS)
     parser.add_argument("--undo", default="exact", choices=UNDOS)
     parser.add_argument("--helpers", type=int, default=0, help="ranks that help to replay a stage")
-    parser.add_argument("--combine", default="ordered", choices=HELP_COMBINES)
     parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
     return parser.parse_args(argv)
 
@@ -105,7 +103,6 @@ def main(argv: list[str] | None = None) -> None:
         bucket_bytes=config.bucket_bytes,
         log_queue_bytes=LOG_QUEUE_BYTES,
         helpers=args.helpers,
-        help_combine=args.combine,
         last_checkpoint=False,  # what the log holds at the end is compared with the prediction
     ) as session:
         indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)

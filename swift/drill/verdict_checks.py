@@ -6,7 +6,7 @@ from typing import Any
 
 DIGEST_FIELDS = ("parameters", "optimizer", "scheduler", "rng", "data")
 TRAINED_FIELDS = ("parameters", "optimizer")
-"""What an arithmetic undo or a fast replay changes, and what replicas have in common."""
+"""What an arithmetic undo changes, and what replicas have in common."""
 
 Digest = Mapping[str, Any]
 
@@ -99,16 +99,11 @@ def compare(
     for rank in range(ranks):
         ours, theirs = digests.get(comparison.ours(rank)), twin.get(comparison.theirs(rank))
         comparison.ranks[str(rank)] = {
-            "recovered": _shown(ours),
-            "failure_free": _shown(theirs),
+            "recovered": ours,
+            "failure_free": theirs,
             "equal": equal_digests(ours, theirs),
         }
     return comparison
-
-
-def _shown(digest: Digest | None) -> Digest | None:
-    """Without the values that go with it."""
-    return None if digest is None else {name: value for name, value in digest.items() if name != "values"}
 
 
 def equal_digests(ours: Digest | None, twin: Digest | None) -> bool | None:

@@ -1,20 +1,18 @@
 """States that the log does not lead to, and what a plan makes of them.
 
-A replay that adds gradients in another order (`Help.fast`) ends with other bits than the rank had that was lost. From
-its second step on its sends are not the logged ones, and what its neighbours have logged of the step under way, and
-will log, is not what they do from now on. The owner is *off the log*, and says so until the log has begun anew.
+A rank whose state has other bits than the log leads to is *off the log*: its sends are not the logged ones, and what
+its neighbours have logged of the step under way is not what they do from now on. It says so in its reports until the
+log has begun anew. (No strategy leaves a rank so today: the seam is for those that are not exact.)
 
-    a rank that has replayed so, or is to      every rank saves the target before it is Ready (`Plan.saves`)
-    that checkpoint is complete (`log_ends`)   the log is given up; everybody keeps the target, or loads it
+    a rank that is off the log holds the target    every rank saves it before it is Ready (`Plan.saves`)
+    that checkpoint is complete (`log_ends`)       the log is given up; everybody keeps the target, or loads it
 
 Before that the older checkpoint and the log are as they were: nothing of what comes off the log is written there.
 So others are replayed from them exactly, while who is off the log keeps what it has. It is not kept
 
     where a stage beside it is replayed too    what its predecessor had not got out must be made again, bit for bit
-    where help was refused in this recovery    the replay is done again, exactly, by its owner alone
+    where help was refused in this recovery    nobody could save it: it is replayed, exactly and alone
     where a newer checkpoint is complete       that one and the log say what the state is
-
-For the first of these reasons a replay beside which another one goes on is shared in the exact way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,6 @@ from swift.recovery.measured import RankMeasured
 from swift.recovery.plan import plan
 from swift.recovery.types import (
     Checkpoints,
-    Help,
     Plan,
     PlanConfig,
     Refusals,
@@ -66,12 +63,10 @@ def plan_off_log(
         if not useless:
             break
         reports = [_without_state(r) if r.rank in useless else r for r in reports]
-    sharing = tuple(_combined(help, found, assignment, checkpoints, config) for help in found.help)
-    fast = sorted(help.owner for help in sharing if help.fast)
-    if not (kept or fast or log_ends):
+    if not (kept or log_ends):
         return found, reason
-    found = replace(found, help=sharing, exact=False, saves=not log_ends)
-    found = replace(found, reason="; ".join([found.reason, *_words(found, kept, fast, log_ends=log_ends)]))
+    found = replace(found, exact=False, saves=not log_ends)
+    found = replace(found, reason="; ".join([found.reason, *_words(found, kept, log_ends=log_ends)]))
     return found, found.reason
 
 
@@ -81,18 +76,6 @@ def _is_useless(
     newest = checkpoints.newest
     covered = newest is not None and newest >= found.target_version
     return refused.help or covered or _replays_beside(rank, found, assignment)
-
-
-def _combined(
-    help: Help, found: Plan, assignment: Assignment, checkpoints: Checkpoints, config: PlanConfig
-) -> Help:
-    newest = checkpoints.newest
-    fast = (
-        config.fast_help
-        and not _replays_beside(help.owner, found, assignment)
-        and (newest is None or newest < found.target_version)  # one of the target can become complete
-    )
-    return replace(help, fast=fast)
 
 
 def _replays_beside(rank: int, found: Plan, assignment: Assignment) -> bool:
@@ -109,12 +92,8 @@ def _without_state(report: Report) -> Report:
     return replace(report, version=None, undo_to=None, forward_to=None, off_log=False)
 
 
-def _words(found: Plan, kept: Sequence[int], fast: Sequence[int], *, log_ends: bool) -> list[str]:
-    words = []
-    if fast:
-        words.append(f"not bit for bit: gradients of the replay of {_ranks(fast)} are added in another order")
-    if others := sorted(set(kept) - set(fast)):
-        words.append(f"not bit for bit: {_ranks(others)} came off the log in a fast replay")
+def _words(found: Plan, kept: Sequence[int], *, log_ends: bool) -> list[str]:
+    words = [f"not bit for bit: {_ranks(kept)} came off the log"] if kept else []
     if log_ends:
         words.append(f"the log does not lead to version {found.target_version}, and begins anew")
     else:

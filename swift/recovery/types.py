@@ -106,8 +106,6 @@ class StreamSummary:
 
 
 STRATEGIES = ("auto", "replica", "replay", "checkpoint")
-HELP_COMBINES = ("ordered", "fast")
-"""How the gradients of a shared replay come together: as one process would add them, or each rank's own first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +124,6 @@ class PlanConfig:
     """The version since when the log has what crosses these."""
     helpers: int = 0
     """So many other ranks, at most, share a replay with its owner."""
-    fast_help: bool = False
-    """Their gradients may be added in another order than one process would have (swift.recovery.off_log)."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -192,8 +188,6 @@ class Help:
     together: tuple[int, ...] = ()
     """(a recovery group of several stages) Its ranks by stage, the owner among them: all have a help alike, and the
     first helpers of all of them are one copy of the group, the second ones another. Empty: the owner alone."""
-    fast: bool = False
-    """Each rank's gradients are added up by itself, and then the sums: not bit for bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +214,7 @@ class Plan:
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: str
     exact: bool = True
-    """False: an undo that is not bit for bit is used, or a replay that is not."""
+    """False: an undo that is not bit for bit is used, or a rank keeps a state that the log does not lead to."""
     help: tuple[Help, ...] = ()
     saves: bool = False
     """Every rank saves the target before it is Ready; the next generation gives up the log (swift.recovery.off_log)."""

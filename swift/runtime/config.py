@@ -8,7 +8,7 @@ from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import HELP_COMBINES, STRATEGIES
+from swift.recovery.types import STRATEGIES
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -62,9 +62,6 @@ class SessionConfig:
     last_checkpoint: bool = True
     """Save the version at which the run ends: the job can be started again with more steps, and a rank that is lost
     after the end comes back. False: the trainer saves the end by itself."""
-    help_combine: str = "ordered"
-    """How their gradients come together: "ordered" (the bits of one process), or "fast": not bit for bit; then a
-    checkpoint is made before training goes on, and the log begins anew."""
     paranoid: bool = False
     """Compute the first step twice from one state, and again after every recovery, and compare inputs, losses, what is
     sent and gradients. At the start a difference refuses the job; after a recovery it makes it not exact."""
@@ -103,7 +100,6 @@ class SessionConfig:
             ("updates", self.updates, UPDATES),
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),
-            ("help_combine", self.help_combine, HELP_COMBINES),
             ("non_finite_loss", self.non_finite_loss, NON_FINITE),
         ):
             if value not in allowed:
@@ -143,6 +139,5 @@ class SessionConfig:
             "bucket_bytes": str(self.bucket_bytes),
             "helpers": str(self.helpers),
             "last_checkpoint": str(self.last_checkpoint),
-            "help_combine": self.help_combine,
             **({"paranoid": "True"} if self.paranoid else {}),
         }

@@ -18,5 +18,5 @@ def write_digests(state: TrainerState, name: str) -> None:
     directory = os.environ.get(ENV_DIGESTS)
     if directory:
         temporary = (path := Path(directory) / name).with_suffix(".tmp")
-        temporary.write_text(json.dumps({**state.digests(), "values": state.values()}))
+        temporary.write_text(json.dumps(state.digests()))
         os.replace(temporary, path)

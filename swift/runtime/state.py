@@ -489,10 +489,3 @@ class TrainerState:
             tensors, rest = split(value)
             out[name] = digest(tensors, json.dumps(rest))
         return out
-
-    def values(self, at_most: int = 4096) -> str:
-        """So many values of the parameters, evenly spaced over all of them: the bytes of float32, in hexadecimal."""
-        with torch.no_grad():
-            parts = [local(parameter).detach().flatten().float() for parameter in self._parameters()]
-        flat = torch.cat(parts) if parts else torch.empty(0)
-        return flat[:: max(1, -(-flat.numel() // at_most))].contiguous().numpy().tobytes().hex()

@@ -8,7 +8,7 @@ The weights' part of a split backward calls no hook: torch's pipelining sets `.g
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -59,6 +59,33 @@ class Addends:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+class OwnGradients:
+    """(a rank of the line, each step) from here to `taken`, what its microbatches add to the parameters' gradients."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, first: bool):
+        """`first` in the line: its additions are the first ones, and autograd's own sum has the right bits."""
+        self._parameters = parameters
+        self._apart = None if first else Addends(parameters)
+
+    def taken(self) -> list[list[torch.Tensor]]:
+        """What is to be added for each parameter, in order; `.grad` is None again."""
+        self.close()
+        if self._apart is not None:
+            return self._apart.of
+        sums = [[] if parameter.grad is None else [parameter.grad] for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return sums
+
+    def weighing(self) -> AbstractContextManager[None]:
+        """Around the second part of a split backward."""
+        return nullcontext() if self._apart is None else self._apart.weighing()
+
+    def close(self) -> None:
+        if self._apart is not None:
+            self._apart.close()
 
 
 class _Setting(TorchFunctionMode):

@@ -32,8 +32,7 @@ from swift.runtime.shared_replay.actions import Action
 from swift.runtime.shared_replay.agreement import copy_of
 from swift.runtime.shared_replay.copy_pipeline import CopyPipeline, InCopy
 from swift.runtime.shared_replay.gradient_chain import GradientChain, Post
-from swift.runtime.shared_replay.gradient_order import FAST_SHARE, OwnGradients
-from swift.runtime.shared_replay.gradients import Strides, first_strides
+from swift.runtime.shared_replay.gradients import OwnGradients, Strides, first_strides
 from swift.runtime.shared_replay.manifest import difference, named, stand, tied, together
 from swift.runtime.shared_replay.owner import check_buffers
 from swift.runtime.shared_replay.shares import memory_needed
@@ -118,7 +117,7 @@ class Helper:
             return [], "the module that was made shares memory with this rank's own stage"
         weights = sum(tensor.nbytes for _, tensor in named(module))
         # Who keeps single gradients is the second of three at least: the first lets autograd add.
-        share = FAST_SHARE if asked.get("fast", False) else -(-asked["microbatches"] // 3)
+        share = -(-asked["microbatches"] // 3)
         needed = memory_needed(weights, share)
         free = available_memory()
         if free is not None and needed > free:
@@ -145,7 +144,6 @@ class _Work:
         self._post = post
         self._line = GradientChain(post, begin["line"], rank, check)
         self._first = begin["line"][0] == rank
-        self._fast = asked.get("fast", False)
         self._from = begin["from"]
         self._own = range(begin["first"], begin["behind"])
         self._actions = [Action(*action) for action in begin["actions"]]
@@ -222,7 +220,7 @@ class _Work:
         """Losses by microbatch, and what each parameter's gradient is to be added."""
         parameters = list(self._module.parameters())
         ambient = stand(self._module, note)
-        gradients = OwnGradients(parameters, first=self._first, fast=self._fast)
+        gradients = OwnGradients(parameters, first=self._first)
         try:
             with ambient:
                 losses = self._walk.run(

@@ -27,8 +27,7 @@ from swift.runtime.receive_buffers import available_memory
 from swift.runtime.shared_replay.actions import Action, ahead, of_share, one_by_one, unordered
 from swift.runtime.shared_replay.agreement import Together, decline
 from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, taken_apart
-from swift.runtime.shared_replay.gradient_order import FAST_SHARE, OwnGradients
-from swift.runtime.shared_replay.gradients import Strides, first_strides, laid_out
+from swift.runtime.shared_replay.gradients import OwnGradients, Strides, first_strides, laid_out
 from swift.runtime.shared_replay.manifest import manifest, named, standing, tied, together
 from swift.runtime.shared_replay.shares import memory_needed, shares, workers
 from swift.runtime.stage import LoggedPipelineStage
@@ -96,7 +95,6 @@ def _tell_begin(
         helpers=list(helpers),
         shares=list(shares),
         until=help.until,
-        combine="fast" if help.fast else "ordered",
         declined=declined,
         **({"together": list(help.together)} if help.together else {}),
     )
@@ -170,7 +168,6 @@ class Owner:
                     "stages": [stage.stage_index for stage in self._stages],
                     "of": self._stages[0].num_stages,
                     "microbatches": self._microbatches,
-                    "fast": self._help.fast,
                     "tensors": manifest(self._module),
                 },
             )
@@ -185,8 +182,7 @@ class Owner:
         able, declined = self._together.choose(able, why)
         count = workers(microbatches, 1 + len(able))
         if count > 1:
-            kept = FAST_SHARE if self._help.fast else len(shares(microbatches, count)[-1])
-            lacking = self._lacks_memory(kept)
+            lacking = self._lacks_memory(len(shares(microbatches, count)[-1]))
             if lacks := self._together.first_reason(lacking):
                 declined |= lacks
                 count = 1
@@ -276,7 +272,7 @@ class Owner:
             self._line.pass_down([tensor for _, tensor in named(self._module)])
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         parameters = list(self._module.parameters())
-        self._gradients = OwnGradients(parameters, first=False, fast=self._help.fast)
+        self._gradients = OwnGradients(parameters, first=False)
         self._losses = {}
         self._reduced = []
         self._sharing = True
@@ -304,7 +300,6 @@ class Owner:
         self._combine(self._gradients, self._line)
         self._gradients = None
         self._sharing = False
-        self._channel.off_log = self._channel.off_log or self._help.fast  # from the next step on
         self.helped.steps += 1
         return self._reduced
 

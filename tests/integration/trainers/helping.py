@@ -10,8 +10,6 @@ stages    as exact, with two stages on a rank, in a V with split backwards
 walked    as exact, under a schedule that torch's runtime walks action by action
 half      rank 1 cannot make a module for others
 hooked    somebody looks at the gradients of rank 2 from step 5 on
-fast      gradients are added up on each rank first
-blocked   the same, and rank 0 cannot save version 7
 dying     rank 1 is killed the first time that it makes a stage for another rank
 hanging   rank 1 stands still (SIGSTOP) in the first microbatch that it computes for another rank
 """
@@ -103,13 +101,8 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
-    combine = "fast" if MODE in ("fast", "blocked") else "ordered"
-    session = swift.Session.from_env(seed=5, checkpoint_every=4, groups=GROUPS, help_combine=combine)
+    session = swift.Session.from_env(seed=5, checkpoint_every=4, groups=GROUPS)
     rank = session.rank
-    if MODE == "blocked" and rank == 0:
-        version = Path(os.environ["SWIFT_CHECKPOINT_DIR"], os.environ["SWIFT_JOB"], "v00000007")
-        version.mkdir(parents=True, exist_ok=True)
-        (version / "rank0").touch()  # where its folder would be
     stateful = MODE == "stateful"
     indices = [rank, STAGES - 1 - rank] if MODE == "stages" else [rank]
     modules = [Part(index, stateful=stateful) for index in indices]

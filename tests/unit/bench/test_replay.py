@@ -27,9 +27,7 @@ def trace(helpers: int, replayed: float = 0.1, shared: int = 4) -> list[dict[str
     t += 0.01
     found.append({"t": t, "event": "fault", "rank": 1})
     if helpers:
-        found.append(
-            {"t": t, "event": "help_begin", "rank": 1, "helpers": list(range(helpers)), "combine": "ordered"}
-        )
+        found.append({"t": t, "event": "help_begin", "rank": 1, "helpers": list(range(helpers))})
     for step in range(4):
         t += replayed if step else 2.0
         found.append({"t": t, "event": "step_end", "rank": 1, "step": step, "replay": True})
@@ -38,7 +36,7 @@ def trace(helpers: int, replayed: float = 0.1, shared: int = 4) -> list[dict[str
 
 
 def test_the_first_steps_do_not_count() -> None:
-    found = replay.from_trace(trace(2), 2, "ordered")
+    found = replay.from_trace(trace(2), 2)
     assert found["workers"] == 3
     assert found["steps_s"] == pytest.approx([0.3] * 4)  # from the end of one to the end of the next
     assert found["replayed_s"] == pytest.approx([0.1] * 3)
@@ -54,17 +52,12 @@ def test_what_comes_between_the_replay_and_the_run() -> None:
     events = trace(2)
     end = events[-1]["t"]
     events += [{"t": end + after, "event": "step_begin", "rank": 1, "replay": False} for after in (0.25, 0.5)]
-    assert replay.case(SHAPE, replay.from_trace(events, 2, "ordered"))["then_s"] == pytest.approx(0.25)
-
-
-def test_what_was_combined_otherwise_is_no_measurement() -> None:
-    with pytest.raises(ServiceError, match="combined ordered, not fast"):
-        replay.from_trace(trace(2), 2, "fast")
+    assert replay.case(SHAPE, replay.from_trace(events, 2))["then_s"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(("replayed", "met"), [(0.09, True), (0.11, False)])
 def test_goals(replayed: float, met: bool) -> None:
-    one = replay.case(SHAPE, replay.from_trace(trace(2, replayed), 2, "ordered"))
+    one = replay.case(SHAPE, replay.from_trace(trace(2, replayed), 2))
     assert one["met"] is met
     shown = replay.table(
         {
@@ -109,11 +102,11 @@ def test_sizes_of_groups() -> None:
 
 def test_a_replay_that_was_not_shared_is_no_measurement() -> None:
     with pytest.raises(ServiceError, match="3 of 4 steps were shared"):
-        replay.from_trace(trace(2, shared=3), 2, "ordered")
+        replay.from_trace(trace(2, shared=3), 2)
     with pytest.raises(ServiceError, match="nobody helped"):
-        replay.from_trace([event for event in trace(2) if event["event"] != "help_begin"], 2, "ordered")
+        replay.from_trace([event for event in trace(2) if event["event"] != "help_begin"], 2)
     with pytest.raises(ServiceError, match="not replayed"):
-        replay.from_trace([event for event in trace(0) if event["event"] != "replay_end"], 0, "ordered")
+        replay.from_trace([event for event in trace(0) if event["event"] != "replay_end"], 0)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +137,5 @@ def test_a_small_run(tmp_path: Path) -> None:
         == 0
     )
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]
-    assert [(one["group_stages"], one["workers"], one["combine"]) for one in cases] == [
-        (1, 1, "ordered"),
-        (1, 2, "ordered"),
-        (1, 2, "fast"),
-        (2, 1, "ordered"),
-        (2, 2, "ordered"),
-    ]
+    assert [(one["group_stages"], one["workers"]) for one in cases] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert all(one["then_s"] > 0 for one in cases)

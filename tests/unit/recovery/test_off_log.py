@@ -6,10 +6,8 @@ import pytest
 
 from swift.recovery import (
     Checkpoints,
-    Help,
     Plan,
     PlanConfig,
-    RecoveryGroups,
     Refusals,
     Report,
     Strategy,
@@ -19,7 +17,7 @@ from swift.recovery import (
 from tests.unit.recovery.test_helping import AT_5, said
 from tests.unit.recovery.test_plan import full_log, one_stage_each
 
-FAST = PlanConfig(helpers=2, fast_help=True)
+HELPED = PlanConfig(helpers=2)
 NONE = Refusals()
 
 
@@ -29,7 +27,7 @@ def off_log(reports: list[Report], *ranks: int) -> list[Report]:
 
 def planned(
     reports: list[Report],
-    config: PlanConfig = FAST,
+    config: PlanConfig = HELPED,
     checkpoints: Checkpoints = AT_5,
     refused: Refusals = NONE,
     *,
@@ -47,62 +45,14 @@ def strategies(found: Plan) -> list[str]:
     return [str(entry.strategy) for entry in found.ranks]
 
 
-class TestFastHelp:
-    def test_it_is_named_and_ends_the_log(self) -> None:
-        found = planned(said(15, None, 15, 15))
-        assert found.help == (Help(owner=1, helpers=(0, 2), until=15, fast=True),)
-        assert not found.exact
-        assert found.saves
-        assert not found.gives_up_log
-        assert "not bit for bit: gradients of the replay of rank 1 are added in another order" in found.reason
-        assert found.reason.endswith("every rank saves version 15, and the log ends there")
-
-    def test_never_unless_it_was_allowed(self) -> None:
-        reports = said(15, None, 15, 15)
-        found = planned(reports, PlanConfig(helpers=2))
-        assert (found.exact, found.saves) == (True, False)
-        assert found.help == (Help(owner=1, helpers=(0, 2), until=15),)
-
-    @pytest.mark.parametrize("other", [0, 2])
-    @pytest.mark.parametrize("version", [14, None])
-    def test_not_where_a_stage_beside_is_replayed_too(self, other: int, version: int | None) -> None:
-        """What the two feed each other must be what the log has."""
-        reports = said(15, None, 15, 15)
-        reports[other] = replace(reports[other], version=version)
-        found = planned(reports)
-        assert found.exact
-        assert not found.saves
-        assert not any(help.fast for help in found.help)
-
-    def test_two_that_are_no_neighbours(self) -> None:
-        found = planned(said(None, 15, None, 15, 15))
-        assert [(help.owner, help.fast) for help in found.help] == [(0, True), (2, True)]
-        assert "the replay of ranks 0, 2" in found.reason
-
-    def test_a_plan_without_replay_is_as_it_was(self) -> None:
-        for reports in (said(15, 15, 15), said(None, None, None)):
-            assignment = one_stage_each(3)
-            log = full_log(range(3), 0, 14)
-            assert planned(reports) == plan(reports, assignment, log, AT_5, FAST)[0]
-
-    def test_not_where_a_newer_checkpoint_is_complete(self) -> None:
-        """Nothing older can become complete, and it is not known which state the newer one belongs to."""
-        found = planned(said(15, None, 15), checkpoints=Checkpoints(versions=(5, 20)))
-        assert found.exact
-        assert not any(help.fast for help in found.help)
-
-    def test_alone_in_its_recovery_group_or_not_at_all(self) -> None:
-        config = replace(FAST, groups=RecoveryGroups.parse("0,1-2,3"))
-        assert planned(said(15, None, 15, 15), config).exact
-        assert not planned(said(None, 15, 15, 15), config).exact
-
-
 class TestOffTheLog:
     def test_all_hold_the_target_but_no_checkpoint_is_complete(self) -> None:
         found = planned(off_log(said(15, 15, 15), 1))
         assert strategies(found) == ["KEEP"] * 3
         assert (found.exact, found.saves, found.gives_up_log) == (False, True, False)
-        assert "rank 1 came off the log in a fast replay" in found.reason
+        assert found.reason.endswith(
+            "not bit for bit: rank 1 came off the log; every rank saves version 15, and the log ends there"
+        )
 
     def test_the_checkpoint_is_complete(self) -> None:
         found = planned(
@@ -125,7 +75,7 @@ class TestOffTheLog:
         assert found.target_version == 15
 
     def test_another_one_is_replayed_far_from_it(self) -> None:
-        found = planned(off_log(said(15, 15, 15, None), 1), PlanConfig(helpers=0, fast_help=True))
+        found = planned(off_log(said(15, 15, 15, None), 1), PlanConfig(helpers=0))
         assert strategies(found) == ["KEEP", "KEEP", "KEEP", "REPLAY"]
         assert (found.exact, found.saves) == (False, True)
 
@@ -144,7 +94,7 @@ class TestOffTheLog:
         found = planned(off_log(said(15, 9, 15, 15, None), 1))
         assert found.of(1).strategy is Strategy.CATCH_UP
         assert found.of(1).from_version == 9
-        assert {help.owner for help in found.help if help.fast} == {1, 4}
+        assert {help.owner for help in found.help} == {1, 4}
         assert found.saves
 
     def test_and_one_that_stopped_half_way_beside_another_begins_again(self) -> None:
@@ -164,6 +114,12 @@ class TestOffTheLog:
         assert found.of(1).strategy is Strategy.REPLAY
         assert found.of(1).from_version == 15
         assert found.exact
+
+    def test_a_plan_in_which_nobody_is_off_the_log_is_as_it_was(self) -> None:
+        for reports in (said(15, 15, 15), said(15, None, 15), said(None, None, None)):
+            assignment = one_stage_each(3)
+            log = full_log(range(3), 0, 14)
+            assert planned(reports) == plan(reports, assignment, log, AT_5, HELPED)[0]
 
     def test_a_rank_that_holds_nothing_is_on_no_log(self) -> None:
         reports = off_log(said(15, None, 15), 1)

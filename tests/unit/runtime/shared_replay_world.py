@@ -258,7 +258,6 @@ def shared(
     makes: Callable[[int], nn.Module] = Part,
     module: Callable[[int], nn.Module] = Part,
     until: int = STEPS.stop,
-    fast: bool = False,
     off_log: bool = False,
     monkeypatch: pytest.MonkeyPatch,
     **options: Any,
@@ -267,7 +266,7 @@ def shared(
     network = Network()
     owner = Rank(rank, store, module, schedule, microbatches)
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
-    help = pb.Help(owner=rank, helpers=helpers, until=until, fast=fast)
+    help = pb.Help(owner=rank, helpers=helpers, until=until)
     owner.channel.off_log = off_log
     sharing = Owner(rank, help, LocalWire(network, rank), owner.channel, owner.state, lambda: None)
     turns = threading.RLock()  # torch's generator is the process's: one rank computes at a time

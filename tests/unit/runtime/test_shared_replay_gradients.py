@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from swift.runtime.shared_replay.gradients import Addends, added
+from swift.runtime.shared_replay.gradients import Addends, OwnGradients, added
 from swift.runtime.tensors import same_bits
 
 MICROBATCHES = 5
@@ -59,17 +59,13 @@ def test_the_bits_of_one_process(dtype: torch.dtype, reentrant: bool | None, fir
     module = made(dtype, reentrant)
     parameters = list(module.parameters())
     xs = microbatches(dtype)
-    for mb in range(first_share):  # the first in the line lets autograd add
-        module(xs[mb], mb).backward()
-    totals = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    addends = Addends(parameters)
-    for mb in range(first_share, MICROBATCHES):
-        module(xs[mb], mb).backward()
-    addends.close()
-    assert all(parameter.grad is None for parameter in parameters)
-    sums = [added(total, mine) for total, mine in zip(totals, addends.of, strict=True)]
+    sums: list[torch.Tensor | None] = [None] * len(parameters)
+    for share in (range(first_share), range(first_share, MICROBATCHES)):
+        own = OwnGradients(parameters, first=share.start == 0)
+        for mb in share:
+            module(xs[mb], mb).backward()
+        sums = [added(total, mine) for total, mine in zip(sums, own.taken(), strict=True)]
+        assert all(parameter.grad is None for parameter in parameters)
 
     for (name, parameter), total in zip(plain.named_parameters(), sums, strict=True):
         if parameter.grad is None:
