@@ -1,6 +1,6 @@
 """Every torch name that the launcher needs and that torch does not promise to keep, checked at import.
 
-torch 2.13. What is missing is named, before anything is started.
+What is missing is named, before anything is started. Shown to work: docs/compatibility.md.
 """
 
 import importlib

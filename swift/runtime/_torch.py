@@ -1,7 +1,7 @@
 """Every private name of torch that swift touches, in one place; a backend's own are in its module.
 
 Checked at import: a torch that lacks one of them is refused with the names that are missing, instead of an
-AttributeError in the middle of a run. Proven with torch 2.13 on CPU.
+AttributeError in the middle of a run. What differs between versions is in `_torch_versions`.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as _backends
 from torch._C import _functorch
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, dataloader
 
 from swift.errors import ServiceError
+from swift.runtime import _torch_versions as versions
 from swift.runtime.backends.base import Backend
 
 _NEEDED = {
@@ -45,7 +46,7 @@ _NEEDED = {
     ),
     "torch.distributed.pipelining._utils": (
         _utils,
-        ("_TensorMeta", "_StageForwardMeta", "_StageBackwardMeta"),
+        ("_TensorMeta", "_StageForwardMeta", "_StageBackwardMeta", "InferenceMode"),
     ),
     "torch.distributed.pipelining.schedules": (
         _schedules,
@@ -53,21 +54,17 @@ _NEEDED = {
     ),
     "torch.distributed.pipelining.schedules._PipelineSchedule": (
         _schedules._PipelineSchedule,
-        ("_compute_loss", "_initialize_pp_stages", "_step_microbatches"),
+        ("_compute_loss", "_initialize_pp_stages", "_step_microbatches", versions.SETTLE),
     ),
     "torch.distributed.pipelining.stage.PipelineStage": (
         PipelineStage,
         (
             "_recv_meta",
             "_send_meta",
-            "_warmup_forward_vote",
-            "_warmup_backward_result",
             "_forward_metadata_inference",
             "_backward_metadata_inference",
             "_compute_outputs",
             "_post_metadata_inference_cleanup",
-            "_get_init_p2p_neighbors_ops",
-            "_get_grad_send_meta",
             "get_fwd_recv_ops",
             "get_bwd_recv_ops",
             "get_fwd_send_ops",
@@ -84,10 +81,9 @@ _NEEDED = {
         ),
     ),
     "torch.utils.data.dataloader._BaseDataLoaderIter": (dataloader._BaseDataLoaderIter, ("_next_data",)),
-    "torch.distributed.fsdp.FSDPModule": (FSDPModule, ("_get_fsdp_state", "reset_iter_state")),
-    "torch's FSDPState": (_fsdp_state.FSDPState, ("_reset_iter_state", "_lazy_init")),
-    "torch's FSDPParamGroup": (_fsdp_param_group.FSDPParamGroup, ("_reset_iter_state", "unshard")),
-    "torch's FSDPParam": (_fsdp_param.FSDPParam, ("accumulate_unsharded_grad_if_needed",)),
+    "torch.distributed.fsdp.FSDPModule": (FSDPModule, ("_get_fsdp_state",)),
+    "torch's FSDPState": (_fsdp_state.FSDPState, ("_lazy_init",)),
+    "torch's FSDPParamGroup": (_fsdp_param_group.FSDPParamGroup, ("unshard",)),
 }
 
 
@@ -244,7 +240,10 @@ def clear_schedule(schedule: Any) -> None:
     if hasattr(schedule, "backward_counter"):
         schedule.backward_counter.clear()
     for stage in schedule_stages(schedule):
+        versions.forget_reduction(stage)
         stage.clear_runtime_states()
+        for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+            versions.forget_receives(infos)
         for cache in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
             cache.clear()
 
@@ -263,7 +262,7 @@ def reset_sharded(module: torch.nn.Module) -> None:
             for group in state._fsdp_param_groups:
                 group._all_gather_result = None
                 for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+                    versions.forget_accumulated(parameter)
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
         part.reset_iter_state()

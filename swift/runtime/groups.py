@@ -186,6 +186,14 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return self.backend.name
 
+    # From torch 2.14 on a group without these asks its backend, and the placeholder has one member.
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._own
+
+    def getSize(self) -> int:  # noqa: N802
+        return len(self.ranks)
+
     def shutdown(self) -> None:
         """torch ends all groups together with the default one; this one stays, its inner group has ended."""
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from swift.errors import ServiceError, UsageError
 from swift.optim.lamb import Lamb
 from swift.recovery import Assignment
+from swift.runtime import _torch_versions
 from swift.runtime.backends.base import Collectives
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.manifest import local, placement
@@ -30,6 +31,11 @@ def device_mesh(assignment: Assignment, groups: Mapping[str, ReconfigurableGroup
     """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation."""
     if assignment.shards == 1:
         raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
+    if not _torch_versions.RESETS_SHARDED:
+        raise UsageError(
+            f"torch {torch.__version__} lacks FSDPModule.reset_iter_state, without which a step with FSDP2 that a "
+            "failure cut short cannot be taken back: install torch 2.13 or later, or leave FSDP2 out"
+        )
     device = groups["shard"].backend.device.type
     if assignment.replicas == 1:
         return DeviceMesh.from_group(groups["shard"], device, mesh_dim_names=("shard",))

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import ReplayRefused, UsageError
-from swift.runtime import _torch
+from swift.runtime import _torch, _torch_versions
 from swift.runtime.before import Before
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.groups import ReconfigurableGroup
@@ -177,6 +177,9 @@ class _Logged(_Base):
     def _receive_withheld(self, mb: int) -> None:
         """The step's first forward begins: all of them are posted, in their order; this microbatch is waited for."""
         withheld = [(other, ops) for other, ops in self._withheld.items() if not self._skips(other)]
+        for other in self._withheld:
+            if self._skips(other):
+                _torch_versions.forget_receives(self.args_recv_info[other])
         self._withheld.clear()
         self._arriving |= {other: _torch.started(ops) for other, ops in withheld}
         for work in self._arriving.pop(mb, ()):
@@ -208,7 +211,7 @@ class _Logged(_Base):
         destinations = [
             stage
             for index, stage in enumerate(self.grad_send_info or ())
-            if stage is not None and self._get_grad_send_meta(index) is not None
+            if stage is not None and _torch_versions.sends_gradient(self, index)
         ]
         return self._sent(BACKWARD, bwd_chunk_id, destinations if ops else [], ops)
 
@@ -344,15 +347,6 @@ class _Logged(_Base):
     # replacement has no neighbour in its first step, so the metadata goes through the job's store as JSON,
     # where it stays. One more forward at the start of every process is what it costs.
 
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
-    def _warmup_backward_result(self, received_result: Any = None) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []
-
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         metas = meta.forward_metas if isinstance(meta, _torch.ForwardMeta) else meta.backward_metas
         kind = FORWARD if isinstance(meta, _torch.ForwardMeta) else BACKWARD
@@ -410,6 +404,9 @@ class _Logged(_Base):
         if inferring:
             self._end_inference()
         return inferring
+
+
+_torch_versions.learn_shapes_alone(_Logged)
 
 
 class WholeModule:

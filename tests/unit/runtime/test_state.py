@@ -24,6 +24,8 @@ class Stage:
         self.submod, self.stage_index, self.num_stages = module, index, 1
         self.cleared = 0
         self.bwd_cache: dict[int, Any] = {0: None}
+        self.args_recv_info: dict[int, Any] = {}
+        self.grad_recv_info: dict[int, Any] = {}
         self.backward_state: dict[int, Any] = {0: None}
         self.dw_runner: dict[int, Any] = {0: None}
 

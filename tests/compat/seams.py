@@ -1,0 +1,108 @@
+"""What is run with one pair of versions: little, but all that touches torch's own names."""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.compat.environment import ROOT, Environment
+
+SUITE = (
+    "tests/unit/runtime",
+    "tests/unit/optim",
+    "tests/unit/launch",
+    "tests/unit/checkpoint",
+    "tests/integration/test_communicator.py",
+    "tests/integration/test_groups.py",
+    "tests/integration/test_shared_replay.py",
+)
+TRAINERS = ("ddp", "fsdp2", "pipeline_interleaved", "pipeline_eval")
+DRILLS = {
+    "pipeline": (),
+    "zbv": ("--schedule", "zbv"),
+    "1x2": ("--stages", "1", "--replicas", "2", "--updates", "wait_free"),
+    "2x2": ("--stages", "2", "--replicas", "2"),
+}
+_SUITE_LIMIT_S = 1800.0
+_TRAINER_LIMIT_S = 300.0
+_DRILL_LIMIT_S = 300.0
+_END_S = 30.0
+_IMPORT = "import swift.runtime.session, swift.launch.torch_names"
+_COUNT = re.compile(r"(\d+) (passed|failed|error|errors)\b")
+_VERDICT = re.compile(r"^(\w+) +(\w+) x\d+ ", re.MULTILINE)
+
+
+def refusal(environment: Environment) -> str:
+    """Why swift refuses this torch when it is imported; empty: it does not."""
+    done = _run(environment, ["-c", _IMPORT], _TRAINER_LIMIT_S)
+    if done is None:
+        return "the import does not end"
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+
+
+def suite(environment: Environment, output: Path) -> dict[str, int]:
+    """How many tests of `SUITE` pass and fail; what pytest prints goes to `output`."""
+    done = _run(environment, ["-m", "pytest", "-q", "-m", "not matrix", *SUITE], _SUITE_LIMIT_S)
+    if done is None:
+        return {"passed": 0, "failed": 1}
+    output.write_text(done.stdout + done.stderr)
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    counts = {word: int(number) for number, word in _COUNT.findall(last)}
+    failed = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
+    # No data is never a pass.
+    return {"passed": counts.get("passed", 0), "failed": failed or int(done.returncode != 0)}
+
+
+def trainers(environment: Environment, output: Path) -> dict[str, str]:
+    """The verdict of each of `TRAINERS`: ok, or what the harness says in its place."""
+    found = {}
+    for name in TRAINERS:
+        done = _run(environment, ["-m", "tests.trainers.harness", name], _TRAINER_LIMIT_S)
+        words = _VERDICT.findall(done.stdout) if done is not None else []
+        found[name] = "ok" if words and all(word == "ok" for word, _ in words) else "MISS"
+        if done is not None:
+            with output.open("a") as file:
+                file.write(done.stdout + done.stderr)
+    return found
+
+
+def drills(environment: Environment, output: Path) -> dict[str, str]:
+    """The verdict of each of `DRILLS`: that of its report, or NO REPORT."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="swift-compat-") as place:
+        for name, options in DRILLS.items():
+            report = Path(place, f"{name}.json")
+            done = _run(
+                environment, ["-m", "swift.cli", "drill", *options, "--json", str(report)], _DRILL_LIMIT_S
+            )
+            found[name] = json.loads(report.read_text())["verdict"] if report.exists() else "NO REPORT"
+            if done is not None:
+                with output.open("a") as file:
+                    file.write(done.stdout + done.stderr)
+    return found
+
+
+def _run(
+    environment: Environment, arguments: list[str], limit_s: float
+) -> subprocess.CompletedProcess[str] | None:
+    """None: it did not end in time, and was told to (a drill ends what it has started)."""
+    with subprocess.Popen(
+        [environment.python, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.communicate(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return None
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

@@ -1,0 +1,58 @@
+"""What `scripts/compat` makes of what it sees."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.compat import environment, table
+from tests.compat.table import Row
+
+SUITE, TRAINERS, DRILLS = {"passed": 9, "failed": 0}, {"ddp": "ok"}, {"zbv": "PASS"}
+
+
+def row(torch: str, python: str = "3.11", verdict: str = table.WORKS) -> Row:
+    return Row(torch=torch, python=python, date="2026-11-24", verdict=verdict)
+
+
+def test_a_pair_works_if_everything_passes() -> None:
+    assert table.judged(SUITE, TRAINERS, DRILLS) == (table.WORKS, "")
+
+
+@pytest.mark.parametrize(
+    ("suite", "trainers", "drills", "reason"),
+    [
+        ({"passed": 9, "failed": 2}, TRAINERS, DRILLS, "2 tests fail"),
+        ({"passed": 0, "failed": 0}, TRAINERS, DRILLS, "no test ran"),
+        (SUITE, {"ddp": "MISS"}, DRILLS, "trainer ddp: MISS"),
+        (SUITE, TRAINERS, {"zbv": "INCONCLUSIVE"}, "drill zbv: INCONCLUSIVE"),
+    ],
+)
+def test_anything_else_fails_with_its_reason(
+    suite: dict[str, int], trainers: dict[str, str], drills: dict[str, str], reason: str
+) -> None:
+    assert table.judged(suite, trainers, drills) == (table.FAILS, reason)
+
+
+def test_rows_are_kept_but_for_the_pair_that_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    rows = table.with_row([row("2.9.1"), row("2.13.0", verdict=table.FAILS)], row("2.13.0"))
+    table.write(path, table.with_row(rows, row("2.11.0", "3.12")))
+    kept = table.read(path)
+    assert [(r.torch, r.verdict) for r in kept] == [
+        ("2.9.1", table.WORKS),
+        ("2.11.0", table.WORKS),
+        ("2.13.0", table.WORKS),
+    ]
+    assert table.markdown(kept).count("\n") == 2 + len(kept)
+
+
+def test_what_is_installed_beside_torch_is_what_tests_need() -> None:
+    names = {environment.name_of(each) for each in environment.requirements()}
+    assert {"grpcio", "numpy", "numcodecs", "pytest", "hatchling"} <= names
+    assert not names & {"torch", "swift-ft"}
+    assert "torch==" not in environment.constraints()
+
+
+def test_an_interpreter_that_is_not_here_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(environment.Unavailable, match=r"no python2\.0 here"):
+        environment.Environment.make(environment.Pair(torch="2.13.0", python="2.0"), tmp_path)
