@@ -25,7 +25,6 @@ from swift.metrics import (
     Samples,
     Value,
 )
-from swift.recovery import Plan, Strategy
 
 _JOB = ("job",)
 
@@ -95,21 +94,6 @@ _EVENTS = {
     "refused": "swift_coordinator_replay_refusals_total",
     "checkpoint_asked": "swift_coordinator_early_checkpoints_total",
 }
-_COSTLIEST_FIRST = (
-    Strategy.CHECKPOINT,
-    Strategy.REPLAY,
-    Strategy.CATCH_UP,
-    Strategy.REPLICA,
-    Strategy.UNDO,
-    Strategy.ROLL_FORWARD,
-    Strategy.KEEP,
-)
-
-
-def costliest(plan: Plan) -> Strategy:
-    """What a recovery is counted as: of its ranks' strategies, the one that costs most."""
-    used = {rank.strategy for rank in plan.ranks}
-    return next(strategy for strategy in _COSTLIEST_FIRST if strategy in used)
 
 
 class CoordinatorMetrics:
@@ -140,7 +124,7 @@ class CoordinatorMetrics:
             if persist.entered is State.FENCING:
                 self._lost_at.setdefault(row.job, self._clock())
             elif persist.entered is State.RUNNING and row.plan is not None:
-                self._recoveries[row.job, str(costliest(row.plan))] += 1
+                self._recoveries[row.job, str(row.plan.costliest)] += 1
                 lost_at = self._lost_at.pop(row.job, None)
                 if lost_at is not None:  # else this process began in the middle of it
                     times = self._recovery_s.setdefault(row.job, Distribution(DURATION_S))

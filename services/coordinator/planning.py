@@ -18,7 +18,7 @@ from swift.recovery import (
     finishable,
     plan_off_log,
 )
-from swift.recovery.types import REPLAYS
+from swift.recovery.strategies import refused_with
 
 
 def config_of(config: Mapping[str, str]) -> PlanConfig:
@@ -82,27 +82,27 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
         row.unloadable = sorted({*row.unloadable, mine.from_version})
         row.refused = replace(row.refused, reason=why)
         return
-    shared = [h for h in row.plan.help if rank in (h.owner, *h.helpers)]
-    if shared or (row.plan.saves and mine.strategy is Strategy.KEEP):
+    shared = row.plan.help_of(rank)
+    if shared is not None or (row.plan.saves and mine.policy.rests):
         # Whoever is to blame: the stage is replayed again, by its owner alone, before any replay is given up. So it is
         # where a rank cannot save a state that the log does not lead to: who holds it is replayed exactly.
-        what = "a shared replay" if shared else "to save what the log does not lead to"
+        what = "a shared replay" if shared is not None else "to save what the log does not lead to"
         row.refused = row.refused.and_help(f"rank {rank} refused {what}: {reason}")
-        owners = [h.owner for h in shared or row.plan.help]
+        owners = [h.owner for h in ([shared] if shared is not None else row.plan.help)]
         touched = {other for owner in owners for other in _touched(row, row.plan, row.plan.of(owner))}
         row.distrusted = sorted({*row.distrusted, *touched})
         return
-    gives = any(rank in other.sources for other in row.plan.ranks)
-    if mine.strategy is Strategy.KEEP and not gives:
+    gives = frozenset(other.strategy for other in row.plan.ranks if rank in other.sources)
+    if mine.policy.rests and not gives:
         row.refused = row.refused.and_everything(why)
         return
-    if mine.strategy is Strategy.KEEP:
-        refused = {Strategy.REPLICA}
-    elif mine.strategy in (Strategy.UNDO, Strategy.ROLL_FORWARD) and not row.distrusted:
+    if mine.policy.rests:
+        refused = gives
+    elif mine.policy.own_step and not row.distrusted:
         # Its own step is lost to it, which says nothing about other ranks'. A second time it does.
-        refused = set()
+        refused = frozenset()
     else:
-        refused = {mine.strategy, *(REPLAYS if mine.strategy in REPLAYS else ())}
+        refused = refused_with(mine.strategy)
     row.refused = row.refused.and_of(refused, why)
     row.distrusted = sorted({*row.distrusted, *_touched(row, row.plan, mine)})
 
@@ -131,11 +131,9 @@ def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:
     A replay feeds the replays beside it. A copy goes to the replicas of the rank alone.
     """
     group = assignment_of(row).group(refused.rank)
-    touched = {r.rank for r in plan.ranks if r.rank in group and r.strategy is Strategy.REPLICA}
-    if refused.strategy is not Strategy.KEEP:
+    touched = {copy.rank for copy in plan.copies if copy.rank in group}
+    if not refused.policy.rests:
         touched.add(refused.rank)
-    if refused.from_version < plan.target_version or refused.strategy is Strategy.REPLAY:
-        touched |= {
-            r.rank for r in plan.ranks if r.from_version < plan.target_version or r.strategy in REPLAYS
-        }
+    if plan.redoes(refused.rank):
+        touched |= {r.rank for r in plan.ranks if plan.redoes(r.rank)}
     return touched

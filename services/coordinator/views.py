@@ -6,14 +6,13 @@ from services.coordinator.messages_text import waiting_for
 from services.coordinator.row import Holder, JobRow, State
 from swift._pb import coordinator_pb2 as pb
 from swift.control.measured import to_message
-from swift.recovery import Plan
+from swift.control.plans import encoded
 
 SUMMARY_WORDS_MAX = 200
 """Characters of a reason in a list of jobs."""
 
 
 def view_of(row: JobRow) -> pb.View:
-    shows_plan = row.state in (State.RECOVERING, State.RUNNING) and row.plan is not None
     return pb.View(
         job=row.job,
         generation=row.generation,
@@ -21,7 +20,7 @@ def view_of(row: JobRow) -> pb.View:
         world_size=row.world_size,
         members=[_member(row.holders[rank]) for rank in sorted(row.holders)],
         fenced=[_member(holder) for holder in row.fenced],
-        plan=_plan(row.plan, row) if shows_plan and row.plan is not None else None,
+        plan=_plan_of(row),
         log_servers=row.addresses(),
         log_places=[
             pb.LogServerPlace(address=server.address, host=server.host, lost=server.lost)
@@ -55,6 +54,13 @@ def view_of(row: JobRow) -> pb.View:
         from_job=row.origin.job if row.origin is not None else "",
         from_version=row.origin.version if row.origin is not None else 0,
     )
+
+
+def _plan_of(row: JobRow) -> pb.Plan | None:
+    if row.plan is None or row.state not in (State.RECOVERING, State.RUNNING):
+        return None
+    sources = {stream: _addresses(row, numbers) for stream, numbers in row.sources.items()}
+    return encoded(row.plan, row.generation, sources)
 
 
 def status_of(job: Job, now: float) -> pb.StatusReply:
@@ -122,43 +128,3 @@ def _member(holder: Holder) -> pb.Member:
 
 def _addresses(row: JobRow, numbers: list[int]) -> list[str]:
     return [row.log_servers[number].address for number in numbers]
-
-
-def _plan(plan: Plan, row: JobRow) -> pb.Plan:
-    ranks = [
-        pb.RankPlan(
-            rank=r.rank,
-            strategy=pb.Strategy.Value(r.strategy),
-            from_version=r.from_version,
-            reason=r.reason,
-            sources=r.sources,
-        )
-        for r in plan.ranks
-    ]
-    return pb.Plan(
-        generation=row.generation,
-        target_version=plan.target_version,
-        ranks=ranks,
-        collective_source=plan.collective_source,
-        reason=plan.reason,
-        exact=plan.exact,
-        sources=[
-            pb.StreamSources(stream=stream, servers=_addresses(row, numbers))
-            for stream, numbers in sorted(row.sources.items())
-        ],
-        groups=plan.groups,
-        help=[
-            pb.Help(owner=h.owner, helpers=h.helpers, until=h.until, together=h.together) for h in plan.help
-        ],
-        saves=plan.saves,
-        predictions=[
-            pb.ReplayPrediction(
-                rank=one.rank,
-                workers=one.workers,
-                steps=one.steps,
-                seconds=one.seconds,
-                alone_s=one.alone_s,
-            )
-            for one in plan.predictions
-        ],
-    )

@@ -21,7 +21,6 @@ from swift.drill.config import (
     MODELS,
     OPTIMIZERS,
     REDUCTIONS,
-    STRATEGIES,
     UNDOS,
     UPDATES,
     DrillConfig,
@@ -29,6 +28,7 @@ from swift.drill.config import (
 from swift.drill.console import LiveProgress, show
 from swift.drill.topology import SCHEDULES, Topology, schedule_name
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.recovery import STRATEGIES
 from swift.recovery.groups import RecoveryGroups
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."

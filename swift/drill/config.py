@@ -16,10 +16,10 @@ from swift.drill.regroup import check as check_regroups
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
+from swift.recovery import STRATEGIES
 from swift.recovery.groups import RecoveryGroups
 
 MODELS = tuple(sizes.MODELS)
-STRATEGIES = ("auto", "replica", "replay", "checkpoint")
 UPDATES = ("after_backward", "wait_free")
 DATA_PARALLEL = ("session", "ddp")
 UNDOS = ("exact", "arithmetic", "preimage")

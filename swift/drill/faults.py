@@ -30,6 +30,7 @@ from types import MappingProxyType
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.strategies import may_copy, may_replay
 
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
@@ -302,7 +303,7 @@ def _check_recovery_fault(
     fault: RankFault, faults: Sequence[Fault], strategy: str, groups: RecoveryGroups
 ) -> None:
     does = {"replay": "replays", "copy": "copies"}[fault.phase]
-    if strategy == "checkpoint" or (strategy, fault.phase) in (("replay", "copy"), ("replica", "replay")):
+    if not {"replay": may_replay, "copy": may_copy}[fault.phase](strategy):
         raise UsageError(f"--kill {fault}: --strategy {strategy} {does} nothing")
     if fault.phase == "replay" and not groups.logs:
         raise UsageError(f"--kill {fault}: one group of all (--groups {groups}) replays nothing")
@@ -342,7 +343,7 @@ def _check_corrupt_fault(
 def _check_corrupt_copy(
     fault: CorruptCopyFault, faults: Sequence[Fault], topology: Topology, strategy: str
 ) -> None:
-    if topology.replicas == 1 or strategy in ("replay", "checkpoint"):
+    if topology.replicas == 1 or not may_copy(strategy):
         why = "without replicas" if topology.replicas == 1 else f"with --strategy {strategy}"
         raise UsageError(f"--kill {fault}: nothing is copied {why}")
     if not any(isinstance(other, RankFault) and other.rank == fault.rank for other in faults):

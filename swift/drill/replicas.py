@@ -8,6 +8,7 @@ from swift.drill.faults import CorruptCopyFault
 from swift.drill.timeline import Event, Recovery, steps_done
 from swift.drill.verdict_checks import TRAINED_FIELDS, Check, Comparison, all_of
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.strategies import may_copy
 
 
 def checks(config: DrillConfig, found: Sequence[Recovery], comparisons: Sequence[Comparison]) -> list[Check]:
@@ -20,11 +21,7 @@ def checks(config: DrillConfig, found: Sequence[Recovery], comparisons: Sequence
         _agree_check(config, comparisons),
         *([_copies_check(found)] if any(copied(recovery) for recovery in found) else []),
         *([_undo_check(config, found)] if undone else []),
-        *(
-            [_living_check(config, found)]
-            if config.strategy in ("auto", "replica") and not distrusted
-            else []
-        ),
+        *([_living_check(config, found)] if may_copy(config.strategy) and not distrusted else []),
     ]
 
 

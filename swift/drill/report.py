@@ -13,12 +13,13 @@ from swift.drill.config import DrillConfig, versions
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, Comparison, Digest, all_of, compare
+from swift.recovery.strategies import TABLE, permitted
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
 
 # A stage that got back in different ways (its ranks, or several recoveries) shows the one that cost most.
-_COST = ("keep", "roll_forward", "undo", "replica", "catch_up", "replay", "checkpoint")
+_COST = tuple(strategy.lower() for strategy in TABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +252,7 @@ def _strategy_check(config: DrillConfig, evidence: Evidence, found: Sequence[Rec
         return Check(name, not any(r.replay_expected for r in found), "something was replayed")
     if fell_back and not logs.may_fall_back(config, found):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
-    other = {"replay": {"replica"}, "replica": {"replay", "catch_up"}}.get(config.strategy, set()) & used
+    other = used - {strategy.lower() for strategy in permitted(config.strategy)}
     return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
+from swift.control.told import Told
 from swift.launch.children import Child, Nursery
 from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_exit
 from swift.launch.leaving import Leaving
@@ -33,7 +34,7 @@ from swift.launch.torch_names import (
     WorkerSpec,
     WorkerState,
 )
-from swift.views import Told, end_words, state_name
+from swift.views import end_words, state_name
 from swift.words import tell
 
 SPARE_DELAY_S_MAX = 30.0

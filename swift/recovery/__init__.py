@@ -5,20 +5,17 @@ will not be, what the log leads to.
 """
 
 from swift.recovery.assignment import Assignment, Slot
+from swift.recovery.decision import Help, Plan, Prediction, RankPlan
 from swift.recovery.finishing import finishable
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.measured import RankMeasured, Sent, StageMeasured
 from swift.recovery.off_log import plan_off_log
 from swift.recovery.plan import plan
+from swift.recovery.refusals import Refusals
 from swift.recovery.types import (
     STRATEGIES,
     Checkpoints,
-    Help,
-    Plan,
     PlanConfig,
-    Prediction,
-    RankPlan,
-    Refusals,
     Report,
     Strategy,
     StreamSummary,

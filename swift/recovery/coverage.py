@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from swift.log import streams
 from swift.recovery.assignment import Assignment
-from swift.recovery.types import RankPlan, Report, Strategy, StreamSummary
+from swift.recovery.decision import RankPlan
+from swift.recovery.types import Report, StreamSummary
 
 
 def uncovered(
@@ -108,7 +109,7 @@ def collective_source(
     if not starts or not any(summary and summary.records > summary.marks for summary in logged.values()):
         return -1, ""
     by_rank = {report.rank: report for report in reports}
-    keeps = {r.rank for r in ranks if r.strategy is Strategy.KEEP}
+    keeps = {r.rank for r in ranks if r.policy.rests}
     why = []
     for rank, summary in sorted(
         logged.items(), key=lambda item: (item[0] not in keeps, by_rank[item[0]].since_generation, item[0])

@@ -13,9 +13,10 @@ How many help is a matter of what the replay costs (`swift.recovery.cost`); wher
 from collections.abc import Iterable, Mapping, Sequence
 
 from swift.recovery.assignment import Assignment
+from swift.recovery.decision import Help, RankPlan
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.prediction import Predictor
-from swift.recovery.types import REPLAYS, Help, RankPlan, Report, Strategy
+from swift.recovery.types import Report
 
 STEPS_MIN = 2
 """For fewer steps a stage is not built again elsewhere."""
@@ -41,7 +42,7 @@ def helps(
         if (until := _until(owners, target, assignment, by_rank)) - by_rank[owners[0]].from_version
         >= STEPS_MIN
     }
-    free = [r.rank for r in reports if r.can_help and by_rank[r.rank].strategy is Strategy.KEEP]
+    free = [r.rank for r in reports if r.can_help and by_rank[r.rank].policy.rests]
     wanted = predictor.wanted(spans, at_most, len(free)) if predictor is not None else {}
     chosen: dict[tuple[int, ...], list[tuple[int, ...]]] = {owners: [] for owners in spans}
     for _ in range(at_most):  # in turns: the slowest replay is what all wait for
@@ -81,7 +82,7 @@ def _replaying(
         owners = tuple(rank for (rank,) in members)
         plans = [by_rank[rank] for rank in owners]
         if (
-            all(rank_plan.strategy in REPLAYS for rank_plan in plans)
+            all(rank_plan.policy.replays for rank_plan in plans)
             and len({rank_plan.from_version for rank_plan in plans}) == 1
             and (len(owners) == 1 or all(len(assignment.stages[rank]) == 1 for rank in owners))
         ):

@@ -20,16 +20,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from swift.recovery.assignment import Assignment
+from swift.recovery.decision import Plan
 from swift.recovery.measured import RankMeasured
 from swift.recovery.plan import plan
-from swift.recovery.types import (
-    Checkpoints,
-    Plan,
-    PlanConfig,
-    Refusals,
-    Report,
-    StreamSummary,
-)
+from swift.recovery.refusals import Refusals
+from swift.recovery.types import Checkpoints, PlanConfig, Report, StreamSummary
 
 
 def plan_off_log(

@@ -26,26 +26,23 @@ An inexact undo is used only if the configuration allows it, and only if the sam
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from swift.recovery.assignment import Assignment
 from swift.recovery.cost import StageCost, costs_of
 from swift.recovery.coverage import collective_source, uncovered
+from swift.recovery.decision import Plan, RankPlan
 from swift.recovery.helping import helps, words
 from swift.recovery.measured import RankMeasured
 from swift.recovery.prediction import Predictor, predicted_words
-from swift.recovery.reach import WAYS, Reach, Way
-from swift.recovery.types import (
-    Checkpoints,
-    Plan,
-    PlanConfig,
-    RankPlan,
-    Refusals,
-    Report,
-    Strategy,
-    StreamSummary,
-)
+from swift.recovery.reach import Reach
+from swift.recovery.refusals import Refusals
+from swift.recovery.strategies import TABLE, Way, may_replay, permitted
+from swift.recovery.types import Checkpoints, PlanConfig, Report, Strategy, StreamSummary
+
+Ways = Mapping[int, Way]
+"""rank -> how it gets to the version from where it may have to replay."""
 
 
 def plan(
@@ -70,11 +67,12 @@ def plan(
         return None, f"no rank is left that runs stage {lost[0]}"
     if refused.everything:
         return _restore(reports, checkpoints, refused.reason)
-    if config.strategy == "checkpoint":
+    usable = permitted(config.strategy)
+    if usable == {Strategy.CHECKPOINT}:
         return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
-    ways = WAYS - {*refused.strategies, *([Strategy.REPLICA] if config.strategy == "replay" else [])}
     costs = costs_of(measured, config.groups)
-    situation = _Situation(reports, assignment, log_inventory, checkpoints, ways, config, costs)
+    allowed = usable.difference(refused.strategies)
+    situation = _Situation(reports, assignment, log_inventory, checkpoints, allowed, config, costs)
     reach = situation.reach(inexact=config.inexact_undo)
     if not reach.anywhere():
         return _restore(reports, checkpoints, _but(refused, "no rank holds a state"))
@@ -89,7 +87,7 @@ def plan(
     if assignment.vacant:
         why = f"a step cannot be replayed without {_ranks(assignment.vacant)}, and {situation.disagreement(reach)}"
         return _restore(reports, checkpoints, _but(refused, why))
-    if config.strategy == "replica":
+    if not may_replay(config.strategy):
         why = f"the job is configured never to replay, and {situation.disagreement(reach)}"
         return _restore(reports, checkpoints, _but(refused, why))
     at_most = 0 if refused.help else config.helpers
@@ -108,7 +106,7 @@ class _Situation:
         assignment: Assignment,
         log: Mapping[str, StreamSummary],
         checkpoints: Checkpoints,
-        ways: Iterable[Strategy],
+        allowed: Iterable[Strategy],
         config: PlanConfig,
         costs: Mapping[int, StageCost],
     ) -> None:
@@ -119,7 +117,7 @@ class _Situation:
         self._checkpoints = checkpoints
         self._recovery_groups, self._since = config.groups, config.groups_since
         self._together = config.groups.together(assignment.groups(), assignment.stages)
-        self._allowed = frozenset(ways)
+        self._allowed = frozenset(allowed)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
         self._has_choice = assignment.dp_size > 1 or any(
             r.undo_to is not None or r.forward_to is not None for r in reports
@@ -130,7 +128,7 @@ class _Situation:
 
     def without_replay(self, target: int, reach: Reach) -> Plan:
         """`target` is reached everywhere."""
-        bases = {group: _Base(version=target, ways=reach.ways(group, target)) for group in self._groups}
+        bases = {group: reach.ways(group, target) for group in self._groups}
         ranks = self._ranks(bases, target)
         why = f"the highest version that every stage reaches without replay ({self._reached(reach)})"
         return self._made(ranks, bases, target, -1, why if self._has_choice else "")
@@ -175,7 +173,7 @@ class _Situation:
         checkpoint = self._checkpoints.newest_at_most(target)
         if checkpoint is not None and checkpoint < since:
             checkpoint = None
-        bases: dict[tuple[int, ...], _Base] = {}
+        bases: dict[tuple[int, ...], Ways] = {}
         lacking: list[int] = []
         for members in self._together:
             reached = frozenset.intersection(*(reach.of_group(group) for group in members))
@@ -184,9 +182,10 @@ class _Situation:
                 name = self._name(members)
                 return None, f"{name} holds a version above {target}, and nothing takes it back"
             if newest is not None and newest >= (since if checkpoint is None else checkpoint):
-                bases |= {g: _Base(version=newest, ways=reach.ways(g, newest)) for g in members}
+                bases |= {group: reach.ways(group, newest) for group in members}
             elif checkpoint is not None:
-                bases |= {g: _Base(version=checkpoint, older=newest, members=members) for g in members}
+                ways = self._from_checkpoint(members, checkpoint, older=newest)
+                bases |= dict.fromkeys(members, ways)
             else:
                 ranks_of = [rank for group in members for rank in group]
                 lacking += [rank for rank in ranks_of if not reach.of_rank(rank)] or ranks_of
@@ -214,17 +213,15 @@ class _Situation:
     def _made(
         self,
         ranks: tuple[RankPlan, ...],
-        bases: Mapping[tuple[int, ...], "_Base"],
+        bases: Mapping[tuple[int, ...], Ways],
         target: int,
         source: int,
         why: str,
     ) -> Plan:
-        inexact = [
-            rank for base in bases.values() for rank, way in (base.ways or {}).items() if not way.exact
-        ]
+        inexact = {rank: way for ways in bases.values() for rank, way in ways.items() if not way.exact}
         reason = _summary(ranks, target) + (f"; {why}" if why else "")
         if inexact:
-            reason += f"; not bit for bit: the undo of {_ranks(inexact)}"
+            reason += f"; not bit for bit: {_inexact_words(inexact)}"
         return Plan(
             target_version=target,
             ranks=ranks,
@@ -234,60 +231,43 @@ class _Situation:
             groups=str(self._recovery_groups),
         )
 
-    def _ranks(self, bases: Mapping[tuple[int, ...], "_Base"], target: int) -> tuple[RankPlan, ...]:
-        plans = [
-            self._from_checkpoint(rank, base)
-            if base.ways is None
-            else self._from_state(rank, base.ways, base.version, target)
-            for group, base in bases.items()
-            for rank in group
-        ]
+    def _ranks(self, bases: Mapping[tuple[int, ...], Ways], target: int) -> tuple[RankPlan, ...]:
+        plans = [self._rank_plan(rank, ways, target) for group, ways in bases.items() for rank in group]
         return tuple(sorted(plans, key=lambda rank_plan: rank_plan.rank))
 
-    def _from_checkpoint(self, rank: int, base: "_Base") -> RankPlan:
-        report = self._reports[rank]
-        lacks = _held(report)
-        if base.older is not None:
-            lacks += ", older than the checkpoint" if base.older == report.version else ""
-        elif report.newest is not None:
-            lacks += f", but the ranks of {self._name(base.members)} reach no version together"
-        return RankPlan(
-            rank=rank,
-            strategy=Strategy.REPLAY,
-            from_version=base.version,
-            reason=f"{lacks}; the newest complete checkpoint is of version {base.version}",
-        )
-
-    def _from_state(self, rank: int, ways: Mapping[int, Way], version: int, target: int) -> RankPlan:
-        way, report = ways[rank], self._reports[rank]
-        strategy = way.strategy
-        behind = target - version
-        match strategy:
-            case Strategy.KEEP if behind:
-                strategy = Strategy.CATCH_UP
-                reason = f"holds version {version}, {behind} behind"
-            case Strategy.KEEP:
-                reason = f"holds version {version}"
-            case Strategy.ROLL_FORWARD:
-                reason = f"{_held(report)}, and has all gradients of step {version - 1} reduced"
-            case Strategy.UNDO:
-                exactly = "bit for bit" if way.exact else "not bit for bit"
-                reason = f"{_held(report)}, and takes step {version} back, {exactly}"
-            case _:
-                reason = f"{_held(report)}; {self._source_words(way.sources, ways, version)}"
-        if behind and strategy is not Strategy.CATCH_UP:
+    def _rank_plan(self, rank: int, ways: Ways, target: int) -> RankPlan:
+        way = ways[rank]
+        behind = target - way.version
+        policy = way.by.behind if behind else way.by
+        reason = policy.reason(self._reports[rank], ways, target)
+        if behind and not policy.replays:
             reason += f"; {behind} to replay"
         return RankPlan(
-            rank=rank, strategy=strategy, from_version=version, reason=reason, sources=way.sources
+            rank=rank,
+            strategy=policy.strategy,
+            from_version=way.version,
+            reason=reason,
+            sources=way.sources,
         )
 
-    def _source_words(self, sources: Sequence[int], ways: Mapping[int, Way], version: int) -> str:
-        means = {
-            Strategy.KEEP: "holds",
-            Strategy.ROLL_FORWARD: "rolls forward to",
-            Strategy.UNDO: "goes back to",
+    def _from_checkpoint(self, members: Sequence[tuple[int, ...]], version: int, older: int | None) -> Ways:
+        """For stage groups that go back to it together. `older`: the version that they reach, before the checkpoint."""
+        return {
+            rank: Way(
+                by=TABLE[Strategy.REPLAY],
+                version=version,
+                note=self._why_not_held(self._reports[rank], members, older),
+            )
+            for group in members
+            for rank in group
         }
-        return ", ".join(f"rank {rank} {means[ways[rank].strategy]} version {version}" for rank in sources)
+
+    def _why_not_held(self, report: Report, members: Sequence[tuple[int, ...]], older: int | None) -> str:
+        if older is not None:
+            return ", older than the checkpoint" if older == report.version else ""
+        if report.newest is None:
+            return ""
+        return f", but the ranks of {self._name(members)} reach no version together"
 
     def _reached(self, reach: Reach) -> str:
         return "; ".join(
@@ -301,19 +281,6 @@ class _Situation:
         if not stages:
             return _ranks(members[0])
         return f"{'stage' if len(stages) == 1 else 'stages'} {_listed(stages)}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Base:
-    """Where a stage group goes before it replays."""
-
-    version: int
-    ways: Mapping[int, Way] | None = None
-    """How each of its ranks gets there; None: all load the checkpoint."""
-    older: int | None = None
-    """The version that it reaches, which is older than the checkpoint."""
-    members: tuple[tuple[int, ...], ...] = ()
-    """The stage groups that go there together."""
 
 
 def _restore(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> tuple[Plan | None, str]:
@@ -331,10 +298,11 @@ def _but(refused: Refusals, why: str) -> str:
     return f"{refused.reason}; {why}" if refused.reason else why
 
 
-def _held(report: Report) -> str:
-    if report.version is not None:
-        return f"holds version {report.version}"
-    return "holds no state" if report.newest is None else "is between two versions"
+def _inexact_words(ways: Ways) -> str:
+    by_strategy: dict[Strategy, list[int]] = {}
+    for rank, way in ways.items():
+        by_strategy.setdefault(way.by.strategy, []).append(rank)
+    return ", ".join(f"{TABLE[strategy].noun} of {_ranks(ranks)}" for strategy, ranks in by_strategy.items())
 
 
 def _summary(ranks: Sequence[RankPlan], target: int) -> str:

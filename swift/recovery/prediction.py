@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from swift.recovery.assignment import Assignment
 from swift.recovery.cost import StageCost, fewest, of_rank, step_s
-from swift.recovery.types import Help, Plan, Prediction, RankPlan
+from swift.recovery.decision import Help, Plan, Prediction, RankPlan
 
 Costs = Mapping[int, StageCost]
 """By stage."""

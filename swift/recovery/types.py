@@ -1,18 +1,20 @@
-"""What recovery is decided from, and the decision. All frozen.
+"""What recovery is decided from. All frozen. (`swift.recovery.decision` has what comes of it.)
 
 A *version* of a state is the number of optimizer steps in it. Replaying from version a to version t means
 doing the steps a, a+1, ..., t-1 again.
 """
 
 import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from swift.recovery.groups import RecoveryGroups
 
 
 class Strategy(enum.StrEnum):
-    """How a rank gets to the target version."""
+    """How a rank gets to the target version. `swift.recovery.strategies` has what each of them is.
+
+    Names are in the trace, in the coordinator's rows and in the protocol: none is used again for something else.
+    """
 
     KEEP = "KEEP"
     """Holds the target version already; drops the half-done step."""
@@ -28,10 +30,6 @@ class Strategy(enum.StrEnum):
     """Takes the buckets that are applied back."""
     REPLICA = "REPLICA"
     """Receives the state from ranks that hold the same one (`RankPlan.sources`)."""
-
-
-REPLAYS = (Strategy.CATCH_UP, Strategy.REPLAY)
-"""What does nothing but replay. ROLL_FORWARD, UNDO and REPLICA to an older version are followed by a replay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,115 +126,3 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy {self.strategy!r} is not known: use one of {', '.join(STRATEGIES)}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusals:
-    """What ranks refused to do in this recovery: it is not planned again before the job runs."""
-
-    strategies: tuple[Strategy, ...] = ()
-    """In the order of Strategy. KEEP among them: nothing but a checkpoint will do."""
-    reason: str = ""
-    """Of the latest one, for people."""
-    help: bool = False
-    """Something went wrong in a replay that others helped with: each owner replays alone."""
-
-    @property
-    def replays(self) -> bool:
-        return any(strategy in self.strategies for strategy in REPLAYS)
-
-    @property
-    def everything(self) -> bool:
-        return Strategy.KEEP in self.strategies
-
-    def and_of(self, strategies: Iterable[Strategy], reason: str) -> "Refusals":
-        """These as well, for `reason`. CHECKPOINT is not counted: which one cannot be loaded matters there."""
-        union = {*self.strategies, *strategies} - {Strategy.CHECKPOINT}
-        ordered = tuple(s for s in Strategy if s in union)
-        return Refusals(strategies=ordered, reason=reason, help=self.help)
-
-    def and_everything(self, reason: str) -> "Refusals":
-        return self.and_of(Strategy, reason)
-
-    def and_help(self, reason: str) -> "Refusals":
-        return replace(self, help=True, reason=reason)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlan:
-    """What one rank does."""
-
-    rank: int
-    strategy: Strategy
-    from_version: int
-    """What the strategy leads to, and where replay starts; equal to the target: nothing to replay."""
-    reason: str
-    sources: tuple[int, ...] = ()
-    """REPLICA: the ranks that have, or get to, `from_version`, nearest first; they share the work."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Help:
-    """A replay that others share: of every step they compute some of the microbatches."""
-
-    owner: int
-    """The rank that replays."""
-    helpers: tuple[int, ...]
-    """Ranks that keep their own state meanwhile, nearest first."""
-    until: int
-    """The version at which they are done; the owner replays what is left alone."""
-    together: tuple[int, ...] = ()
-    """(a recovery group of several stages) Its ranks by stage, the owner among them: all have a help alike, and the
-    first helpers of all of them are one copy of the group, the second ones another. Empty: the owner alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """Of one rank's replay, from the moment that it has the state to begin with."""
-
-    rank: int
-    workers: int
-    """Ranks that do it: its own, and helpers."""
-    steps: int
-    seconds: float
-    alone_s: float
-    """If nobody helped."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """How all ranks get to `target_version`."""
-
-    target_version: int
-    ranks: tuple[RankPlan, ...]
-    """By rank, one for each."""
-    collective_source: int
-    """The rank whose stream of collective results covers every replayed step; -1: none needed."""
-    reason: str
-    exact: bool = True
-    """False: an undo that is not bit for bit is used, or a rank keeps a state that the log does not lead to."""
-    help: tuple[Help, ...] = ()
-    saves: bool = False
-    """Every rank saves the target before it is Ready; the next generation gives up the log (swift.recovery.off_log)."""
-    predictions: tuple[Prediction, ...] = ()
-    """Of the replays whose costs are known."""
-    groups: str = ""
-    """By which stages replay together; empty: each rank by itself."""
-
-    @property
-    def restores(self) -> bool:
-        """Everybody loads the checkpoint; nothing of the log is used."""
-        return all(rank_plan.strategy is Strategy.CHECKPOINT for rank_plan in self.ranks)
-
-    @property
-    def gives_up_log(self) -> bool:
-        """The job's state is not what the log and the checkpoints lead to any more: its records go."""
-        return self.restores or not (self.exact or self.saves or self.reads_log)
-
-    @property
-    def reads_log(self) -> bool:
-        """Some rank replays."""
-        return any(rank_plan.from_version < self.target_version for rank_plan in self.ranks)
-
-    def of(self, rank: int) -> RankPlan:
-        return next(rank_plan for rank_plan in self.ranks if rank_plan.rank == rank)

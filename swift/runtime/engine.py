@@ -21,6 +21,7 @@ from pathlib import Path
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
+from swift.control.plans import PublishedPlan, of_view
 from swift.errors import (
     Fenced,
     JobFailed,
@@ -51,7 +52,6 @@ from swift.runtime.lines import Lines
 from swift.runtime.losses import Losses
 from swift.runtime.measures import Measures, progress
 from swift.runtime.member import RESAY_S, Member, own_servers
-from swift.runtime.plans import own_plan
 from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer
 from swift.runtime.retries import Retries
@@ -114,6 +114,7 @@ class Engine:
         self.vote_seconds = 0.0
         self._lost: SwiftError | None = None  # why the log lacks, or contradicts, what this rank has done
         self._view: pb.View | None = None
+        self._plan: PublishedPlan | None = None  # of that view
         self._entering = threading.Lock()
         self._early = EarlyCheckpoint(member)
         self._unlogged = UnloggedSteps(member)
@@ -158,7 +159,7 @@ class Engine:
                 ):
                     self._open_log(view)
                     self._communicator.build(view.generation)
-                    self._view = view
+                    self._view, self._plan = view, of_view(view)
                     return
                 else:
                     self._member.await_change(view)
@@ -184,7 +185,7 @@ class Engine:
                 events.emit(
                     "log_incomplete", rank=self._rank, generation=view.generation, reason=str(trouble)
                 )
-            self._restorer.flushed = trouble is None
+            self._restorer.site.flushed = trouble is None
         standing = self._standing()
         self._member.client.report(
             view.generation,
@@ -328,14 +329,12 @@ class Engine:
             self._handle(error)
         self._freed()
         self.form()
-        assert self._view is not None
-        mine = own_plan(self._view.plan, self._rank)
-        if mine.strategy != pb.ROLL_FORWARD:
+        assert self._plan is not None
+        generation, mine = self._plan.generation, self._plan.plan.of(self._rank)
+        if not mine.policy.finishes_step:
             raise StepDropped
         self._rolled_forward = True
-        events.emit(
-            "roll_forward", rank=self._rank, generation=self._view.generation, version=mine.from_version
-        )
+        events.emit("roll_forward", rank=self._rank, generation=generation, version=mine.from_version)
 
     def _rejoin(self, train_step: TrainStep) -> None:
         """From groups that are built to RUNNING."""
@@ -348,8 +347,9 @@ class Engine:
             if self._writer is not None:
                 self._writer.await_ready()  # so that the first steps do not only lie in its ring
         else:
-            self._follow_plan(view.plan, train_step)
-            if view.plan.saves:
+            assert self._plan is not None
+            self._follow_plan(self._plan, train_step)
+            if self._plan.plan.saves:
                 self._saving.save_before_ready(view.generation)
         version = self._member.version = self._state.version
         self._gradient_bytes = self._state.gradient_bytes()
@@ -367,10 +367,8 @@ class Engine:
         self._state.lived = True
         self._state.updates.hold_next = True  # whoever is new here does not know what the others need
         self._rehearsal.arm(at_start=view.state == pb.FORMING)
-        if view.state == pb.RECOVERING and not (
-            view.plan.exact or view.plan.saves or version in view.checkpoints
-        ):
-            self._saving.save()  # from before an inexact undo nothing leads here any more
+        if self._plan is not None and self._plan.plan.saves_once_running and version not in view.checkpoints:
+            self._saving.save()
         events.emit("resumed", rank=self._rank, generation=view.generation, version=version)
 
     def _await_running(self, view: pb.View, say_ready: Callable[[], None]) -> None:
@@ -413,7 +411,7 @@ class Engine:
         if self._audit is not None and (due or version == 1) and not (replaying or self._rolled_forward):
             self._audit.compare(self._script.amiss)
         # On the way to a target that all save, no other version of this history is ever complete.
-        passing = replaying and self._view is not None and self._view.plan.saves
+        passing = replaying and self._plan is not None and self._plan.plan.saves
         # Compared or not: only who knows of it saves it.
         if not passing and (self._early.due(version) or due):
             self._saving.save()
@@ -435,15 +433,17 @@ class Engine:
         self._rehearsal.refuse(step, words)
         self._member.client.differs(step, words)
 
-    def _follow_plan(self, plan: pb.Plan, train_step: TrainStep) -> None:
+    def _follow_plan(self, published: PublishedPlan, train_step: TrainStep) -> None:
         assert self._writer is not None
-        if not plan.exact:
+        if not published.plan.exact:
             self._witness.forget()
-        done_again = own_plan(plan, self._rank).strategy in (pb.REPLAY, pb.CHECKPOINT)
+        done_again = published.plan.of(self._rank).loads
         self._lost = self._lost or self._writer.unlogged.refusal()
         if self._lost is not None and not done_again:
             raise ReplayRefused(f"what rank {self._rank} has done is not in the log: {self._lost}")
-        self._restorer.follow(plan, self._writer, list(self._own_servers), lambda: self._step(train_step))
+        self._restorer.follow(
+            published, self._writer, list(self._own_servers), lambda: self._step(train_step)
+        )
         if done_again:
             self._writer.unlogged.refusal()
             self._lost = None

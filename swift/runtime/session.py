@@ -21,6 +21,7 @@ from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.strategies import may_copy
 from swift.runtime import _torch, sharded
 from swift.runtime.audit import Audit
 from swift.runtime.backends import default_backend
@@ -510,7 +511,7 @@ class Session:
         self._channel.randomness.outside()
 
     def _make_audit(self) -> Audit | None:
-        if self.replicas == 1 or self._config.strategy not in ("auto", "replica"):
+        if self.replicas == 1 or not may_copy(self._config.strategy):
             return None
         return Audit(self.groups.get("replicate", self.groups["data"]), self._state)
 

@@ -9,13 +9,13 @@ of a copy compare what they were given.
 from collections.abc import Sequence
 from typing import Any
 
-from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused
+from swift.recovery import Help
 from swift.runtime.backends.base import Wire
 from swift.runtime.shared_replay.gradient_chain import Post
 
 
-def copy_of(helper: int, planned: Sequence[pb.Help]) -> tuple[int, ...]:
+def copy_of(helper: int, planned: Sequence[Help]) -> tuple[int, ...]:
     """The ranks of the copy of a recovery group that `helper` is one of, by stage; itself alone for a single stage."""
     mine = next((help for help in planned if helper in help.helpers), None)
     if mine is None or not mine.together:
@@ -77,6 +77,6 @@ class Together:
             raise ReplayRefused(f"ranks that replay a recovery group together disagree on {what}: {shown}")
 
 
-def decline(wire: Wire, rank: int, help: pb.Help, why: str) -> dict[str, str]:
+def decline(wire: Wire, rank: int, help: Help, why: str) -> dict[str, str]:
     """(an owner that cannot share its replay) To the other owners of its group. Who has declined, and why."""
     return Together(rank, help.together or (rank,), wire).choose([], {str(rank): why})[1]

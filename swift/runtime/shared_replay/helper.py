@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 from swift import events
-from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.state import split
+from swift.control.plans import PublishedPlan
 from swift.errors import RecordMissing, ReplayRefused, SwiftError
 from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader
@@ -66,7 +66,7 @@ class Helper:
         self._state = state
         self._check = check
 
-    def run(self, owner: int, plan: pb.Plan, job: str) -> None:
+    def run(self, owner: int, published: PublishedPlan, job: str) -> None:
         """Raises ReplayRefused if what was computed is not what was logged; Interrupted by a notice."""
         before = state_digest(self._state)
         asked, _ = self._post.read(owner)
@@ -77,10 +77,12 @@ class Helper:
         begin, _ = self._post.read(owner)
         self._post.settle()
         if why:
-            events.emit("help_declined", rank=self._rank, generation=plan.generation, owner=owner, reason=why)
+            events.emit(
+                "help_declined", rank=self._rank, generation=published.generation, owner=owner, reason=why
+            )
         if modules and begin is not None:
-            reader = LogReader({entry.stream: entry.servers for entry in plan.sources}, job)
-            inner = CopyPipeline(self._wire, self._rank, copy_of(self._rank, plan.help))
+            reader = LogReader(published.sources, job)
+            inner = CopyPipeline(self._wire, self._rank, copy_of(self._rank, published.plan.help))
             work = _Work(
                 self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check, inner
             )
@@ -90,7 +92,9 @@ class Helper:
             finally:
                 work.close()
                 reader.close()
-            events.emit("helped", rank=self._rank, generation=plan.generation, owner=owner, **work.done())
+            events.emit(
+                "helped", rank=self._rank, generation=published.generation, owner=owner, **work.done()
+            )
         if state_digest(self._state) != before:
             self._state.present = False
             raise ReplayRefused(

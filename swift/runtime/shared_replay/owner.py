@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from swift import events
-from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused
 from swift.log.read_filter import ReadFilter
 from swift.log.record import RecordKey
+from swift.recovery import Help
 from swift.runtime import _torch
 from swift.runtime.backends.base import Wire
 from swift.runtime.channel import Channel
@@ -70,7 +70,7 @@ def actions_of(state: TrainerState) -> list[Action] | None:
     return None if found is None else [Action(*action) for action in found]
 
 
-def send_away(rank: int, help: pb.Help, wire: Wire, generation: int, why: str) -> None:
+def send_away(rank: int, help: Help, wire: Wire, generation: int, why: str) -> None:
     """(an owner that cannot share its replay) To whoever waits to be asked, and to the other owners of its group."""
     post = Post(wire)
     for helper in help.helpers:
@@ -85,7 +85,7 @@ def _tell_begin(
     generation: int,
     helpers: Sequence[int],
     shares: Sequence[int],
-    help: pb.Help,
+    help: Help,
     declined: dict[str, str],
 ) -> None:
     events.emit(
@@ -122,7 +122,7 @@ class Owner:
     def __init__(
         self,
         rank: int,
-        help: pb.Help,
+        help: Help,
         wire: Wire,
         channel: Channel,
         state: TrainerState,

@@ -1,7 +1,8 @@
 """What a launcher says of what its job waits for, and of its end."""
 
 from swift._pb import coordinator_pb2 as pb
-from swift.views import LATE_S, Told, end_words
+from swift.control.told import LATE_S, Told
+from swift.views import end_words
 
 
 def waiting(words: str, state: pb.State = pb.FENCING) -> pb.View:

@@ -6,9 +6,8 @@ replay.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from swift.recovery import Assignment
-from swift.recovery.types import (
-    REPLAYS,
+from swift.recovery import (
+    Assignment,
     Checkpoints,
     Plan,
     PlanConfig,
@@ -17,6 +16,8 @@ from swift.recovery.types import (
     Strategy,
     StreamSummary,
 )
+
+REPLAYS = (Strategy.CATCH_UP, Strategy.REPLAY)
 
 
 def reference_plan(

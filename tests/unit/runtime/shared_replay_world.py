@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.pipelining import Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift._pb import coordinator_pb2 as pb
+from swift.control.plans import PublishedPlan
 from swift.errors import RecordMissing
 from swift.log.read_filter import ReadFilter
 from swift.log.record import Record, RecordKey, digest_of
-from swift.recovery import Assignment
+from swift.recovery import Assignment, Help, Plan
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -266,7 +266,7 @@ def shared(
     network = Network()
     owner = Rank(rank, store, module, schedule, microbatches)
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
-    help = pb.Help(owner=rank, helpers=helpers, until=until)
+    help = Help(owner=rank, helpers=helpers, until=until)
     owner.channel.off_log = off_log
     sharing = Owner(rank, help, LocalWire(network, rank), owner.channel, owner.state, lambda: None)
     turns = threading.RLock()  # torch's generator is the process's: one rank computes at a time
@@ -277,7 +277,7 @@ def shared(
             helper = Helper(
                 other.rank, makes, LocalWire(network, other.rank), other.channel, other.state, lambda: None
             )
-            helper.run(rank, pb.Plan(generation=2), "job")
+            helper.run(rank, published(help), "job")
             return
         owner.channel.begin_replay(log, STEPS.start, ())  # type: ignore[arg-type]
         sharing.ask()
@@ -293,6 +293,12 @@ def shared(
     in_parallel(1 + len(others), run)
     assert network.left() == 0
     return Shared(owner, sharing, others)
+
+
+def published(*help: Help) -> PublishedPlan:
+    """A plan, as far as a helper reads it."""
+    plan = Plan(target_version=STEPS.stop, ranks=(), collective_source=-1, reason="", help=help)
+    return PublishedPlan(generation=2, plan=plan, sources={})
 
 
 def shapes_come_from_others(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:

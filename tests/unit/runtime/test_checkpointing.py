@@ -9,8 +9,9 @@ import pytest
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import Unsaved
+from swift.control.plans import PublishedPlan
 from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
-from swift.recovery import Assignment, RecoveryGroups
+from swift.recovery import Assignment, Plan, RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.checkpointing import Saving
 from swift.runtime.config import SessionConfig
@@ -240,7 +241,8 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         nothing,
         Assignment.grid(4),
     )
-    engine._view = pb.View(plan=pb.Plan(saves=saves, target_version=12))
+    plan = Plan(target_version=12, ranks=(), collective_source=-1, reason="", saves=saves)
+    engine._plan = PublishedPlan(generation=9, plan=plan, sources={})
     engine._writer = SimpleNamespace(unlogged=SimpleNamespace(news=lambda: None), forget_below=ignored)  # type: ignore[assignment]
     engine._step(ignored)
     assert store.saved == wanted

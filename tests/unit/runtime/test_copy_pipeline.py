@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B
 
-from swift._pb import coordinator_pb2 as pb
 from swift.errors import ReplayRefused
 from swift.log.record import RecordKey
+from swift.recovery import Help
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.backends.runner import Broken
@@ -61,7 +61,7 @@ class TestAgreement:
     def test_an_owner_that_cannot_share_ends_it_for_all(self) -> None:
         """It sends its helpers away, the others theirs."""
         network = Network()
-        help = pb.Help(owner=1, helpers=(9,), together=RANKS)
+        help = Help(owner=1, helpers=(9,), until=9, together=RANKS)
 
         def one(place: int) -> Any:
             wire = LocalWire(network, RANKS[place])
@@ -108,9 +108,9 @@ class TestAgreement:
 
 def test_who_is_in_a_copy() -> None:
     planned = [
-        pb.Help(owner=2, helpers=(1, 6), together=(2, 3)),
-        pb.Help(owner=3, helpers=(4, 0), together=(2, 3)),
-        pb.Help(owner=8, helpers=(7, 9)),
+        Help(owner=2, helpers=(1, 6), until=9, together=(2, 3)),
+        Help(owner=3, helpers=(4, 0), until=9, together=(2, 3)),
+        Help(owner=8, helpers=(7, 9), until=9),
     ]
     copies = {rank: copy_of(rank, planned) for rank in (1, 4, 6, 0, 7, 9)}
     assert copies == {1: (1, 4), 4: (1, 4), 6: (6, 0), 0: (6, 0), 7: (7,), 9: (9,)}

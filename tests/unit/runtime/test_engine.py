@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
+from swift.control.plans import PublishedPlan
 from swift.errors import (
     Divergence,
     Fenced,
@@ -17,7 +18,7 @@ from swift.errors import (
     SwiftError,
     UsageError,
 )
-from swift.recovery import RecoveryGroups
+from swift.recovery import Assignment, Plan, RankPlan, RecoveryGroups, Strategy
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine, own_servers
@@ -73,7 +74,9 @@ def engine_of(told: Told) -> Engine:
     member: Any = nothing
     state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
     channel: Any = SimpleNamespace(logged_groups=LoggedGroups(1, RecoveryGroups()))
-    engine = Engine(1, SessionConfig(), member, nothing, channel, state, nothing, nothing, nothing)
+    engine = Engine(
+        1, SessionConfig(), member, nothing, channel, state, nothing, nothing, nothing, Assignment.grid(4)
+    )
     engine._member = type("Member", (), {"client": told})()  # type: ignore[assignment]
     return engine
 
@@ -112,14 +115,14 @@ def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: Sw
     engine._writer = told  # type: ignore[assignment]
     engine._report(view_of("l0:1"))
     assert told.reports == [2]
-    assert not engine._restorer.flushed, "its log is no witness"
+    assert not engine._restorer.site.flushed, "its log is no witness"
     told.trouble = None
     engine._report(view_of("l0:1"))
-    assert engine._restorer.flushed
+    assert engine._restorer.site.flushed
     told.deaf = trouble
     engine._report(view_of("l0:1"))
     assert told.reports == [2, 2, 2]
-    assert not engine._restorer.flushed
+    assert not engine._restorer.site.flushed
 
 
 @pytest.mark.parametrize("away", [ServiceError("no answer from the coordinator"), Fenced("generation 7")])
@@ -140,27 +143,29 @@ def test_a_record_that_was_not_taken_is_refused_however_many_generations_come_be
     engine = engine_of(told)
     engine._writer = told  # type: ignore[assignment]
     followed: list[Any] = []
-    engine._restorer.follow = lambda plan, *_: followed.append(plan.ranks[0].strategy)  # type: ignore[method-assign]
+    engine._restorer.follow = lambda published, *_: followed.append(published.plan.ranks[0].strategy)  # type: ignore[method-assign]
     if when != "after":
         told.lost = Divergence("s1.F step 3 is not the same")
         told.trouble = told.lost if when == "with" else None
         engine._report(view_of("l0:1"))
         told.trouble = None
         engine._report(view_of("l0:1", generation=3))
-        assert not engine._restorer.flushed
+        assert not engine._restorer.site.flushed
     else:
         told.lost = ServiceError("s1.F step 3 cannot be logged")
-    for strategy in (pb.KEEP, pb.REPLICA, pb.KEEP):
+    for strategy in (Strategy.KEEP, Strategy.REPLICA, Strategy.KEEP):
         with pytest.raises(ReplayRefused, match="what rank 1 has done is not in the log: s1"):
             engine._follow_plan(plan_of(strategy), lambda _: None)
     assert followed == []
-    for strategy in (pb.CHECKPOINT, pb.KEEP):  # it does these steps again
+    for strategy in (Strategy.CHECKPOINT, Strategy.KEEP):  # it does these steps again
         engine._follow_plan(plan_of(strategy), lambda _: None)
-    assert followed == [pb.CHECKPOINT, pb.KEEP]
+    assert followed == [Strategy.CHECKPOINT, Strategy.KEEP]
 
 
-def plan_of(strategy: Any) -> pb.Plan:
-    return pb.Plan(target_version=3, ranks=[pb.RankPlan(rank=1, strategy=strategy)])
+def plan_of(strategy: Strategy) -> PublishedPlan:
+    mine = RankPlan(rank=1, strategy=strategy, from_version=3, reason="")
+    plan = Plan(target_version=3, ranks=(mine,), collective_source=-1, reason="")
+    return PublishedPlan(generation=2, plan=plan, sources={})
 
 
 def test_what_no_generation_makes_good_is_still_raised() -> None:

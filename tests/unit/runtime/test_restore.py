@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
+from swift.control.plans import PublishedPlan
 from swift.errors import (
     LogInterrupted,
     LogUnavailable,
@@ -16,12 +17,14 @@ from swift.errors import (
 )
 from swift.log.record import RecordKey
 from swift.log.unlogged import Steps, mark
-from swift.runtime import restore
+from swift.recovery import Plan, RankPlan, Strategy
+from swift.runtime import own_streams
 from swift.runtime.communicator import Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.restore import Restorer
 from swift.runtime.state import TrainerState
+from swift.runtime.strategies import replica
 from swift.runtime.updates import Updates
 
 
@@ -36,9 +39,7 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
     updates.undo = fails  # type: ignore[method-assign]
     nothing: Any = None
     restorer = Restorer(0, nothing, nothing, state, nothing, FaultInjector(0), nothing, 60.0)
-    plan = pb.Plan(
-        target_version=0, exact=True, ranks=[pb.RankPlan(rank=0, strategy=pb.UNDO, from_version=0)]
-    )
+    plan = published(0, RankPlan(rank=0, strategy=Strategy.UNDO, from_version=0, reason=""))
     with pytest.raises(ReplayRefused, match="made parameters NaN"):
         restorer.follow(plan, nothing, [], lambda: None)
     assert not state.present  # the next report says so, and the plan copies or restores
@@ -93,12 +94,12 @@ class Opened:
 @pytest.mark.parametrize(
     ("strategy", "lived", "asks"),
     [
-        (pb.REPLAY, False, True),
-        (pb.REPLAY, True, True),
-        (pb.REPLICA, False, True),
-        (pb.REPLICA, True, False),
-        (pb.KEEP, True, False),
-        (pb.KEEP, False, True),
+        (Strategy.REPLAY, False, True),
+        (Strategy.REPLAY, True, True),
+        (Strategy.REPLICA, False, True),
+        (Strategy.REPLICA, True, False),
+        (Strategy.KEEP, True, False),
+        (Strategy.KEEP, False, True),
     ],
 )
 def test_what_a_predecessor_logged_of_the_next_step_is_compared_where_nothing_is_replayed(
@@ -118,11 +119,11 @@ def test_a_damaged_copy_is_taken_to_hold_what_the_other_one_holds(monkeypatch: p
     log = Opened()
     log.held["s1c0.F"] = [RecordKey(3, 0, 0)]
     log.damaged.add("l0")
-    follow(monkeypatch, log, pb.REPLAY, False)
+    follow(monkeypatch, log, Strategy.REPLAY, False)
     assert log.expected["s1c0.F", "l0"] == log.expected["s1c0.F", "l1"] == {RecordKey(3, 0, 0): b""}
     log.damaged.add("l1")
     with pytest.raises(RecordCorrupt, match="damaged on l0"):
-        follow(monkeypatch, log, pb.REPLAY, False)
+        follow(monkeypatch, log, Strategy.REPLAY, False)
 
 
 def logged_to(last: int) -> Opened:
@@ -136,14 +137,14 @@ def logged_to(last: int) -> Opened:
 @pytest.mark.parametrize(
     ("strategy", "lived", "checkpoint", "last", "lacks"),
     [
-        (pb.REPLICA, False, 0, 0, (1, 2)),
-        (pb.REPLICA, False, 2, 0, (2, 2)),
-        (pb.REPLICA, False, 3, 0, None),
-        (pb.REPLICA, False, 0, 2, None),
-        (pb.REPLICA, True, 0, 0, (1, 2)),
-        (pb.REPLAY, False, 0, 0, None),
-        (pb.CHECKPOINT, False, 0, 0, None),
-        (pb.KEEP, False, 0, 0, None),
+        (Strategy.REPLICA, False, 0, 0, (1, 2)),
+        (Strategy.REPLICA, False, 2, 0, (2, 2)),
+        (Strategy.REPLICA, False, 3, 0, None),
+        (Strategy.REPLICA, False, 0, 2, None),
+        (Strategy.REPLICA, True, 0, 0, (1, 2)),
+        (Strategy.REPLAY, False, 0, 0, None),
+        (Strategy.CHECKPOINT, False, 0, 0, None),
+        (Strategy.KEEP, False, 0, 0, None),
     ],
 )
 def test_what_a_predecessor_has_not_logged_is_declared_where_it_is_not_made_again(
@@ -170,13 +171,13 @@ def test_who_was_copied_in_a_recovery_that_was_superseded_still_declares(
     restorer = restorer_of(monkeypatch, log, [])
     log.called_off.add(where)
     with pytest.raises(LogInterrupted):
-        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert not log.lacking
     log.called_off.clear()
-    restorer.follow(plan_of(pb.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    restorer.follow(plan_of(Strategy.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert log.lacking == {"s1c0.F": (2, 2)}
     log.lacking.clear()
-    restorer.follow(plan_of(pb.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    restorer.follow(plan_of(Strategy.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert not log.lacking, "once is enough"
 
 
@@ -194,13 +195,13 @@ def test_who_declares_what_another_generation_has_already_sent_asks_for_the_chec
 
     log.declare = called_off  # type: ignore[method-assign]
     with pytest.raises(LogInterrupted):
-        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert asked == []
     del log.declare
     if got_out:
         log.held["s1c0.F"].append(mark(Steps(*log.lacking["s1c0.F"])))
     log.lacking.clear()
-    restorer.follow(plan_of(pb.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    restorer.follow(plan_of(Strategy.KEEP), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert asked == [2]
     assert log.declared != got_out
 
@@ -216,9 +217,9 @@ def test_a_checkpoint_makes_up_for_what_a_predecessor_declared(
     log = logged_to(2)
     if marked is not None:
         log.held["s1c0.F"].append(mark(marked))
-    assert follow(monkeypatch, log, pb.REPLICA, False) == asked
+    assert follow(monkeypatch, log, Strategy.REPLICA, False) == asked
     assert not log.declared
-    assert follow(monkeypatch, log, pb.REPLICA, False, checkpoint=3) == []
+    assert follow(monkeypatch, log, Strategy.REPLICA, False, checkpoint=3) == []
 
 
 def test_a_server_of_its_own_that_does_not_answer_is_not_taken_to_have_nothing(
@@ -227,7 +228,7 @@ def test_a_server_of_its_own_that_does_not_answer_is_not_taken_to_have_nothing(
     log = logged_to(2)
     log.down |= {"l0", "l1"}
     with pytest.raises(LogUnavailable):
-        follow(monkeypatch, log, pb.REPLICA, True)
+        follow(monkeypatch, log, Strategy.REPLICA, True)
     assert not log.lacking
 
 
@@ -240,7 +241,7 @@ def test_one_replica_is_asked_and_then_none(monkeypatch: pytest.MonkeyPatch) -> 
     restorer = restorer_of(monkeypatch, log, [])
     restorer._member.watcher.latest.ClearField("log_copies")
     restorer._member.watcher.latest.log_copies.extend(places)
-    restorer.follow(plan_of(pb.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
+    restorer.follow(plan_of(Strategy.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
     assert set(log.asked) == {"l0", "l2"}
     assert not log.lacking
 
@@ -256,7 +257,7 @@ def test_a_recovery_that_is_superseded_asks_for_no_more_streams(monkeypatch: pyt
 
     restorer._member.check = check  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert log.asked == ["l0"]
 
 
@@ -273,16 +274,16 @@ def test_a_source_is_a_witness_if_it_has_flushed_and_declared(
         told.append(logged)
         return SimpleNamespace(bytes=0, seconds=0.0, digest="")
 
-    monkeypatch.setattr(restore, "send_state", send)
+    monkeypatch.setattr(replica, "send_state", send)
     if copied:
         log.called_off.add("l0")
         with pytest.raises(LogInterrupted):
-            restorer.follow(plan_of(pb.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
+            restorer.follow(plan_of(Strategy.REPLICA), log, ["l0"], lambda: None)  # type: ignore[arg-type]
         log.called_off.clear()
-    restorer.flushed = flushed
-    other = pb.RankPlan(rank=1, strategy=pb.REPLICA, from_version=3, sources=[0])
-    keeps = pb.RankPlan(rank=0, strategy=pb.KEEP, from_version=3)
-    plan = pb.Plan(target_version=3, exact=True, ranks=[keeps, other])
+    restorer.site.flushed = flushed
+    other = RankPlan(rank=1, strategy=Strategy.REPLICA, from_version=3, reason="", sources=(0,))
+    keeps = RankPlan(rank=0, strategy=Strategy.KEEP, from_version=3, reason="")
+    plan = published(3, keeps, other)
     restorer.follow(plan, log, ["l0"], lambda: None)  # type: ignore[arg-type]
     assert told == [flushed and not copied]
 
@@ -292,24 +293,24 @@ def test_a_checkpoint_after_the_copy_leaves_nothing_to_declare(monkeypatch: pyte
     restorer = restorer_of(monkeypatch, log, [])
     log.damaged |= {"l0", "l1"}
     with pytest.raises(RecordCorrupt):
-        restorer.follow(plan_of(pb.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+        restorer.follow(plan_of(Strategy.REPLICA), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     log.damaged.clear()
-    restorer.follow(plan_of(pb.REPLAY), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
+    restorer.follow(plan_of(Strategy.REPLAY), log, ["l0", "l1"], lambda: None)  # type: ignore[arg-type]
     assert not log.lacking
 
 
 def test_a_replica_whose_log_cannot_be_read_is_no_witness(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logged_to(2)
     log.witnesses = ()
-    follow(monkeypatch, log, pb.REPLICA, False)
+    follow(monkeypatch, log, Strategy.REPLICA, False)
     assert log.lacking["s1c0.F"] == (2, 2), "it has told that it could not log everything"
     log.witnesses = (1,)
     log.down.add("l2")
-    follow(monkeypatch, log, pb.REPLICA, False)
+    follow(monkeypatch, log, Strategy.REPLICA, False)
     assert log.lacking["s1c0.F"] == (2, 2)  # it may lack a record
     log.down.clear()
     log.damaged.add("l2")
-    follow(monkeypatch, log, pb.REPLICA, False)
+    follow(monkeypatch, log, Strategy.REPLICA, False)
     assert log.lacking["s1c0.F"] == (2, 2)
 
 
@@ -324,18 +325,21 @@ def follow(
     return asked
 
 
-def plan_of(strategy: Any) -> pb.Plan:
-    mine = pb.RankPlan(rank=0, strategy=strategy, from_version=3)
-    if strategy == pb.REPLICA:
-        mine.sources.append(1)
-    other = pb.RankPlan(rank=1, strategy=pb.KEEP, from_version=3)
-    return pb.Plan(target_version=3, exact=True, ranks=[mine, other])
+def plan_of(strategy: Strategy) -> PublishedPlan:
+    sources = (1,) if strategy is Strategy.REPLICA else ()
+    mine = RankPlan(rank=0, strategy=strategy, from_version=3, reason="", sources=sources)
+    return published(3, mine, RankPlan(rank=1, strategy=Strategy.KEEP, from_version=3, reason=""))
+
+
+def published(target: int, *ranks: RankPlan) -> PublishedPlan:
+    plan = Plan(target_version=target, ranks=ranks, collective_source=-1, reason="")
+    return PublishedPlan(generation=2, plan=plan, sources={})
 
 
 def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], checkpoint: int = 0) -> Restorer:
-    monkeypatch.setattr(restore, "LogReader", lambda servers, job: log)
+    monkeypatch.setattr(own_streams, "LogReader", lambda servers, job: log)
     received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="", witnesses=log.witnesses)
-    monkeypatch.setattr(restore, "receive_state", lambda *given, **named: received)
+    monkeypatch.setattr(replica, "receive_state", lambda *given, **named: received)
     state = TrainerState(1, Updates(SessionConfig(), None, FaultInjector(0), lambda: None))
     state.version, state.present = 3, True
     state.stages = [SimpleNamespace(stage_index=1)]

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from swift import events
-from swift._pb import coordinator_pb2 as pb
 from swift.errors import Divergence, ReplayRefused
 from swift.log.record import RecordKey, digest_of
+from swift.recovery import Help
 from swift.runtime.shared_replay import helper as helping
 from swift.runtime.shared_replay import owner as owning
 from swift.runtime.shared_replay.helper import Helper
@@ -31,6 +31,7 @@ from tests.unit.runtime.shared_replay_world import (
     alone,
     batch,
     log_for,
+    published,
     same_parameters,
     shared,
     told_shapes,
@@ -179,7 +180,14 @@ class TestNobodyHelps:
     )
     def test_why(self, why: str, change: Any, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = alone(2, store, log_for(2, 2), ScheduleGPipe, 2)
-        sharing = Owner(2, pb.Help(owner=2), LocalWire(Network(), 2), rank.channel, rank.state, lambda: None)
+        sharing = Owner(
+            2,
+            Help(owner=2, helpers=(), until=9),
+            LocalWire(Network(), 2),
+            rank.channel,
+            rank.state,
+            lambda: None,
+        )
         rank.optimizer.zero_grad()
         assert sharing._unfit((), {}, False) == ""
         if why == "gradients are there":
@@ -190,7 +198,14 @@ class TestNobodyHelps:
 
     def test_external_inputs_and_outputs(self, store: Any) -> None:
         rank = alone(2, store, log_for(2, 2), ScheduleGPipe, 2)
-        sharing = Owner(2, pb.Help(owner=2), LocalWire(Network(), 2), rank.channel, rank.state, lambda: None)
+        sharing = Owner(
+            2,
+            Help(owner=2, helpers=(), until=9),
+            LocalWire(Network(), 2),
+            rank.channel,
+            rank.state,
+            lambda: None,
+        )
         rank.optimizer.zero_grad()
         assert "no plain tensor" in sharing._unfit(("text",), {}, False)
         assert "no plain tensor" in sharing._unfit((), {"scale": torch.ones(1, requires_grad=True)}, False)
@@ -289,13 +304,13 @@ class TestNobodyHelps:
         rank = Rank(0, store, Part, ScheduleGPipe, 4)
         heard: list[dict[str, Any]] = []
         end = events.listen(lambda event, fields: heard.append({"event": event, **fields}))
-        send_away(1, pb.Help(owner=1, helpers=[0], until=9), LocalWire(network, 1), 2, "of its schedule")
+        send_away(1, Help(owner=1, helpers=(0,), until=9), LocalWire(network, 1), 2, "of its schedule")
         end()
         (begun,) = heard
         assert (begun["event"], begun["rank"], begun["generation"]) == ("help_begin", 1, 2)
         assert (begun["helpers"], begun["declined"]) == ([], {"1": "of its schedule"})
         helper = Helper(0, lambda _i: Part(), LocalWire(network, 0), rank.channel, rank.state, lambda: None)
-        helper.run(1, pb.Plan(), "job")
+        helper.run(1, published(), "job")
         assert network.left() == 0
 
 
