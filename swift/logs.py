@@ -124,6 +124,7 @@ def json_line(
     message: str = "",
     fields: Mapping[str, Any],
 ) -> str:
+    """One event as a line of JSON, without its end of line. Secrets are taken out of message and fields."""
     line: dict[str, Any] = {
         "time": datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds"),
         "monotonic": round(monotonic_s, 6),

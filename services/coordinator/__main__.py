@@ -152,6 +152,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def checked_timing(arguments: argparse.Namespace) -> Timing:
+    """Times out of the command line, with defaults that follow from each other. UsageError: they do not fit."""
     lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * arguments.heartbeat_s
     bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
     try:
@@ -168,6 +169,7 @@ def checked_timing(arguments: argparse.Namespace) -> Timing:
 
 
 def checked_log_servers(text: str, copies: int) -> list[LogServer]:
+    """The servers that --log-servers names. UsageError: one named twice, or too few machines for the copies."""
     servers = [parse_server(word.strip(), "--log-servers") for word in text.split(",") if word.strip()]
     addresses = [address for _, address in servers]
     if len(set(addresses)) < len(addresses):

@@ -29,6 +29,7 @@ def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
 
 
 def check_join(row: JobRow, join: m.Join) -> None:
+    """Raises Refusal unless this process may take its rank: the job is under way and alike, and the rank is free."""
     if row.state.is_over and not (comes_back(row, join) or _has_joined(row, join)):
         ended = ended_words(row).replace("had ", "has ", 1)
         raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it again with swift-ft run")
@@ -104,6 +105,7 @@ def check_ready(row: JobRow, ready: m.Ready) -> None:
 
 
 def check_stages(row: JobRow, ready: m.Ready) -> None:
+    """Raises Refusal unless the stages and the shard that a rank says it has fit what is known of the job."""
     rank = ready.sender.rank
     if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
         stages = ", ".join(map(str, ready.stages))

@@ -20,6 +20,8 @@ class Sender:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
+    """A process wants to be a rank."""
+
     rank: int
     incarnation: str
     pid: int
@@ -69,6 +71,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
+    """What a rank holds when a recovery begins, and where it can go from there."""
+
     sender: Sender
     generation: int
     version: int | None

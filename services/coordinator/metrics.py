@@ -143,6 +143,7 @@ class CoordinatorMetrics:
                 self._counts[_EVENTS[event]][fields["job"]] += 1
 
     def samples(self, jobs: Sequence[JobSnapshot]) -> Samples:
+        """The value of every metric now, by name and labels."""
         now = self._clock()
         out: dict[str, Mapping[tuple[str, ...], Value]] = {
             name: {(job.job,): getattr(job, field) for job in jobs} for name, field in _JOB_FIELDS.items()

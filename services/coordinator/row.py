@@ -22,6 +22,8 @@ _CHECKSUM = re.compile(r',"crc32c":"([0-9a-f]{8})"\}$')
 
 
 class State(enum.StrEnum):
+    """Where a job is; ARCHITECTURE.md has the transitions."""
+
     FORMING = "FORMING"
     RUNNING = "RUNNING"
     FENCING = "FENCING"

@@ -10,6 +10,8 @@ from swift.recovery import RecoveryGroups
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSnapshot:
+    """One job in numbers."""
+
     job: str
     state: str
     generation: int
@@ -39,6 +41,7 @@ class JobSnapshot:
 
     @classmethod
     def of(cls, job: Job, now: float) -> Self:
+        """Takes it; `now` is in seconds of the monotonic clock."""
         row = job.row
         leased = (
             [] if row.state.is_over else [rank for rank, holder in row.holders.items() if not holder.gone]

@@ -97,6 +97,7 @@ class Suspicions:
         return ""
 
     def all(self, row: JobRow, now: float) -> list[Suspicion]:
+        """What is suspected now: what ranks have said, and, while RUNNING, steps past their bound (ages in seconds)."""
         said = [
             Suspicion(rank=rank, reason=reason, age_s=now - at, told=True)
             for rank, (reason, at, _) in sorted(self._said.items())

@@ -77,6 +77,7 @@ class SqliteStore:
         return {job: (revision, row) for job, revision, row in rows}
 
     def save(self, job: str, row: str, *, expected_revision: int, revision: int) -> None:
+        """As `MetadataStore.save`. Raises StoreFailed, and StoreConflict if the row is at another revision."""
         try:
             if expected_revision == 0:
                 written = self._db.execute(

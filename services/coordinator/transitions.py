@@ -47,6 +47,7 @@ class Transitions:
         """rank -> how far its replay is, while there is one."""
 
     def become_running(self, now: float) -> list[Effect]:
+        """All ranks are ready: the recovery, if there was one, is over and forgotten."""
         self._enter(State.RUNNING)
         inexact = self._inexact(exactness.settle(self.row))
         forget_recovery(self.row)
@@ -112,6 +113,7 @@ class Transitions:
         return self._transition()
 
     def become_recovering(self) -> list[Effect]:
+        """The plan is made: what it gives up, or makes inexact, is taken back first."""
         self._enter(State.RECOVERING)
         row = self.row
         assert row.plan is not None

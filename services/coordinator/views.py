@@ -13,6 +13,7 @@ SUMMARY_WORDS_MAX = 200
 
 
 def view_of(row: JobRow) -> pb.View:
+    """What members see of a job."""
     return pb.View(
         job=row.job,
         generation=row.generation,
@@ -64,6 +65,7 @@ def _plan_of(row: JobRow) -> pb.Plan | None:
 
 
 def status_of(job: Job, now: float) -> pb.StatusReply:
+    """What an operator sees: the View, and what is known of ranks and log servers at `now` (monotonic seconds)."""
     ranks = [
         pb.RankStatus(
             rank=rank,
@@ -87,6 +89,7 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
 
 
 def summary_of(job: Job) -> pb.JobSummary:
+    """One line of a list of jobs; texts are cut to `SUMMARY_WORDS_MAX` characters."""
     row = job.row
     return pb.JobSummary(
         job=row.job,

@@ -39,6 +39,7 @@ class Gathered:
             self._welcome = reply.welcome
 
     def take(self) -> log_pb2.AppendReply:
+        """The reply with all that was gathered, which is empty from then on."""
         reply = log_pb2.AppendReply(credit_bytes=self._credit_bytes, welcome=self._welcome)
         for stream, next_sequence in self._opened.items():
             reply.opened.add(stream=stream, next_sequence=next_sequence)
@@ -105,6 +106,7 @@ class Appends:
         )
 
     def detach(self, session: AppendCall) -> None:
+        """A call is over: its streams may be opened by another one."""
         session.end()
         self._state.sessions.pop(session, None)
         for job in session.oldest:
@@ -117,6 +119,7 @@ class Appends:
                 del self._state.holders[tag]
 
     def open(self, session: AppendCall, request: log_pb2.Open, now: float) -> None:
+        """A call opens a stream to write it. Raises Refused, with nothing changed."""
         check_names(request.job, request.stream)
         self._state.check_apart(request.job)
         try:

@@ -127,6 +127,7 @@ class Commits:
         return Target(job, [(line, line.accepted, line.sync_target) for line in lines])
 
     def is_settled(self, target: Target) -> bool:
+        """Whether all that was accepted before the target is on the disk, or never will be."""
         if self._state.failed:
             return True
         making = self._making_file

@@ -55,6 +55,7 @@ class LogCore:
     # -- appending ------------------------------------------------------------------------------------
 
     def check_generation(self, job: JobState, generation: int) -> Refusal | None:
+        """The refusal of a writer that is not of the granted generation; None: it is."""
         if generation < job.generation:
             return Refusal(
                 Reason.STALE_GENERATION,
@@ -186,6 +187,7 @@ class LogCore:
     # -- generations ----------------------------------------------------------------------------------
 
     def fence(self, job_name: str, generation: int) -> Refusal | None:
+        """Grants a generation, from which on older writers are refused. A refusal if a higher one is granted."""
         refusal = too_high("generation", generation)
         if refusal is not None:
             return refusal

@@ -136,6 +136,7 @@ class RealDisk:
             return []
 
     def make_directory(self, path: Path) -> None:
+        """Makes it, for this user only, and syncs its name. OSError: it is a link, or cannot be made."""
         if path.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if not path.is_dir():

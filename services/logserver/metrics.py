@@ -271,6 +271,7 @@ class LogMetrics:
                 self._counts[_EVENTS[event]][fields["job"]] += 1
 
     def samples(self, snapshot: EngineSnapshot) -> Samples:
+        """The value of every metric, by name and labels, at the moment of the snapshot."""
         out: dict[str, Mapping[tuple[str, ...], Value]] = {
             "swift_log_state": plain(snapshot.state),
             "swift_log_appended_records_total": _by_label(self.storage.appended_records),

@@ -30,6 +30,7 @@ class Ordered:
         self._head = min(self._head, at)
 
     def went(self, number: int) -> None:
+        """`number` was removed from the dictionary."""
         numbers, there = self._numbers, self._there
         if len(numbers) - self._head > 2 * len(there) + 64 or not there:
             self._numbers = [kept for kept in numbers[self._head :] if kept in there]

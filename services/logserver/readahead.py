@@ -39,6 +39,8 @@ _ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is to
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
+    """A record that a reader gets."""
+
     stream: StreamState
     entry: IndexEntry
 
@@ -113,6 +115,7 @@ class ReadAhead:
         return len(self._reading) >= _AHEAD
 
     def add(self, wanted: Wanted) -> None:
+        """The record is wanted next. A large one is read in several parts of equal size."""
         if not self._message_bytes:
             self._message_bytes = self._held.enter_context(self._memory.message_bytes())
         part_bytes = self._message_bytes + HEADER_BYTES_MAX

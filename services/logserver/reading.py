@@ -37,6 +37,7 @@ class Turns:
 
     @contextmanager
     def turn(self, job: str) -> Iterator[None]:
+        """(context manager) Waits for this job's turn."""
         with self._lock:
             self._there[job] += 1
             of = self._of.setdefault(job, threading.Lock())
@@ -207,6 +208,7 @@ class Reading:
             rest(_OTHERS_TURN_S if len(self._state.writers) > 1 else None)
 
     def inventory(self, job_name: str) -> log_pb2.InventoryReply:
+        """What is durable of each stream of a job. Raises Refused: names that are none."""
         check_names(job_name)
         with self._inventories.turn(job_name):
             for _ in range(_TRIES):
@@ -244,6 +246,7 @@ class Reading:
         return reply
 
     def status(self, request: log_pb2.StatusRequest) -> log_pb2.StatusReply:
+        """Space, and what is known of one job or of all. Raises Refused: a name that is none."""
         if request.job:
             check_names(request.job)
         with self._changed:

@@ -53,6 +53,7 @@ class Recovery:
         self._meta = JobMeta()
 
     def job(self, take: Take) -> RecoveredJob:
+        """Reads all files of the job; `take` gets each stream with its segments. Raises JobDamaged; OSError."""
         with self._reading():
             granted = self._granted()
             meta = self._manifest(granted)

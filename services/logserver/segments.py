@@ -28,6 +28,8 @@ class Unsound(OSError):
 
 @dataclass(slots=True, eq=False)
 class Segment:
+    """A file of one stream, and where each of its records begins (`offsets`, in bytes)."""
+
     path: Path
     first: int
     size: int

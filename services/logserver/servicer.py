@@ -80,6 +80,7 @@ class LogServicer:
         self._over = futures.ThreadPoolExecutor(1, thread_name_prefix="over")
 
     def append(self, requests: Iterator[bytes], context: Context) -> Iterator[log_pb2.AppendReply]:
+        """The Append rpc: a thread takes what the writer sends, this one gives the replies."""
         try:
             session, outgoing = self.engine.attach()
         except Refused as refused:

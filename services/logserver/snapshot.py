@@ -9,6 +9,8 @@ from services.logserver.streams import JobState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSnapshot:
+    """One job in numbers."""
+
     job: str
     generation: int
     trimmed_below_step: int
@@ -27,6 +29,7 @@ class JobSnapshot:
 
     @classmethod
     def of(cls, job: JobState, space: Space, wants_checkpoint: str) -> Self:
+        """Takes it, while the server's lock is held."""
         streams = job.streams.values()
         return cls(
             job=job.name,
@@ -46,6 +49,8 @@ class JobSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSnapshot:
+    """The whole server in numbers."""
+
     state: str
     queued_records: int
     """Accepted, and not acknowledged yet."""

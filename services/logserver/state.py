@@ -25,6 +25,8 @@ CONDITIONS = ("serving", "full", "failed", "draining")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
+    """Settings of a server: how it syncs, and its bounds."""
+
     fsync: Fsync = Fsync.ALWAYS
     """Of streams whose writers do not say."""
     fsync_interval_s: float = 0.1

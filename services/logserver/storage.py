@@ -171,6 +171,7 @@ class DirectoryStorage:
     # -- writing --------------------------------------------------------------------------------------
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
+        """As `Storage.commit`. Raises StorageError; after StorageFailed nothing is written any more."""
         groups: dict[tuple[str, str], list[Write]] = {}
         for write in writes:
             if not write.mends:
@@ -314,6 +315,7 @@ class DirectoryStorage:
             return self._open_for((job, stream), sequence) is not None
 
     def make_file(self, job: str, stream: str, sequence: int) -> None:
+        """Makes the segment that begins with this sequence, unless it is there. Raises as `commit` does."""
         of = (job, stream)
         with self._making:
             try:
@@ -409,6 +411,7 @@ class DirectoryStorage:
         return self._saving.setdefault(job, threading.Lock())
 
     def save(self, job: str, meta: JobMeta) -> None:
+        """Replaces a job's manifest. On a full disk the reserve is given up for it. Raises as `commit` does."""
         meta = replace(meta, streams=dict(meta.streams))
         uid = self._new_uid().hex()
         with self._saves(job):
@@ -475,6 +478,7 @@ class DirectoryStorage:
         return freed
 
     def drop(self, job: str) -> Callable[[], None]:
+        """Takes a job's directory out of the way at once. Returns what removes its files, which may take long."""
         with self._making, self._writing, self._saves(job):
             try:
                 there = graves.bury(self._disk, self.directory, job)
@@ -503,6 +507,7 @@ class DirectoryStorage:
         self._reserve()
 
     def close(self) -> None:
+        """Seals what can be sealed and closes all files; what fails is found by the next start."""
         with self._writing:
             for segment, stream in list(self._open.items()):
                 # Unsealed is sound too: the next start scans it. An empty one waits for the record it is named after.

@@ -104,6 +104,7 @@ class StreamState:
         return self.quarantined or (self.holes[0].reason if self.holes else "")
 
     def add(self, entry: IndexEntry) -> None:
+        """Takes an accepted record into the index and the counts."""
         sequence, step = entry.sequence, entry.key.step
         self.by_sequence[sequence] = entry
         self.order.came(sequence)
@@ -119,6 +120,7 @@ class StreamState:
         self.tally.records += 1
 
     def remove(self, entry: IndexEntry) -> None:
+        """Takes it out again: trimmed, abandoned, or dropped."""
         sequence, step = entry.sequence, entry.key.step
         del self.by_sequence[sequence]
         self.order.went(sequence)

@@ -142,6 +142,7 @@ class Member:
         self._aborted_t: float | None = None
 
     def serve(self, listener: str) -> None:
+        """Carries out commands until the listener hangs up, or one of them is to die."""
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(listener)
             with line.makefile("rw") as lines:

@@ -115,6 +115,11 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(tensors: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
+    """Compresses and decompresses every tensor with every codec, `rounds` times after one round of warming up.
+
+    `seconds` has one list per (tensor, codec, direction), `stored` bytes, `copies` bytes per second of memcpy.
+    Raises ServiceError if a codec gives other bytes back.
+    """
     seconds: dict[tuple[int, str, str], list[float]] = {}
     stored_bytes: dict[tuple[int, str], int] = {}
     copies = []
@@ -141,6 +146,7 @@ def measure(tensors: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
 
 
 def evaluate(measured: dict[str, Any]) -> dict[str, Any]:
+    """Medians of what `measure` has: ratios, MB/s (10**6 bytes), and below which rate of the log a codec pays."""
     cases = []
     for (number, codec), stored in measured["stored"].items():
         tensor = measured["tensors"][number]
@@ -168,6 +174,7 @@ def evaluate(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
+    """The result as text: a line for each tensor and codec."""
     lines = [
         f"{result['machine']}; after {result['steps']} steps, medians of {result['rounds']} rounds, "
         f"per second of one core; memcpy {result['memcpy_mb_s']:.0f} MB/s",

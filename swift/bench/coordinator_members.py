@@ -46,6 +46,7 @@ class Fleet:
         """A member has seen another View."""
 
     async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carries out one order (see above) with all members of this process, and says what they have seen of it."""
         self.view_bytes = 0
         generation = max(member.generation for member in self.members.values())
         match order["order"]:

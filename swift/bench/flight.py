@@ -31,6 +31,7 @@ def serve() -> None:
 
 
 def put(address: str, size: int, count: int) -> None:
+    """The client: sends `count` record batches of `size` bytes each, and prints what it took as JSON."""
     client = flight.FlightClient(f"grpc://{address}")
     body = pyarrow.py_buffer(bytes(i * 37 & 255 for i in range(1 << 16)) * (size >> 16))
     array = pyarrow.Array.from_buffers(pyarrow.uint8(), size, [None, body])

@@ -57,6 +57,8 @@ KEPT_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostileConfig:
+    """Settings of one run. UsageError: a time is not positive, or an attack is not known."""
+
     seconds: float
     tokens: bool = False
     """Every call needs a token; the attackers have one of another job, with every role."""
@@ -241,6 +243,7 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 
 def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
+    """The verdict of a run (PASS, FAIL or INCONCLUSIVE), its reason, and the numbers that it rests on."""
     one, other = seen.quiet_s
     quiet = [*one, *other]
     phases = {"quiet, one half": one, "quiet, other half": other, "quiet": quiet, "hostile": seen.hostile_s}
@@ -304,6 +307,7 @@ def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
+    """The result as text: times to acknowledgement, memory, the end under attack, and a line for each attack."""
     tokens = "the attackers have a token of another job" if result["tokens"] else "without tokens"
     lines = [
         f"{result['machine']}; {result['seconds']:.0f} s, fsync {result['fsync']}, {tokens}; "

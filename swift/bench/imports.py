@@ -85,6 +85,7 @@ def measure(place: Path, text: str, imports: Sequence[str], rounds: int) -> dict
 
 
 def table(result: dict[str, Any]) -> str:
+    """The result as text: what was imported before the fork, and the time to go with and without it."""
     lines = [
         f"{result['machine']}; medians of {result['rounds']} rounds",
         "",

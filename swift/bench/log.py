@@ -70,6 +70,7 @@ def memcpy(total: int) -> float:
 
 
 def over_tcp(total: int) -> float:
+    """Seconds to send `total` bytes over one TCP connection on loopback, in pieces of 4 MiB."""
     count = total // (4 << 20)
     worker = Worker.of_log("receive", "-", "-", 4 << 20, count)
     with worker, socket.create_connection(("127.0.0.1", int(worker.line()))) as connection:
@@ -102,6 +103,7 @@ def to_disk(path: Path, total: int) -> float:
 
 
 def from_disk(path: Path, total: int) -> float:
+    """Seconds to read `total` bytes of a file around the page cache (O_DIRECT)."""
     with page_aligned(_BLOCK) as block:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
@@ -188,6 +190,7 @@ class Server:
 
 @contextmanager
 def served(directory: Path) -> Iterator[Server]:
+    """(context manager) A log server on this directory, ended by SIGTERM; killed if that takes over 10 s."""
     server = Server(directory)
     try:
         yield server
@@ -289,6 +292,7 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
+    """The result as text: the machine's limits, a line for each case, and the goals."""
     lines = [
         f"{result['machine']}; {result['bytes'] >> 20} MiB a case, medians of {result['rounds']} rounds",
         "",

@@ -58,6 +58,8 @@ _SETTLE_S, _STILL_S = 10.0, 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
+    """One line of the result: what kind of step, in which dtype, with a spare core or without, at which rate."""
+
     kind: str
     dtype: str
     spare: bool
@@ -240,6 +242,7 @@ class Bench:
 
 
 def measure(case: Case, arguments: Any) -> dict[str, Any]:
+    """Measures one case until it has `arguments.rounds` undisturbed rounds, or has tried often enough."""
     orders = list(permutations(MODES))
     with ExitStack() as stack:
         place = stack.enter_context(output.place(arguments.directory))
@@ -270,6 +273,7 @@ def measure(case: Case, arguments: Any) -> dict[str, Any]:
 
 
 def evaluate(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
+    """Medians, 95 % intervals and the verdict of one case, out of what `measure` has."""
     rounds = measured["rounds"]
     about = {
         "case": str(case),
@@ -320,6 +324,7 @@ HEAD = (
 
 
 def row(found: dict[str, Any]) -> str:
+    """One case as a line of text."""
     spare, counted = "yes" if found["spare_core"] else "no", f"{found['rounds']}+{found['disturbed']}"
     front = f"{found['step']:<5} {found['dtype']:<8} {spare:<5} {found['rate_mb_s']:>4}  {counted:>6}  "
     said = f"at most {found['goal']}: {found['verdict']}" if found["goal"] is not None else ""

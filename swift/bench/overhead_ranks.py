@@ -41,6 +41,7 @@ class Writing:
         self.writer.await_ready()
 
     def log(self, stream: str, key: RecordKey, tensor: Tensor) -> None:
+        """Gives one tensor to the log. A writer with a ring borrows its memory until the bytes are copied."""
         self._capture.record(stream, key, tensor, now=False, keep=False)
 
     def cpu_s(self) -> float:
@@ -57,6 +58,8 @@ class Writing:
 
 
 class Logger(Protocol):
+    """A way to log boundary tensors, as one trainer is measured with it."""
+
     def log(self, step: int, number: int, tensor: Tensor) -> None:
         """(in the trainer's thread) One boundary tensor."""
 
@@ -190,6 +193,7 @@ class Training:
 
 
 def train(config: dict[str, Any]) -> None:
+    """The trainer's process: does so many steps for each command on stdin, and says what they took."""
     torch.set_num_threads(1)
     logger = LOGGERS[config["logger"]](config)
     # From here on, and for this thread alone: what the logger has started runs where it was started.

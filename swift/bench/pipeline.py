@@ -119,6 +119,7 @@ class PipelineRanks:
 
 
 def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> PipelineRanks:
+    """Starts the ranks of the plain loop, one process for each stage; `stack` ends them."""
     job = PipelineRanks(directory, config["stages"])
     stack.callback(job.close)
     given = json.dumps({**config, "socket": job.path, "store": str(directory / "store")})
@@ -168,6 +169,7 @@ def session_job(
 
 
 def descendants(root: int) -> set[int]:
+    """The pids of all processes below `root`, as /proc has them now."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -270,6 +272,7 @@ def accounts(plain: Mapping[str, Any], metered: Mapping[str, Any]) -> dict[str, 
 
 
 def evaluate(name: str, size: Size, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Ratio, verdict, and the parts of the overhead in CPU milliseconds per step."""
     ratios = [r["session"]["step_s"] / r["plain"]["step_s"] for r in rounds]
     low, high = interval(ratios)
     accounted = [accounts(r["plain"], r["metered"]) for r in rounds]
@@ -298,6 +301,7 @@ def _largest(part: tuple[str, float]) -> tuple[bool, float]:
 
 
 def table(found: Mapping[str, Any]) -> str:
+    """The result as text: steps, CPU, and a line for each part of the overhead."""
     cores = len(os.sched_getaffinity(0))
     step, cpu, ratio = found["step_ms"], found["cpu_ms"], found["ratio"]
     plain = cpu["plain"]

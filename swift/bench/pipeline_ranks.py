@@ -92,6 +92,7 @@ class Slices:
         self._metered = False
 
     def before(self, step: int) -> None:
+        """Called before each step: at the end of a slice it says what that took, and waits for the next command."""
         if step % self._steps:
             return
         if step == 0:
@@ -182,6 +183,7 @@ class UnderSession:
 
 
 def train(config: dict[str, Any], kind: type[Plain] | type[UnderSession]) -> None:
+    """The training loop of one rank, of `kind`: plain torch, or under a session."""
     torch.set_num_threads(1)
     model, stages, microbatches = ModelConfig(**config["model"]), config["stages"], config["microbatches"]
     meter = Meter()

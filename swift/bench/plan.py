@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(machines: int, sizes: str, rounds: int) -> dict[str, Any]:
+    """Median processor seconds of one plan over `rounds`, for so many machines with boundaries of these sizes."""
     profile = json.dumps(drawn(STAGES, machines, SIZES[sizes]).document())
     seconds, document = [], dict[str, Any]()
     for _ in range(rounds):
@@ -94,6 +95,7 @@ def drawn(stages: int, machines: int, sizes: int) -> Profile:
 
 
 def text(document: dict[str, Any]) -> str:
+    """The document as text: a line for each case."""
     lines = [
         f"{STAGES} stages; {document['machine']}; medians of {document['rounds']} rounds",
         "",

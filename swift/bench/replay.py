@@ -142,6 +142,7 @@ def case(shape: Mapping[str, Any], found: Mapping[str, Any], size: int = 1) -> d
 
 
 def table(result: Mapping[str, Any]) -> str:
+    """The result as text: a line for each size of group and number of workers."""
     size = result["gradient_bytes"] / 1e6
     lines = [
         f"{result['stages']} stages, {result['microbatches']} microbatches of {result['microbatch_s'] * 1000:g} ms "

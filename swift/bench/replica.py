@@ -100,6 +100,7 @@ def evaluate(measured: dict[str, Any], drill: dict[str, Any], on: str) -> dict[s
 
 
 def table(result: dict[str, Any]) -> str:
+    """The result as text: a line for each case, the goals, and the drill's time from kill to next step."""
     lines = [f"state of {result['bytes'] / 2**20:.0f} MiB; {result['machine']}", ""]
     lines.append(f"{'':<32}{'GB/s':>7}{'ratio':>8}  compared with")
     for case in result["cases"]:
@@ -137,6 +138,7 @@ def run_drill() -> dict[str, Any]:
 
 
 def from_report(report: dict[str, Any]) -> dict[str, Any]:
+    """What a drill's report has of a recovery by copying; `missing` says why it has nothing."""
     seconds = report.get("recovery_seconds")
     strategies = sorted({str(value) for value in dict(report.get("strategy") or {}).values()})
     if report.get("verdict") != "PASS" or not seconds or "replica" not in strategies:

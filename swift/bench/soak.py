@@ -73,6 +73,7 @@ def soak(config: SoakConfig, directory: Path) -> dict[str, Any]:
 
 
 def judge(config: SoakConfig, account: Account, broken: str) -> dict[str, Any]:
+    """The verdict of a run (PASS, FAIL or INCONCLUSIVE), its reason, and the account. `broken`: what was wrong."""
     memory = soak_memory.judge_all(account.memory, config.memory)
     flat = soak_memory.verdict(memory)
     missing = [what for what in ("server", "writer") if not account.kills_of(what)]
@@ -117,6 +118,7 @@ def _growth(one: soak_memory.Judged) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
+    """The result as text: what was acknowledged, compared and killed, and a line of memory for each role."""
     kills = [kill["what"] for kill in result["kills"]]
     counted = ", ".join(f"{kills.count(what)} x {what}" for what in dict.fromkeys(kills)) or "none"
     lines = [

@@ -22,6 +22,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
+    """When memory counts as flat."""
+
     warm_up_s: float = 30.0
     """Of each process: until its queues were full once, and the memory that it keeps for them was touched."""
     percent_per_minute_max: float = 3.0
@@ -54,6 +56,7 @@ class Judged:
 
 
 def judge(role: str, samples: Sequence[Sample], rule: Rule) -> Judged:
+    """Whether the memory of one role is flat by this rule; `flat` None: too little was seen."""
     lives = warm_lives(samples, rule.warm_up_s)
     observed_s = sum(life[-1].at_s - life[0].at_s for life in lives)
     warm = [sample for life in lives for sample in life]

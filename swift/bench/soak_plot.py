@@ -20,6 +20,7 @@ _STYLE = (
 
 
 def draw(result: Mapping[str, Any]) -> str:
+    """The result of `swift.bench.soak` as SVG markup."""
     series, seconds = result["series"], result["seconds"]
     memory: Mapping[str, Sequence[tuple[float, int, int]]] = series["memory"]
     rate = rates(series["acked"], max(2.0, seconds / RATE_POINTS))

@@ -70,6 +70,7 @@ class Rank:
         self._process.kill()
 
     def close(self) -> int:
+        """Kills the process and waits for it. Returns its exit code."""
         self._process.kill()
         code = self._process.wait()
         self._thread.join()

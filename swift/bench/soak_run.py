@@ -142,6 +142,7 @@ class Soak:
         return time.monotonic() - self._began
 
     def run(self) -> None:
+        """Runs for the configured seconds, then compares what is left. Raises Broken."""
         self._server.begin()
         self._server.wait()
         self._began = time.monotonic()

@@ -49,6 +49,8 @@ GROWN = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
+    """One line of the result."""
+
     optimizer: str
     implementation: str
     dtype: str
@@ -151,6 +153,7 @@ class Bench:
         self.seconds.clear()
 
     def result(self) -> dict[str, Any]:
+        """The case in numbers: ms of a plain step, and medians of the other times over it."""
         plain = self.seconds["plain"]
         found: dict[str, Any] = {
             "optimizer": self.case.optimizer,
@@ -234,6 +237,8 @@ HEAD = (
 
 
 def row(found: dict[str, Any]) -> str:
+    """One case as a line of text."""
+
     def ratio(name: str, goal: str | None = None) -> str:
         met = found["goals_met"].get(goal or name, True)
         return f"{found[name]:6.2f}{' ' if met else '*'}"

@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
+    """The command: changes the log servers if it is told to, then prints the placement. Returns the exit code.
+
+    Raises UsageError for flags that contradict each other, ServiceError if the coordinator does not answer.
+    """
     parser = parser_of("swift-ft logs", DESCRIPTION, "print it as JSON")
     parser.add_argument("--lost", default="", metavar="HOST:PORT", help="this one will not come back")
     parser.add_argument("--add", default="", metavar="[MACHINE=]HOST:PORT", help="this one has come")
@@ -43,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def as_json(status: pb.StatusReply) -> dict[str, Any]:
+    """What the command prints with --json: groups, log servers, and where each rank logs."""
     view, silent = status.view, _silent(status)
     return {
         "job": view.job,

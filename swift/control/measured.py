@@ -5,6 +5,7 @@ from swift.recovery import RankMeasured, Sent, StageMeasured
 
 
 def to_message(measured: RankMeasured) -> pb.RankMeasured:
+    """The message for what one rank has measured; `from_message` is its inverse."""
     return pb.RankMeasured(
         step=measured.step,
         steps=measured.steps,

@@ -23,6 +23,7 @@ class PublishedPlan:
 
 
 def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -> pb.Plan:
+    """The message for a plan; `sources`: for each stream the log servers to read it from. Inverse: `decoded`."""
     return pb.Plan(
         generation=generation,
         target_version=plan.target_version,

@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
+    """The command: prints what a job does now. Returns the exit code. Raises ServiceError: nobody answers."""
     parser = parser_of("swift-ft status", DESCRIPTION, "print the coordinator's whole answer as JSON")
     arguments = parser.parse_args(argv)
     client = client_of(arguments)

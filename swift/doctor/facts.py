@@ -15,6 +15,8 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
+    """Processors and limits of this machine, as this process sees them."""
+
     cpus: int
     """That this process may use."""
     open_files: int
@@ -28,6 +30,8 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Directory:
+    """The log's directory and the disk below it."""
+
     path: str
     exists: bool = False
     parent_writable: bool = False
@@ -72,6 +76,8 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
+    """One file that an environment variable names for TLS: a certificate or a key."""
+
     variable: str
     path: str
     problem: str = ""
@@ -100,6 +106,8 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
+    """All that was found; `machine_checks` judges it."""
+
     own_version: str
     software: Software
     machine: Machine

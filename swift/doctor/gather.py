@@ -43,6 +43,7 @@ _CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
 def software() -> Software:
+    """Versions of Python and of the packages that swift needs, and which kernels are compiled."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -59,6 +60,7 @@ def software() -> Software:
 
 
 def machine() -> Machine:
+    """Processors, limits of this process, free bytes in /dev/shm, and whether memfd works."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
@@ -217,6 +219,7 @@ def _in_use(path: Path) -> bool:
 
 
 def port(address: str) -> Port:
+    """Whether a server could listen at this address: binds it for a moment."""
     host, number = host_and_port(address, "--listen")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -279,6 +282,7 @@ def peer(kind: str, address: str, timeout_s: float) -> Peer:
 
 
 def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certificate]:
+    """The files that the TLS variables name: who may read them, until when they are good, whether a key fits."""
     named = {variable: environment[variable] for variable in TLS_VARIABLES if environment.get(variable)}
     found = []
     for variable, path in named.items():

@@ -71,6 +71,7 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
+    """Required packages: there, new enough, and not newer than what was tried."""
     for name, least in LEAST.items():
         version = facts.software.packages.get(name)
         wanted = ".".join(map(str, least))
@@ -104,6 +105,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def kernels(facts: Facts) -> Iterator[Finding]:
+    """Whether undo has its compiled kernels, where torch is installed."""
     if "torch" not in facts.software.packages:
         return
     if facts.software.kernels:
@@ -121,6 +123,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def processors(facts: Facts) -> Iterator[Finding]:
+    """Whether there is a processor to spare beside the ranks."""
     cpus, ranks = facts.machine.cpus, facts.ranks
     if not ranks:
         yield Finding("processors", Status.OK, f"{cpus}")
@@ -146,6 +149,7 @@ def open_files(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Whether a ring fits into /dev/shm, or memfd makes up for it."""
     machine = facts.machine
     if machine.shared_bytes is None:
         found, enough = "no /dev/shm", False
@@ -165,6 +169,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def locked_memory(facts: Facts) -> Iterator[Finding]:
+    """Whether buffers may be pinned."""
     limit = facts.machine.locked_bytes
     if limit < 0 or limit >= SHARED_BYTES_WANTED:
         yield Finding("locked memory", Status.OK, "no limit" if limit < 0 else f"limit {_size(limit)}")
@@ -181,6 +186,7 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def directory(facts: Facts) -> Iterator[Finding]:
+    """Whether the log's directory can be used, and how good its file system and disk are for it."""
     found = facts.directory
     if found is None:
         return
@@ -294,6 +300,7 @@ def ports(facts: Facts) -> Iterator[Finding]:
 
 
 def peers(facts: Facts) -> Iterator[Finding]:
+    """Whether the services answer, speak this version, are secured alike, and have the same time."""
     for peer in facts.peers:
         where = f"{peer.kind} {peer.address}"
         if peer.problem:
@@ -392,6 +399,7 @@ def _certificate(found: Certificate, days: float) -> Finding:
 
 
 def token(facts: Facts) -> Iterator[Finding]:
+    """Whether the token is good, for how long, and not bound to a generation."""
     found, name = facts.token, "SWIFT_TOKEN_FILE"
     if found is None:
         return

@@ -101,6 +101,7 @@ class LiveProgress:
             self._progress.refresh()
 
     def see(self, event: Mapping[str, Any]) -> None:
+        """Shows one event of the trace."""
         name = event["event"]
         if name == "step_end" and not event.get("replay"):
             self._progress.update(self._task, completed=event["step"] + 1, note="")

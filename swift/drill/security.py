@@ -41,6 +41,7 @@ class Security:
         return [who for who, renewal in self._tokens.items() if renewal.turn()]
 
     def server_flags(self) -> list[str]:
+        """The flags with which a service takes callers that have a certificate and a token only."""
         return [
             "--tls-cert",
             str(self._server.certificate),

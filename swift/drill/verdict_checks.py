@@ -95,6 +95,7 @@ def compare(
     *,
     inexact: bool,
 ) -> Comparison:
+    """Digests of all ranks at one version, of the drill and of its failure-free twin."""
     comparison = Comparison(version, generation, inexact=inexact)
     for rank in range(ranks):
         ours, theirs = digests.get(comparison.ours(rank)), twin.get(comparison.theirs(rank))

@@ -126,6 +126,7 @@ def parse(argv: Sequence[str]) -> InspectConfig:
 
 
 def run(config: InspectConfig) -> int:
+    """The command: shows, exports or drops. Returns the exit code. UsageError: there is no such stream."""
     if config.drop_job:
         return _drop(config)
     log = DirectoryLog(config.directory) if config.directory is not None else None

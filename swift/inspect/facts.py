@@ -37,6 +37,8 @@ class StreamFacts:
 
 @dataclass(kw_only=True, slots=True)
 class JobFacts:
+    """One job in a log."""
+
     job: str
     generation: int = 0
     trimmed_below_step: int = 0
@@ -65,6 +67,8 @@ class Verified:
 
 @dataclass(kw_only=True, slots=True)
 class LogFacts:
+    """A whole log: its space, its jobs, and what was verified."""
+
     source: str
     used_bytes: int = 0
     limit_bytes: int = 0

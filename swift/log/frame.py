@@ -130,6 +130,7 @@ def checksum(body: Bytes) -> int:
 
 
 def encode_header(header: FrameHeader) -> bytes:
+    """The frame's header with dimensions and checksum: 128 + 8 ndim bytes."""
     dims = struct.pack(f"<{len(header.shape)}Q", *header.shape)
     key = header.key
     tail = (

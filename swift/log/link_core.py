@@ -57,6 +57,7 @@ class Outgoing:
     sequence: int = -1
 
     def header(self, tag: int, generation: int) -> bytes:
+        """The frame's header for one call: `tag` names the stream, `generation` is that of the call."""
         return encode_header(
             FrameHeader(
                 stream_tag=tag,

@@ -236,6 +236,7 @@ class StreamCursor:
             self._cond.notify_all()
 
     def close(self) -> None:
+        """Ends the call and its thread; whoever waits for a record gets LogUnavailable. May be called twice."""
         with self._cond:
             if self._closed:
                 return

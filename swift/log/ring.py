@@ -352,6 +352,10 @@ class PlainProducer:
         )  # records that are not complete, from where to where
 
     def push(self, header: bytes, address: int, size: int, now: bool) -> int:
+        """Adds one record: its header, and `size` bytes at `address` (0: the caller writes them later).
+
+        Returns the position behind it, in bytes since the start of the job; -1: there is no room.
+        """
         memory = self._memory
         tail = memory.load(Word.TAIL)
         total = -(-(HEADER_BYTES + size) // ALIGN) * ALIGN

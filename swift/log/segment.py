@@ -100,6 +100,8 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
+    """The first 256 bytes of a segment file, decoded."""
+
     job: str
     stream: str
     first_sequence: int
@@ -171,6 +173,7 @@ def _seal(packed: bytes) -> bytes:
 
 
 def encode_segment_header(header: SegmentHeader) -> bytes:
+    """The header's 256 bytes, checksum included."""
     packed = _HEADER.pack(
         SEGMENT_MAGIC,
         HEADER_VERSION,

@@ -168,6 +168,7 @@ class ManyPasses:
         return coded
 
     def undo(self) -> None:
+        """Puts the live tensors back to their values before the step, bit for bit."""
         for unit, coded in zip(self._cluster.units, self._coded, strict=True):
             values = [unit.column(column) for column in range(unit.width)]
             self._cluster.backwards.kernel(values[0], unit.gradient(), values[1:])

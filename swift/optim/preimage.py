@@ -42,6 +42,7 @@ class PreImage:
         return [squares(p.detach(), value) for p, value in zip(self.parameters, self.values, strict=True)]
 
     def undo(self) -> None:
+        """Puts parameters, their state and what the optimizer keeps besides back to the copies."""
         with torch.no_grad():
             if self.values:
                 many.copy_([p.detach() for p in self.parameters], self.values)

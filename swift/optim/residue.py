@@ -92,6 +92,7 @@ class Exact:
 
     @torch.no_grad()
     def after(self) -> None:
+        """Called when the step is applied: computes it backwards, and keeps what that misses of the old values."""
         bucket = self._bucket
         bucket.applied()
         if bucket.skipped:
@@ -108,6 +109,7 @@ class Exact:
 
     @torch.no_grad()
     def undo(self) -> None:
+        """Puts the bucket back to its values before the step, bit for bit, with as many threads as then."""
         bucket = self._bucket
         bucket.check_gradients()
         threads = torch.get_num_threads()

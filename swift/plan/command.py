@@ -121,6 +121,7 @@ def _parser() -> Parser:
 
 
 def config_of(argv: Sequence[str]) -> PlanConfig:
+    """What the command line says. UsageError: a value that is none, or flags that contradict each other."""
     options = _parser().parse_args(argv)
     cap = None
     if options.storage_cap is not None:
@@ -229,6 +230,10 @@ def _write(path: Path, content: str) -> None:
 
 
 def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
+    """The command. Returns the exit code: `EXIT_NOT_MET` if no groups keep within the cap.
+
+    Raises UsageError for a profile that cannot be read, ServiceError without numpy or if the job does not answer.
+    """
     running = config.running
     if running is not None and running.groups:
         return applied(running, running.groups, connect)

@@ -226,6 +226,7 @@ class CostModel:
         )
 
     def predict(self, cuts: Sequence[int]) -> Prediction:
+        """What the groups between these cuts cost. `cuts`: ascending numbers of boundaries that are logged."""
         groups = tuple(self.group(i, j) for i, j in self.bounds(cuts))
         per_step = self.bytes_per_step(cuts)
         down_s, replay_s = self.means(cuts, 0.0)

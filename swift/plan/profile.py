@@ -57,6 +57,8 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
+    """A job as the planner sees it. UsageError: a field is missing, too much, or not what it must be."""
+
     name: str
     source: str = ""
     """Where the numbers come from, for readers."""

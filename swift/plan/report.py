@@ -157,6 +157,7 @@ def dumps(document: dict[str, Any]) -> str:
 
 
 def text(document: dict[str, Any]) -> str:
+    """The document as text, for a terminal."""
     lines = [
         f"{document['name']}: {document['stages']} stages on {document['machines']} machines, "
         f"{seconds_words(document['step_s'])} a step, a failure every {seconds_words(document['mtbf_s'])}",

@@ -39,6 +39,7 @@ def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
 
 
 def pace(model: CostModel, cuts: Cuts) -> Pace:
+    """What the interval between checkpoints depends on, with these cuts; in seconds."""
     profile, step_s = model.profile, model.step_s + model.overhead_s(cuts)
     # Replay is counted from the failure on, not in whole steps: half a step more of it, which the rest had.
     down_s, replay_s = model.means(cuts, -0.5)
@@ -66,6 +67,7 @@ def steps_max(model: CostModel, cuts: Cuts, cap: Cap | None) -> float:
 
 
 def option(model: CostModel, cuts: Cuts, cap: Cap | None) -> Option | None:
+    """These cuts with their best interval, in steps. None: the cap leaves no interval at all."""
     most = steps_max(model, cuts, cap)
     if most < 1:
         return None

@@ -307,6 +307,7 @@ def meta_to_json(metas: Iterable[Any]) -> list[Any]:
 
 
 def meta_from_json(items: list[Any]) -> tuple[Any, ...]:
+    """Shapes, strides and dtypes that a stage receives or sends, out of what `meta_to_json` has made of them."""
     return tuple(
         None
         if item is None

@@ -193,6 +193,7 @@ class DeviceCapture:
         self._ring = torch.frombuffer(self._memory.data, dtype=torch.uint8)
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
+        """As `Capture.record`. The copy runs on the side stream, so the tensor is held until its event is over."""
         self._publish()
         if tensor.device.type == "cpu":
             self._host.record(stream, key, tensor, now=True, keep=keep)

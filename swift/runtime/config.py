@@ -126,6 +126,7 @@ class SessionConfig:
             raise UsageError(f"replay_stall_s={self.replay_stall_s}; give more than 0")
 
     def agreed(self) -> dict[str, str]:
+        """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""
         return {
             "seed": str(self.seed),
             "checkpoint_every": str(self.checkpoint_every),

@@ -13,6 +13,8 @@ ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
+    """What the environment of a rank says."""
+
     rank: int
     """The number of its slot."""
     assignment: Assignment

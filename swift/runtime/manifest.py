@@ -53,6 +53,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
+    """A state at one version: its skeleton, and the tensors in the skeleton's order."""
+
     version: int
     skeleton: Any
     entries: tuple[TensorEntry, ...]

@@ -135,6 +135,7 @@ class TrainerMetrics:
                         self._noticed = None
 
     def samples(self) -> Samples:
+        """The value of every metric now, by name. Called by the thread that serves them."""
         done = self._progress()
         with self._lock:
             return {

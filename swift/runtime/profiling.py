@@ -128,6 +128,10 @@ class StepProfile:
         self._read[1] += waited_s
 
     def end(self, step: int, *, replay: bool, logged_by: Iterable[RecoveryGroups] = ()) -> None:
+        """The step is done: it counts as a recent one, or (`replay`) as what a recovery has read from the log.
+
+        `logged_by`: the recovery groups that decided what of it was logged.
+        """
         now = time.perf_counter()
         # Between its microbatches a step waits for others. What its thread does itself there counts as well.
         update_s = max(now - self.settled_at, time.thread_time() - self._busy - self.computed_busy_s)

@@ -105,6 +105,7 @@ class Look:
         self.at(f"{name}\0", value)
 
     def at(self, path: str, value: Any, depth: int = 0) -> None:
+        """Makes the signs of `value` and of all that it refers to, at `path`; what is known or told needs none."""
         if value is None or isinstance(value, bool | int | str | bytes | float | complex):
             # (NaN is equal to itself here.)
             self.signs[path] = repr(value) if isinstance(value, float | complex) else value

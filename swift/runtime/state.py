@@ -142,6 +142,10 @@ class TrainerState:
         self.updates.add(optimizer)
 
     def add_object(self, name: str, value: Any) -> None:
+        """Registers an object whose state belongs to the trainer's.
+
+        Raises UsageError: too late, a name that is taken, or no `state_dict` and `load_state_dict`.
+        """
         self._check_early(f"register({name}=...)")
         if name in self.objects:
             raise UsageError(f"register({name}=...) was called twice; use another name")
@@ -215,6 +219,7 @@ class TrainerState:
     # --- one step ---
 
     def begin_step(self) -> None:
+        """Keeps what a step that is cut short must give back."""
         self.updates.begin_step(self.version)
         self.settings.begin_step()
         self._gradients.begin(self._parameters())
@@ -240,6 +245,7 @@ class TrainerState:
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 
     def end_step(self) -> None:
+        """The step is done: what was kept for taking it back is let go, and the version rises by one."""
         self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))
         self._before, self._groups = None, []
         self.settings.end_step()

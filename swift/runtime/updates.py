@@ -154,6 +154,7 @@ class Updates:
     # --- one step ---
 
     def begin_step(self, version: int) -> None:
+        """The step from `version` begins: no bucket is reduced or applied, and journals are empty."""
         self._version = version
         self._launched = self._finished = 0
         self._reduced = self.voting = self.committed = self.begun = False
@@ -474,6 +475,7 @@ class Updates:
         return not self.begun and any(journal.applied for journal in self.journals)
 
     def standing(self, version: int) -> Standing:
+        """What this rank holds if the step from `version` is cut short now, and where it can go."""
         if self.begun:
             return Standing(version=None)
         forward_to, by_all = (version + 1, self._lines) if self.voting else (None, False)

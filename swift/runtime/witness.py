@@ -96,6 +96,7 @@ class Witness:
         self._steps.clear()
 
     def saw(self, kind: str, stage: int, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
+        """Remembers the digest of a tensor, or compares it with the one that this step had before."""
         if self._broken() or _torch.is_transformed():
             return
         seen = Seen(kind, stage, microbatch, slot)

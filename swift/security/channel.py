@@ -66,6 +66,8 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Credentials":
+        """What the SWIFT_ variables name; files are not read yet."""
+
         def path(name: str) -> Path | None:
             return Path(environment[name]) if environment.get(name) else None
 

@@ -126,6 +126,7 @@ def _role(word: str) -> Role:
 
 
 def run(config: TokenConfig) -> None:
+    """The command: makes a key or a token, or keeps one fresh until interrupted. UsageError: an unusable file."""
     if config.new_key is not None:
         signing, verifying = tokens.new_key(config.new_key)
         print(f"keep secret, mint with it: {signing}\ngive to servers (--token-keys): {verifying.parent}")

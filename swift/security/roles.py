@@ -6,6 +6,8 @@ from types import MappingProxyType
 
 
 class Role(StrEnum):
+    """What a token lets its bearer do."""
+
     WRITER = "writer"
     """A rank or a launcher: appends, and speaks to the coordinator as a member."""
     REPLAYER = "replayer"

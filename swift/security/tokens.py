@@ -74,6 +74,8 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigningKey:
+    """A private Ed25519 key; `name` is the `kid` of the tokens that it signs."""
+
     name: str
     private: "Ed25519PrivateKey"
 

@@ -85,6 +85,7 @@ class GlooFabric:
         self._aborted = self._closed = False
 
     def connect(self, store: Store, own: int, size: int, timeout: timedelta) -> "_Connections":
+        """As `Fabric.connect`. A runner builds the group, so that an abort frees whoever waits here."""
         groups: list[Any] = []
 
         def build() -> None:

@@ -136,6 +136,7 @@ class Messages:
             work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Gives `tensor` of index `root` to all, in place."""
         tag = self._next_tag()
         whole = tensor.contiguous()
         if self._own == root:

@@ -27,6 +27,7 @@ class Task:
         self.error: Exception | None = None
 
     def carry_out(self) -> None:
+        """(runner) Runs it; its result or its error wakes whoever waits."""
         # What it refers to goes with it: a thread that lets a process group go while the interpreter ends aborts.
         run, self._run = self._run, None
         assert run is not None
@@ -79,6 +80,7 @@ class Runner:
         self._thread.start()
 
     def submit(self, run: Callable[[], Any]) -> Task:
+        """Queues a call. On a runner that has stopped the task has ended already, with the error."""
         task = Task(run)
         with self._lock:
             stopped = self._stopped

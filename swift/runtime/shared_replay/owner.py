@@ -247,6 +247,10 @@ class Owner:
     # --- what the stages ask ---
 
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
+        """As `Share.begin`: at a step's first forward it tells the helpers, and passes them the weights.
+
+        If this step cannot be shared, the helpers leave, and this rank goes on alone.
+        """
         if self.begun(stage):
             return
         self._begun = self._channel.step
@@ -292,6 +296,7 @@ class Owner:
         return nullcontext() if self._gradients is None else self._gradients.weighing()
 
     def combine(self, stage: Any, scale: int) -> list[tuple[Any, int]]:
+        """As `Share.combine`: when the last stage asks, gradients of all workers are added in order."""
         if not self._sharing or self._gradients is None or self._line is None:
             return [(stage, scale)]
         self._reduced.append((stage, scale))

@@ -28,6 +28,7 @@ class VerifyingCapture:
         self.lacking: list[tuple[str, RecordKey, torch.Tensor]] = []
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
+        """Compares a tensor with the log's digest, or keeps it for the owner. Raises Divergence: other bits."""
         if stream not in self._logged or not self.compares:
             return
         had = self._logged[stream].get(key)
