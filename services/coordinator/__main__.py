@@ -24,10 +24,11 @@ import grpc
 from services.coordinator import commands as m
 from services.coordinator.driver import JOBS_MAX, Driver
 from services.coordinator.logs import LogServers
+from services.coordinator.quiet import QuietSelector
 from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.servicer import Servicer
 from services.coordinator.snapshot import JobSnapshot
-from services.coordinator.store import SqliteStore, StoreFailed
+from services.coordinator.store import MetadataStore, SqliteStore, StoreFailed
 from services.coordinator.timing import LEASE_HEARTBEATS, Timing, usual_log_lost_s
 from services.health import AioHealth
 from services.security import listening
@@ -84,10 +85,23 @@ def main(argv: list[str] | None = None) -> int:
                 if watch is not None:
                     watch.metrics.after_durable(row, persist)
 
-            driver = driver_maker(
-                store, timing, log_servers, arguments.copies, after_durable, arguments.jobs_max
-            )
-            asyncio.run(serve(driver, protection, gate, arguments.address_file, watch))
+            selector = QuietSelector()
+            control = LogServers(timing.log_call_s)
+
+            def make_driver() -> Driver:
+                return Driver(
+                    store,
+                    control,
+                    timing,
+                    log_servers,
+                    copies=arguments.copies,
+                    caught_up=selector.caught_up,
+                    after_durable=after_durable,
+                    jobs_max=arguments.jobs_max,
+                )
+
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+                runner.run(serve(make_driver, store, protection, gate, arguments.address_file, watch))
     except SwiftError as error:
         log.fatal(str(error))
         return error.exit_code
@@ -206,7 +220,7 @@ def open_directory(directory: Path, stack: contextlib.ExitStack) -> SqliteStore:
     except BlockingIOError:
         raise ServiceError(f"--directory {directory}: another coordinator uses it") from None
     try:
-        return stack.enter_context(contextlib.closing(SqliteStore(directory / "coordinator.sqlite")))
+        return SqliteStore(directory / "coordinator.sqlite")
     except StoreFailed as error:
         raise UsageError(f"--directory {directory}: {error}") from None
 
@@ -225,27 +239,6 @@ def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist],
         os.kill(os.getpid(), signal.SIGKILL)
 
     return die
-
-
-def driver_maker(
-    store: SqliteStore,
-    timing: Timing,
-    log_servers: list[LogServer],
-    copies: int,
-    after_durable: Callable[[JobRow, m.Persist], None],
-    jobs_max: int,
-) -> Callable[[], Driver]:
-    """A driver belongs to the loop that it is made on."""
-    control = LogServers(timing.log_call_s)
-    return lambda: Driver(
-        store,
-        control,
-        timing,
-        log_servers,
-        copies=copies,
-        after_durable=after_durable,
-        jobs_max=jobs_max,
-    )
 
 
 class Watch:
@@ -281,13 +274,14 @@ class Watch:
 
 async def serve(
     make_driver: Callable[[], Driver],
+    store: MetadataStore,
     protection: Protection,
     gate: Gate,
     address_file: Path | None,
     watch: Watch | None,
 ) -> None:
     """Serves until SIGTERM. ServiceError: the store failed."""
-    driver = make_driver()
+    driver = make_driver()  # it belongs to this loop
     gate.generation_of = driver.generation_of
     if watch is None:
         servicer = Servicer(driver)
@@ -320,6 +314,7 @@ async def serve(
         await server.stop(grace=STOP_GRACE_S)
         if hide is not None:
             await asyncio.to_thread(hide)  # a scrape under way waits for this loop
+        await store.close()
         events.emit("stopped")
 
 
@@ -357,7 +352,7 @@ async def started(
         checks.statuses.set(service, serving=False)
     port = listening.bind(server, protection)
     try:
-        driver.start()
+        await driver.start()
     except StoreFailed as error:
         raise ServiceError(f"--directory: {error}") from None
     await server.start()

@@ -1,7 +1,8 @@
 """Jobs whose rows in the store are damaged: nothing is done for them, and others are served."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 
+from services.coordinator.parts import decode
 from services.coordinator.row import JobRow
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -17,25 +18,20 @@ class Apart:
     def __init__(self) -> None:
         self._why: dict[str, str] = {}
 
-    def row_of(
-        self, name: str, revision: int, text: str, names_there: Set[str] = frozenset()
-    ) -> JobRow | None:
-        """None: it is damaged, and its job set apart; so is the one that it says to be of, if it has no other row."""
-        names = {name}
+    def row_of(self, name: str, parts: Mapping[str, str]) -> JobRow | None:
+        """None: what these parts say cannot be believed, and the job is set apart."""
         try:
-            row = JobRow.from_json(text)
-            if (row.job, row.revision) == (name, revision):
+            row = decode(name, parts)
+            if row.job == name:
                 return row
-            names |= {row.job} - names_there
-            why = f"it is revision {row.revision} of job {row.job}, and stands for {revision} of {name}"
+            why = f"it is of job {row.job}, and stands for {name}"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             why = f"it cannot be read: {error!r}"
-        for one in sorted(names):
-            self._why[one] = (
-                f"job {one} is set apart, others are served: the coordinator's row of it is damaged ({why}); put a "
-                "copy of coordinator.sqlite back, or start the job under another name with --from-job"
-            )
-            events.emit("job_set_apart", job=one, reason=why)
+        self._why[name] = (
+            f"job {name} is set apart, others are served: the coordinator's row of it is damaged ({why}); put a copy "
+            "of coordinator.sqlite back, or start the job under another name with --from-job"
+        )
+        events.emit("job_set_apart", job=name, reason=why)
         return None
 
     def check(self, name: str) -> None:

@@ -36,7 +36,7 @@ class CheckpointTracker:
     def __init__(self, row: JobRow, steps: StepClock, timing: Timing) -> None:
         self._row = row
         self._steps = steps
-        self._horizon_s = 2 * timing.heartbeat_s
+        self._horizon_s = 2 * timing.interval_s(row.world_size)
         """How old a version may be that heartbeats tell, and how long a View may take."""
         self._widened = 1
         self.unsaved: dict[int, m.Unsaved] = {}
@@ -49,10 +49,10 @@ class CheckpointTracker:
         given_up = durable.generation and durable.generation < row.rolled_back_in
         if durable.version <= newest or durable.version < row.shards_from or given_up:
             return None
-        shards = row.shards.setdefault(durable.version, [])
+        shards = row.shards.get(durable.version, frozenset())
         if durable.sender.rank in shards:
             return None
-        shards.append(durable.sender.rank)
+        shards = row.shards[durable.version] = shards | {durable.sender.rank}
         if len(shards) < row.world_size:
             for version in sorted(row.shards)[:-KEPT_SHARDS]:
                 del row.shards[version]

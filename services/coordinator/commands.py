@@ -193,6 +193,9 @@ class Fail:
 class Tick:
     """Time has passed: leases may have expired."""
 
+    behind: bool = False
+    """What has come since the last one may not have been read: that time counts for no lease."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsFenced:

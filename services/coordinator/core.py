@@ -11,8 +11,9 @@
     (no rank is left) ──all launchers told to stop──> STOPPED ──started again──> FENCING
     (any) ──no plan, no progress, an error──> FAILED ──started again──> FENCING (FORMING: no checkpoint is complete)
 
-Each `become_x` makes one transition: it changes the row, and its effects begin with Persist. `step` makes at
-most one transition. After a crash, `resume` says the effects of the state again: all are idempotent.
+Each `become_x` makes one transition. `step` makes at most one of them; what it has changed in the row is found by
+comparing (`parts.Changes`), and then its effects begin with Persist. After a crash, `resume` says the effects of the
+state again: all are idempotent.
 
 Invariants: the generation only grows, and with every death or refusal; granted <= generation; RUNNING only
 with all ranks ready at one version; a View is a function of the row, so it shows only what is durable; so many
@@ -20,6 +21,7 @@ generations at most without a death and without a new version (`setbacks`).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from services.coordinator import commands as m
 from services.coordinator import exactness
@@ -34,12 +36,19 @@ from services.coordinator.command_checks import (
 )
 from services.coordinator.commands import Effect, Refusal, Refused
 from services.coordinator.endings import UNLIKE_CODE
-from services.coordinator.lives import begin_again, check_start, note_run, note_stop, starts_again
+from services.coordinator.lives import (
+    begin_again,
+    check_start,
+    first_row,
+    note_run,
+    note_stop,
+    starts_again,
+)
 from services.coordinator.log_end import ends_next, is_ready
 from services.coordinator.messages_text import exit_words, report_fields, versions_words
 from services.coordinator.origins import begin, check_origin
 from services.coordinator.planning import count_refusal, decide, give_up_log, stages_problem
-from services.coordinator.row import Holder, JobRow, LogServer, State
+from services.coordinator.row import Holder, LogServer, State
 from services.coordinator.setbacks import launcher_code
 from services.coordinator.timing import Timing
 from services.coordinator.transitions import Transitions
@@ -55,15 +64,19 @@ class Job(Transitions):
     ) -> "Job":
         """The job that a first Join makes. `step` it with that Join."""
         check_first(join)
-        row = JobRow.first(job, log_servers, join, copies)
+        row = first_row(job, log_servers, join, copies)
         begin(row, join.origin)
         return Job(row, timing, now, log_servers)
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """The effects of a command. Refusal: it was not taken, and nothing has changed."""
+        effects = self._take(command, now)
+        return [*self._persist(), *effects]
+
+    def _take(self, command: m.Command, now: float) -> list[Effect]:
         match command:
             case m.Tick():
-                return self._tick(now)
+                return self._tick(now, behind=command.behind)
             case m.Heartbeat():
                 return self._heartbeat(command, now)
             case m.Join():
@@ -132,11 +145,15 @@ class Job(Transitions):
 
     def relocate(self, log_servers: Mapping[int, LogServer]) -> list[Effect]:
         """These are the same ones under other addresses."""
-        for number, server in log_servers.items():
-            known = self.row.log_servers[number]
-            known.address, known.host = server.address, server.host
-        self.row.blocked = {}
-        return [self._persist(), m.PublishView()]
+        row = self.row
+        row.log_servers = [
+            replace(known, address=moved.address, host=moved.host)
+            if (moved := log_servers.get(number))
+            else known
+            for number, known in enumerate(row.log_servers)
+        ]
+        row.blocked = {}
+        return [*self._persist(), m.PublishView()]
 
     # --- commands of members ---
 
@@ -165,7 +182,7 @@ class Job(Transitions):
         joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
         if first:
             return [*self._transition(), joined, *self._fence_logs()]
-        return [self._persist(), joined, m.PublishView()]
+        return [joined, m.PublishView()]
 
     def _start_again(self, join: m.Join, now: float) -> list[Effect]:
         row = self.row
@@ -236,7 +253,7 @@ class Job(Transitions):
             return []
         row.reports[holder.rank] = report
         fetch = [m.FetchInventory(generation=row.generation)] if self._all_reported() else []
-        return [self._persist(), self._event("reported", **report_fields(report)), *fetch]
+        return [self._event("reported", **report_fields(report)), *fetch]
 
     def _ready(self, ready: m.Ready, now: float) -> list[Effect]:
         row = self.row
@@ -251,7 +268,7 @@ class Job(Transitions):
             row.stages[rank] = list(ready.stages)
             row.stage_shards[rank] = ready.shard
         is_ready(row, ready)
-        return self._run_if_ready(now) or [self._persist()]
+        return self._run_if_ready(now)
 
     def _run_if_ready(self, now: float) -> list[Effect]:
         row = self.row
@@ -285,9 +302,9 @@ class Job(Transitions):
         logged, complete = self.regroup.logged(durable), self.checkpoints.count(durable)
         in_force = [self._groups_event()] if self.regroup.settle() else []
         if not (complete or logged):
-            return [] if complete is None else [self._persist()]
+            return []
         event = [self._event("checkpoint_complete", version=durable.version)] if complete else []
-        return [self._persist(), *event, *in_force, m.PublishView(), *(self._trim() if complete else [])]
+        return [*event, *in_force, m.PublishView(), *(self._trim() if complete else [])]
 
     def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:
         if ask.sender is None:
@@ -317,7 +334,7 @@ class Job(Transitions):
                 told.append(
                     self._event("ends_early", rank=rank, version=finish.version, reason=finish.reason)
                 )
-            return [self._persist(), *told, *([m.PublishView()] if ends else [])]
+            return [*told, *([m.PublishView()] if ends else [])]
         if len(set(row.finished.values())) > 1:
             return self.become_failed(f"ranks finished at different versions: {versions_words(row.finished)}")
         return self.become_finished()
@@ -338,8 +355,8 @@ class Job(Transitions):
         event = self._event("launcher_stopped", run=stop.run, reason=stop.reason)
         all_are = note_stop(row, stop.run)
         running = row.state in (State.RUNNING, State.RECOVERING)
-        effects = [self._persist()] if running or not all_are else self.become_stopped(stop.reason)
-        return [*effects, event]
+        stopped = [] if running or not all_are else self.become_stopped(stop.reason)
+        return [*stopped, event]
 
     # --- deaths ---
 
@@ -354,8 +371,9 @@ class Job(Transitions):
             return [self._event("member_exited", **said, held=False)]
         why = exit_words(exited.exit_code)
         if exited.exit_code == 0 and (rank in row.finished or row.state is State.FINISHED):
-            holder.gone = True
-            return [event, self._persist()]
+            row.holders[rank] = replace(holder, gone=True)
+            self.leases.forget(rank)
+            return [event]
         if row.state is State.FINISHED:
             return [event, *self._lost_after_the_end(rank, why)]
         if ends := self.setbacks.exit(rank, exited.exit_code):
@@ -370,16 +388,19 @@ class Job(Transitions):
         self.leases.forget(rank)
         return self._told([self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why)])
 
-    def _tick(self, now: float) -> list[Effect]:
+    def _tick(self, now: float, *, behind: bool) -> list[Effect]:
         looked, self._looked = self._looked, now
         if now - looked > self._timing.stall_s:
             # This process was stopped, or its disk was: the silence was not the ranks'.
             self.leases.start_afresh(now)
             self.places.start_afresh(now)
+        elif behind:
+            self.leases.stand_still(now - looked)
+            self.places.stand_still(now - looked)
         if self.row.state.is_over:
             return []
-        there = [rank for rank, holder in self.row.holders.items() if not holder.gone]
-        late = self.leases.overdue(there, self._timing.lease_s, now)
+        late = self.leases.overdue(self._timing.lease_s, now)
+        late = {rank: why for rank, why in late.items() if not self.row.holders[rank].gone}
         lost = self.places.overdue(now) if self.row.state is not State.FORMING else {}
         if not late and not lost:
             why = self.suspicions.due(self.row, self._timing.suspicion_s, now) or self.endings.due(now)
@@ -405,7 +426,7 @@ class Job(Transitions):
         row.blocked = {}
         if row.state is State.FENCING:
             return [*self.become_planning(), *came]
-        return self._run_if_ready(now) or [self._persist(), m.PublishView()]
+        return self._run_if_ready(now) or [m.PublishView()]
 
     def _logs_blocked(self, blocked: m.LogsBlocked) -> list[Effect]:
         row = self.row
@@ -449,7 +470,7 @@ class Job(Transitions):
         if not row.plan.gives_up_log:
             return self.become_recovering()
         give_up_log(row, row.plan)
-        return [self._persist(), m.ResetLogs(generation=row.generation)]
+        return [m.ResetLogs(generation=row.generation)]
 
     def _logs_reset(self, reset: m.LogsReset) -> list[Effect]:
         row = self.row

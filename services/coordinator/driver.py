@@ -1,16 +1,21 @@
 """Driver: carries out the effects of all jobs, on one asyncio loop.
 
-One command is taken at a time: its row is durable, its view published and its questions to the log servers on
-their way before the next one. Log servers are asked in threads; what they answer comes back as commands.
+It works in turns: the commands that have come since the last one are taken, what they have changed is made durable in
+one transaction, and then it is published, log servers are asked, and all commands are answered. A turn ends with a
+transition, so each state is durable and seen by itself. Nothing is taken while the store writes.
+
+Log servers are asked in threads; what they answer comes back as commands.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.coordinator import commands as m
 from services.coordinator import origins
@@ -23,10 +28,11 @@ from services.coordinator.lives import starts_again
 from services.coordinator.logs import Answered, GenerationRefused, JobForgotten, LogControl, Unfit
 from services.coordinator.meeting import Meetings
 from services.coordinator.messages_text import waiting_for
+from services.coordinator.parts import ROOT, by_job, row_key
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.sharing import Sharing
 from services.coordinator.snapshot import JobSnapshot
-from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed
+from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed, Transaction
 from services.coordinator.timing import Timing
 from services.coordinator.views import measurements_of, status_of, summary_of, view_of
 from swift import events
@@ -41,11 +47,15 @@ RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
 ERRORS_MAX = 10
 """So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
+SOON_S = 0.05
+"""How long a View waits for more that is new, if the state is as it was: n ranks that join are not n Views for each."""
 SHOWN_S = 5.0
 """How long a View may name a rank as waited for that has reported, or is ready: to show each at once would wake all."""
 JOBS_MAX = 1024
 JOBS_SHOWN_MAX = 4096
 """In one answer, which gRPC's clients take up to 4 MiB of."""
+
+STOPS = "the coordinator is shutting down"
 
 T = TypeVar("T")
 
@@ -78,6 +88,7 @@ class Driver:
         *,
         copies: int = 1,
         clock: Callable[[], float] = events.now,
+        caught_up: Callable[[], bool] = lambda: True,
         after_durable: Callable[[JobRow, m.Persist], None] = lambda row, persist: None,
         jobs_max: int = JOBS_MAX,
     ) -> None:
@@ -89,16 +100,28 @@ class Driver:
         self._log_servers = log_servers
         self._copies = copies
         self._clock = clock
+        self._caught_up = caught_up
+        """Whether all that had come was read, at some moment since this was asked last."""
         self._after_durable = after_durable
         self._jobs_max = jobs_max
         # Calls may hang until their timeout: what a recovery waits for does not queue behind a question about space.
         self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="logs")
         self._pollers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="space")
         self._jobs: dict[str, Job] = {}
-        self._stored: dict[str, int] = {}
+        self._revisions: dict[str, int] = {}
+        """Of the part of each job that is written with all others: the store's."""
+        self._queue: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        """Work that waits for a turn, and who waits for it."""
+        self._effects: list[tuple[Job, m.Effect]] = []
+        """Of this turn, once it is durable."""
+        self._turn_ends = False
+        """A state was entered in it."""
+        self._turns: asyncio.Task[None] | None = None
         self._views: dict[str, pb.View] = {}
         self._shown_at: dict[str, float] = {}
         self._stopping = False
+        self._waking: set[str] = set()
+        """Jobs whose watchers will be woken soon."""
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
@@ -107,22 +130,23 @@ class Driver:
         self.apart = Apart()
         self._meetings = Meetings(clock())
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Loads all jobs and says their effects again. A row that is damaged is that job's trouble: it is set apart.
         StoreFailed; UsageError: the log servers do not fit."""
-        stored = self._store.load()
-        for name, (revision, text) in stored.items():
-            row = self.apart.row_of(name, revision, text, stored.keys())
+        for name, parts in by_job(await self._store.read(ROOT)).items():
+            values = {key: stored.value for key, stored in parts.items()}
+            row = self.apart.row_of(name, values)
             if row is None:
                 continue
-            self._stored[name] = revision
-            job = self._jobs[name] = Job(row, self.timing, self._clock(), self._log_servers)
-            self._relocate(job)
+            self._revisions[name] = parts[row_key(name)].revision
+            job = self._jobs[name] = Job(row, self.timing, self._clock(), self._log_servers, values)
+            moved = self._relocated(job)
             self._publish(row)
             events.emit(
                 "resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason
             )
-            self._carry_out(job, job.resume())
+            self._effects += [(job, effect) for effect in (*moved, *job.resume())]
+        await self._in_turn(lambda: None)
 
     def _job(self, name: str) -> Job:
         """NoSuchJob, JobApart."""
@@ -132,20 +156,19 @@ class Driver:
             raise NoSuchJob(name)
         return job
 
-    def _relocate(self, job: Job) -> None:
+    def _relocated(self, job: Job) -> list[m.Effect]:
         """Log servers may come back under other addresses; a stream's place is a position in their list."""
         row = job.row
         named = {server.address for server in self._log_servers}
         known = {server.address: number for number, server in enumerate(row.log_servers)}
         if row.state.is_over or set(row.addresses()) <= named <= set(known):
-            return
+            return []
         # Those that are lost may be left out. One that came for another one is named in its place, or as it came.
         for numbers in (job.places.by_origin(), row.living(), range(len(row.log_servers))):
             moved = dict(zip(numbers, self._log_servers, strict=False))
             others = [known.get(server.address, number) for number, server in moved.items()]
             if len(named) == len(numbers) and others == list(moved):
-                self._carry_out(job, job.relocate(moved))
-                return
+                return job.relocate(moved)
         kept = ",".join(row.log_servers[number].address for number in job.places.by_origin())
         raise UsageError(
             f"--log-servers names {','.join(sorted(named))}, job {row.job} is kept on {kept}: "
@@ -155,12 +178,18 @@ class Driver:
     async def run_ticks(self) -> None:
         while True:
             await asyncio.sleep(self.timing.tick_s)
-            self.tick()
+            with contextlib.suppress(Unavailable):  # `failed`, or `stop`, says so
+                await self.tick()
 
-    def tick(self) -> None:
-        """Leases may have run out; the log servers are asked how they are."""
+    async def tick(self) -> None:
+        """Leases may have run out: it is looked at once all that had come before was taken. The log servers are asked
+        how they are."""
+        await self._in_turn(self._tick)
+
+    def _tick(self) -> None:
+        tick = m.Tick(behind=not self._caught_up())
         for job in list(self._jobs.values()):
-            self._step(job, m.Tick(), self._clock())
+            self._step(job, tick)
             self._look_at_logs(job)
             self._show_who_is_late(job)
         self._meetings.look(self._clock(), self.timing.stall_s)
@@ -176,7 +205,7 @@ class Driver:
     def _show_who_is_late(self, job: Job) -> None:
         shown, at = self._views[job.row.job], self._shown_at.get(job.row.job, -math.inf)
         if self._clock() - at >= SHOWN_S and shown.waiting_for != waiting_for(job.row):
-            self._publish(job.row)
+            self._effects.append((job, m.PublishView()))
 
     def stop(self) -> None:
         """Ends the views under way and the questions to log servers."""
@@ -188,13 +217,23 @@ class Driver:
             sharing.end()
         for task in self._tasks.values():
             task.cancel()
+        for _, answer in self._queue:
+            if not answer.done():
+                answer.set_exception(Unavailable(STOPS))
+        self._queue.clear()
         for pool in (self._threads, self._pollers):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # --- for the servicer ---
 
-    def join(self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True) -> pb.View:
-        """`may_see`: whether the caller may know of another job."""
+    async def join(
+        self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True
+    ) -> pb.View:
+        """`may_see`: whether the caller may know of another job. Raises as `apply`, and TooMany."""
+        await self._in_turn(lambda: self._join(name, join, may_see))
+        return self._views[name]
+
+    def _join(self, name: str, join: m.Join, may_see: Callable[[str], bool]) -> None:
         self.apart.check(name)
         job = self._jobs.get(name)
         if job is None or starts_again(job.row, join):
@@ -207,22 +246,24 @@ class Driver:
                 join = replace(join, origin=chosen)
         if job is None:
             job = Job.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
-            self._step(job, join, self._clock())
+            self._step(job, join)
             self._jobs[name] = job
         else:
-            self.apply(name, join)
-        return self._views[name]
+            self._step(job, join)
 
-    def apply(self, name: str, command: m.Command) -> Job:
+    async def apply(self, name: str, command: m.Command) -> Job:
         """Takes a command; when it returns, all that it changed is durable. Refusal, NoSuchJob, Unavailable."""
-        job = self._job(name)
-        now = self._clock()
-        self._step(job, m.Tick(), now)
-        self._step(job, command, now)
-        return job
 
-    def status(self, name: str) -> pb.StatusReply:
-        return status_of(self._job(name), self._clock())
+        def work() -> Job:
+            job = self._job(name)
+            self._step(job, command)
+            return job
+
+        return await self._in_turn(work)
+
+    async def status(self, name: str) -> pb.StatusReply:
+        """In a turn: it shows nothing that is not durable."""
+        return await self._in_turn(lambda: status_of(self._job(name), self._clock()))
 
     def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
         """Those that the asker may see, as many as an answer takes."""
@@ -278,33 +319,116 @@ class Driver:
             if not self._watchers[name]:
                 del self._watchers[name]
 
-    # --- effects ---
+    # --- turns ---
 
-    def _step(self, job: Job, command: m.Command, now: float) -> None:
+    async def _in_turn(self, work: Callable[[], T]) -> T:
+        """What `work` gives, or raises, once all that it has changed is durable."""
+        self._check_up()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.append((work, answer))
+        if self._turns is None:
+            self._turns = asyncio.create_task(self._take_turns())
+        return await answer
+
+    def _check_up(self) -> None:
+        """Raises Unavailable."""
         if self.failed.done():
             raise Unavailable(self.failed.result())
         if self._stopping:
-            raise Unavailable("the coordinator is shutting down")
+            raise Unavailable(STOPS)
+
+    async def _take_turns(self) -> None:
         try:
-            self._carry_out(job, job.step(command, now))
-        except (Refusal, Unavailable):
+            while self._queue:
+                await self._take_turn()
+        except Exception as error:
+            logger.exception("in a turn")
+            self._fail(f"{type(error).__name__} in a turn: {error}")
+        finally:
+            self._turns = None
+
+    async def _take_turn(self) -> None:
+        answers: list[tuple[asyncio.Future[Any], Any, Exception | None]] = []
+        self._turn_ends = False
+        while self._queue and not self._turn_ends:
+            work, answer = self._queue.popleft()
+            try:
+                answers.append((answer, work(), None))
+            except Exception as error:  # noqa: BLE001  (for whoever waits for the answer)
+                answers.append((answer, None, error))
+        effects, self._effects = self._effects, []
+        try:
+            await self._make_durable({job.row.job: job for job, effect in effects if _persists(effect)})
+        except Unavailable as unavailable:
+            # Whatever was decided in this turn, a refusal as well, is as if it had not been.
+            answers = [
+                (answer, None, unavailable if bug is None or isinstance(bug, Refusal) else bug)
+                for answer, _, bug in answers
+            ]
+        else:
+            self._carry_out(effects)
+        for answer, result, why_not in answers:
+            if answer.done():  # nobody waits for it any more
+                continue
+            if why_not is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(why_not)
+
+    def _step(self, job: Job, command: m.Command) -> None:
+        """(in a turn)"""
+        self._check_up()
+        try:
+            effects = job.step(command, self._clock())
+        except Refusal:
             raise
         except Exception as error:
             # Memory may be half-way; what is durable is not. Another process goes on from there.
             self._fail(f"{type(error).__name__} at {type(command).__name__} for job {job.row.job}: {error}")
             raise
+        self._effects += [(job, effect) for effect in effects]
+        self._turn_ends = self._turn_ends or any(
+            isinstance(effect, m.Persist) and effect.entered is not None for effect in effects
+        )
+
+    async def _make_durable(self, jobs: Mapping[str, Job]) -> None:
+        """Unavailable: it cannot be, and this process must end."""
+        self._check_up()
+        puts, deletes = dict[str, str](), list[str]()
+        for job in jobs.values():
+            changed, gone = job.changes.take()
+            puts |= changed
+            deletes += gone
+        if not puts:
+            return
+        expected = {row_key(name): self._revisions.get(name, 0) for name in jobs}
+        try:
+            revision = await self._store.commit(Transaction(expected=expected, puts=puts, deletes=deletes))
+        except (StoreConflict, StoreFailed) as error:
+            reason = f"job {', '.join(jobs)} cannot be made durable: {error}"
+            self._fail(reason)
+            raise Unavailable(reason) from error
+        self._revisions.update(dict.fromkeys(jobs, revision))
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
             self.failed.set_result(reason)
 
-    def _carry_out(self, job: Job, effects: list[m.Effect]) -> None:
-        for effect in effects:
+    # --- effects ---
+
+    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect]]) -> None:
+        """(all of a turn, once it is durable)"""
+        if self._stopping:
+            return
+        published: set[str] = set()
+        for job, effect in effects:
             match effect:
                 case m.Persist():
-                    self._persist(job.row, effect)
+                    self._after_durable(job.row, effect)
                 case m.PublishView():
-                    self._publish(job.row)
+                    if job.row.job not in published:
+                        self._publish(job.row)
+                        published.add(job.row.job)
                 case m.Emit():
                     events.emit(effect.event, **effect.fields)
                 case m.FenceLogs():
@@ -316,25 +440,25 @@ class Driver:
                 case m.TrimLogs():
                     self._ask(job, "trim", self._trim(job, effect.below_step))
 
-    def _persist(self, row: JobRow, persist: m.Persist) -> None:
-        expected = self._stored.get(row.job, 0)
-        try:
-            self._store.save(row.job, row.to_json(), expected_revision=expected, revision=row.revision)
-        except (StoreConflict, StoreFailed) as error:
-            reason = f"job {row.job} cannot be made durable: {error}"
-            self._fail(reason)
-            raise Unavailable(reason) from error
-        self._stored[row.job] = row.revision
-        self._after_durable(row, persist)
-
     def _publish(self, row: JobRow) -> None:
-        self._views[row.job], self._shown_at[row.job] = view_of(row), self._clock()
+        before = self._views.get(row.job)
+        view = self._views[row.job] = view_of(row)
+        self._shown_at[row.job] = self._clock()
         sharing = self._sharing.get(row.job)
         if sharing is not None and row.state.is_over:
             self._sharing.pop(row.job).end()
         elif sharing is not None and sharing.generation < row.generation:
             sharing.begin(row.generation)
-        for changed in self._watchers.get(row.job, ()):
+        if before is None or (view.generation, view.state) != (before.generation, before.state):
+            self._wake(row.job)
+        elif row.job not in self._waking:
+            self._waking.add(row.job)
+            asyncio.get_running_loop().call_later(SOON_S, self._wake, row.job)
+
+    def _wake(self, name: str) -> None:
+        """All that watch the job look at its newest View."""
+        self._waking.discard(name)
+        for changed in self._watchers.get(name, ()):
             changed.set()
 
     def _ask(self, job: Job, kind: str, question: Coroutine[None, None, None]) -> None:
@@ -360,12 +484,12 @@ class Driver:
     async def _fence(self, job: Job, generation: int) -> None:
         calls = self._calls(job, generation, to_fence(job))
         if await self._ask_all(job, generation, calls) is not None:
-            self.apply(job.row.job, m.LogsFenced(generation=generation))
+            await self.apply(job.row.job, m.LogsFenced(generation=generation))
 
     async def _reset(self, job: Job, generation: int) -> None:
         calls = self._calls(job, generation, to_give_up(job))
         if await self._ask_all(job, generation, calls) is not None:
-            self.apply(job.row.job, m.LogsReset(generation=generation))
+            await self.apply(job.row.job, m.LogsReset(generation=generation))
 
     def _calls(self, job: Job, generation: int, calls: Mapping[str, Sequence[Call]]) -> Callable[[str], None]:
         name = job.row.job
@@ -387,7 +511,7 @@ class Driver:
 
         answers = await self._ask_all(job, generation, inventory)
         if answers is not None:
-            self.apply(name, m.InventoryTaken(generation=generation, servers=answers))
+            await self.apply(name, m.InventoryTaken(generation=generation, servers=answers))
 
     async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
         """The answer of every log server in use; None: nobody needs it any more, or one refused the generation, and the
@@ -406,7 +530,7 @@ class Driver:
             overtaken = True
         for refusal in refusals[:1]:
             unfit = isinstance(refusal, Unfit)
-            self._refused(job, generation, refusal.address, str(refusal), unfit=unfit)
+            await self._refused(job, generation, refusal.address, str(refusal), unfit=unfit)
         if refusals or overtaken:
             return None
         return {address: task.result() for address, task in tasks.items()}
@@ -426,10 +550,12 @@ class Driver:
                 refusal.address = address
                 raise
             except JobForgotten:
-                self._begin_anew(job, generation, address)
+                await self._begin_anew(job, generation, address)
                 raise _Overtaken from None
             except ServiceError as error:
-                self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=str(error)))
+                await self.apply(
+                    name, m.LogsBlocked(generation=generation, address=address, reason=str(error))
+                )
                 errors = errors + 1 if isinstance(error, Answered) else 0
                 if errors >= ERRORS_MAX:
                     unfit = Unfit(f"{error} ({errors} times in a row)")
@@ -438,8 +564,8 @@ class Driver:
                 await asyncio.sleep(pause_s)
                 pause_s = min(RETRY_LAST_S, 2 * pause_s)
             else:
-                self.apply(name, m.LogHeard(address=address))
-                self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
+                await self.apply(name, m.LogHeard(address=address))
+                await self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
                 return answer
 
     async def _in_thread(self, call: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
@@ -456,16 +582,16 @@ class Driver:
                     lambda: self._logs.space(address, name, generation), self._pollers
                 )
             except Unfit as unfit:
-                self._refused(job, generation, address, str(unfit), unfit=True)
+                await self._refused(job, generation, address, str(unfit), unfit=True)
                 return
             except ServiceError as error:
                 logger.info("log server %s does not say how much room it has: %s", address, error)
                 return
-            self.apply(name, m.LogHeard(address=address))
+            await self.apply(name, m.LogHeard(address=address))
             if space.unknown and granted == generation:
-                self._begin_anew(job, generation, address)
+                await self._begin_anew(job, generation, address)
             if space.wants_checkpoint:
-                self.apply(
+                await self.apply(
                     name,
                     m.LogsPressed(
                         address=address,
@@ -478,16 +604,16 @@ class Driver:
             for address in job.row.addresses():
                 group.create_task(one(address))
 
-    def _refused(self, job: Job, generation: int, address: str, reason: str, *, unfit: bool) -> None:
-        self.apply(
+    async def _refused(self, job: Job, generation: int, address: str, reason: str, *, unfit: bool) -> None:
+        await self.apply(
             job.row.job,
             m.LogsRefused(generation=generation, reason=reason, address=address, unfit=unfit),
         )
 
-    def _begin_anew(self, job: Job, generation: int, address: str) -> None:
+    async def _begin_anew(self, job: Job, generation: int, address: str) -> None:
         change = used_anew(job, generation, address)
         if change is not None:
-            self.apply(job.row.job, change)
+            await self.apply(job.row.job, change)
 
     async def _trim(self, job: Job, below_step: int) -> None:
         """A few times only: the next checkpoint trims again, and records too many do no harm."""
@@ -506,3 +632,7 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             for address in job.row.addresses():
                 group.create_task(one(address))
+
+
+def _persists(effect: m.Effect) -> bool:
+    return isinstance(effect, m.Persist)

@@ -63,14 +63,16 @@ class Endings:
     def due(self, now: float) -> str:
         """Why a generation is made, so that all come to the end. Empty: none is."""
         row, end = self._row, self._row.end
+        if end is None:  # of most jobs, always
+            self._stands_since = None
+            return ""
         late = [rank for rank in range(row.world_size) if rank not in row.finished]
         stands = (
-            end is not None
-            and row.state is State.RUNNING
+            row.state is State.RUNNING
             and end.version in row.finished.values()
             and all(self._steps.version(rank) >= end.version for rank in late)
         )
-        if end is None or not stands:
+        if not stands:
             self._stands_since = None
             return ""
         since = self._stands_since = now if self._stands_since is None else self._stands_since

@@ -25,6 +25,19 @@ LASTING = ("replicas", "shards")
 """What a checkpoint's shards were made by: a new start cannot have it otherwise."""
 
 
+def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: int) -> JobRow:
+    """What the Join that makes a job begins with."""
+    return JobRow(
+        job=job,
+        world_size=join.world_size,
+        config=dict(join.config),
+        fingerprint=dict(join.fingerprint),
+        log_servers=list(log_servers),
+        copies=copies,
+        groups=join.config.get("groups", ""),
+    )
+
+
 def starts_again(row: JobRow, join: m.Join) -> bool:
     """A launcher that this job, which is over, has not had."""
     return row.state.is_over and bool(join.run) and join.run not in row.runs

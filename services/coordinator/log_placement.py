@@ -14,6 +14,8 @@ is any while none of them answers: it may be this process that is cut off.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from services.coordinator import commands as m
 from services.coordinator.leases import Leases
@@ -43,6 +45,9 @@ class Places:
 
     def start_afresh(self, now: float) -> None:
         self._leases.start_afresh(now)
+
+    def stand_still(self, seconds: float) -> None:
+        self._leases.stand_still(seconds)
 
     def forget_all(self) -> None:
         """The row is given other servers, by which their numbers begin anew."""
@@ -90,7 +95,8 @@ class Places:
 
     def seat(self, rank: int, host: str) -> None:
         """A process on `host` holds the rank. Its predecessor's records stay where they are."""
-        self._row.placement.setdefault(rank, RankLogs(host=host)).host = host
+        placement = self._row.placement
+        placement[rank] = replace(placement.get(rank, RankLogs(host=host)), host=host)
         if len(self._row.placement) == self._row.world_size:
             self._place()
 
@@ -100,9 +106,10 @@ class Places:
         lost = {number: change.why or "was given up by an operator"} if number is not None else {}
         if not change.add or self.number_of(change.add) not in (None, *lost):
             return False, lost
-        came = LogServer(address=change.add, host=change.add_host, fresh=True)
-        came.instead_of = self._gap(change.lost)
-        self._row.log_servers.append(came)
+        came = LogServer(
+            address=change.add, host=change.add_host, fresh=True, instead_of=self._gap(change.lost)
+        )
+        self._row.log_servers = [*self._row.log_servers, came]
         self._leases.hear(len(self._row.log_servers) - 1, now)
         if not lost:  # else it takes the place of those
             self._place()
@@ -112,14 +119,16 @@ class Places:
         """In words."""
         row = self._row
         for number, why in lost.items():
-            row.log_servers[number].lost = why
+            self._replace(number, lost=why)
             self._leases.forget(number)
-        for logs in row.placement.values():
+        for rank, logs in row.placement.items():
             gone = [copy.server for copy in logs.copies if copy.server in lost]
-            before = _begins(logs)
-            logs.copies = [copy for copy in logs.copies if copy.server not in lost]
-            if gone and _begins(logs) > before:
-                logs.lost = "; ".join(self._lost_words(number) for number in gone)
+            if not gone:
+                continue
+            left = replace(logs, copies=tuple(copy for copy in logs.copies if copy.server not in lost))
+            if _begins(left) > _begins(logs):
+                left = replace(left, lost="; ".join(self._lost_words(number) for number in gone))
+            row.placement[rank] = left
         self._place()
         return {number: self._lost_words(number) for number in lost}
 
@@ -135,14 +144,21 @@ class Places:
         for rank, chosen in place(senders, servers, row.copies, row.job).items():
             logs = row.placement[rank]
             held = {copy.server: copy for copy in logs.copies}
-            logs.copies = [held.get(number) or Copy(server=number) for number in chosen]
+            copies = tuple(held.get(number) or Copy(server=number) for number in chosen)
+            if copies != logs.copies:
+                row.placement[rank] = replace(logs, copies=copies)
+
+    def _replace(self, number: int, **changes: Any) -> None:
+        servers = list(self._row.log_servers)
+        servers[number] = replace(servers[number], **changes)
+        self._row.log_servers = servers
 
     def granted(self) -> list[int]:
         """All hold the generation, and those that came are empty: from now on what is written there stays.
         Gives those."""
         came = self.fresh()
         for number in came:
-            self._row.log_servers[number].fresh = False
+            self._replace(number, fresh=False)
         return came
 
     def fresh(self) -> list[int]:
@@ -187,20 +203,22 @@ class Places:
 
         Why the log cannot feed a replay from the newest complete checkpoint; empty: it can, for all that is known.
         """
-        for logs in self._row.placement.values():
-            for copy in logs.copies:
-                if copy.whole_from is None:
-                    copy.whole_from = version
+        for rank, logs in self._row.placement.items():
+            if any(copy.whole_from is None for copy in logs.copies):
+                whole = tuple(
+                    replace(copy, whole_from=version) if copy.whole_from is None else copy
+                    for copy in logs.copies
+                )
+                self._row.placement[rank] = replace(logs, copies=whole)
         newest = max(self._row.checkpoints, default=0)
         late = {logs.lost for logs in self._row.placement.values() if logs.copies and _begins(logs) > newest}
         return "; ".join(sorted(filter(None, late)))
 
     def empty(self) -> None:
         """The job's records are dropped everywhere: what is written from now on is whole."""
-        for logs in self._row.placement.values():
-            logs.lost = ""
-            for copy in logs.copies:
-                copy.whole_from = 0
+        for rank, logs in self._row.placement.items():
+            copies = tuple(replace(copy, whole_from=0) for copy in logs.copies)
+            self._row.placement[rank] = replace(logs, copies=copies, lost="")
 
     # --- what is left ---
 

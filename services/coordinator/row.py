@@ -1,24 +1,14 @@
-"""JobRow: all that is durable of one job, and its JSON.
+"""JobRow: all that is durable of one job (`parts` has how it is stored).
 
 What a View shows is a function of this row, so nothing can be shown that is not durable.
 """
 
 import enum
-import json
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
 
-import crc32c
-
-from swift.recovery import Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
-
-if TYPE_CHECKING:
-    from services.coordinator import commands as m
-
-FORMAT = 3
-_CHECKSUM = re.compile(r',"crc32c":"([0-9a-f]{8})"\}$')
+from services.coordinator.tables import Table
+from swift.recovery import Plan, Refusals, Report
 
 
 class State(enum.StrEnum):
@@ -54,7 +44,7 @@ class IllegalTransition(AssertionError):
     """A bug of the core."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
     """A process that holds (or held) a rank."""
 
@@ -70,7 +60,7 @@ class Holder:
         return self.incarnation == incarnation if incarnation else self.pid == pid
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogServer:
     """A log server, for good: its number is its place in `JobRow.log_servers`."""
 
@@ -85,7 +75,7 @@ class LogServer:
     """The number of the lost one that it came to replace."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
     """The streams of one rank on one log server."""
 
@@ -94,13 +84,13 @@ class Copy:
     """The step from which on it was written; None: the generation that began it has not got to RUNNING."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankLogs:
     """Where the streams that a rank writes are kept."""
 
     host: str
     """The rank's machine."""
-    copies: list[Copy] = field(default_factory=list)
+    copies: tuple[Copy, ...] = ()
     lost: str = ""
     """Why older records are gone: all servers that had them are lost."""
 
@@ -128,7 +118,7 @@ class End:
 
 @dataclass(kw_only=True, slots=True)
 class JobRow:
-    """All durable state of a job."""
+    """All durable state of a job. Its fields, and entries of its tables, are replaced; nothing in them is changed."""
 
     job: str
     world_size: int
@@ -138,7 +128,7 @@ class JobRow:
     """All there ever were; their numbers do not change."""
     copies: int = 1
     """On how many of them each stream is wanted."""
-    placement: dict[int, RankLogs] = field(default_factory=dict)
+    placement: dict[int, RankLogs] = field(default_factory=Table)
     """rank -> where its streams are; from the moment that all have joined."""
 
     state: State = State.FORMING
@@ -148,28 +138,28 @@ class JobRow:
     reason: str = ""
     """Why this generation was made, or why the job failed."""
 
-    holders: dict[int, Holder] = field(default_factory=dict)
+    holders: dict[int, Holder] = field(default_factory=Table)
     """The live holder of each rank."""
     fenced: list[Holder] = field(default_factory=list)
     """Incarnations that must not run."""
     num_stages: int = 0
-    stages: dict[int, list[int]] = field(default_factory=dict)
-    stage_shards: dict[int, int] = field(default_factory=dict)
+    stages: dict[int, list[int]] = field(default_factory=Table)
+    stage_shards: dict[int, int] = field(default_factory=Table)
     """Which shard of the state of its stages each rank holds."""
     granted: int = 0
     """The newest generation that every log server holds. granted <= generation."""
-    blocked: dict[str, str] = field(default_factory=dict)
+    blocked: dict[str, str] = field(default_factory=Table)
     """Log servers that do not answer, with the reason."""
 
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=Table)
     """Of this generation: what each rank holds and can get to."""
-    ready: dict[int, int] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=Table)
     """Of this generation: the version each rank is ready at."""
     off_log: list[int] = field(default_factory=list)
     """Of this generation: those that are ready, but not with what the log leads to."""
-    finished: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, int] = field(default_factory=Table)
     """Of this generation: the version each rank finished at."""
-    called: dict[int, bool] = field(default_factory=dict)
+    called: dict[int, bool] = field(default_factory=Table)
     """Of those that have done the last step: whether it was ended there by their own trainer's word."""
     end: End | None = None
     """Before the last step; None: nobody has ended it."""
@@ -185,7 +175,7 @@ class JobRow:
     """Generations for which nobody had died, since a new version was reached."""
     setbacks: int = 0
     """All generations since then."""
-    exits: dict[int, list[int]] = field(default_factory=dict)
+    exits: dict[int, list[int]] = field(default_factory=Table)
     """rank -> the codes with which its processes have ended by themselves since then."""
     reached: int = 0
     """The highest version that a rank had when a generation was made: a higher one, on all ranks, is a new one."""
@@ -193,7 +183,7 @@ class JobRow:
     """Complete checkpoints that some rank could not load in this recovery."""
     runs: list[str] = field(default_factory=list)
     """The launchers whose ranks have joined since the job began, or was started again."""
-    run_of: dict[int, str] = field(default_factory=dict)
+    run_of: dict[int, str] = field(default_factory=Table)
     """rank -> the launcher of its last process; without those of launchers that were told to stop."""
     exit_code: int = 0
     """Of a job that has failed: what its launchers end with, if it is not 1."""
@@ -207,7 +197,7 @@ class JobRow:
     """What the job has begun with; None: with version 0 of its own."""
     checkpoints: list[int] = field(default_factory=list)
     """Complete versions, ascending; the newest two."""
-    shards: dict[int, list[int]] = field(default_factory=dict)
+    shards: dict[int, frozenset[int]] = field(default_factory=Table)
     """Incomplete checkpoints: version -> the ranks whose shard is durable."""
     shards_from: int = 0
     """Incomplete checkpoints below are given up: ranks may have removed their shards."""
@@ -232,25 +222,18 @@ class JobRow:
     """Those that are wanted; empty: none are."""
     groups_number: int = 0
     """Of the last wish."""
-    groups_from: dict[int, int] = field(default_factory=dict)
+    groups_from: dict[int, int] = field(default_factory=Table)
     """rank -> the version since when it logs by the wanted ones."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """A dict becomes a Table, so that what changes in it is known."""
+        if type(value) is dict and name in TABLE_FIELDS:
+            value = Table(value)
+        object.__setattr__(self, name, value)
 
     def living(self) -> list[int]:
         """The log servers that are in use."""
         return [number for number, server in enumerate(self.log_servers) if not server.lost]
-
-    @staticmethod
-    def first(job: str, log_servers: list[LogServer], join: "m.Join", copies: int) -> "JobRow":
-        """What the Join that makes a job begins with."""
-        return JobRow(
-            job=job,
-            world_size=join.world_size,
-            config=dict(join.config),
-            fingerprint=dict(join.fingerprint),
-            log_servers=[replace(server) for server in log_servers],
-            copies=copies,
-            groups=join.config.get("groups", ""),
-        )
 
     def lacks_log_server(self) -> bool:
         """All are lost."""
@@ -259,74 +242,5 @@ class JobRow:
     def addresses(self) -> list[str]:
         return [self.log_servers[number].address for number in self.living()]
 
-    def to_json(self) -> str:
-        """With its checksum: a database has none, and would give a flipped digit as it is."""
-        text = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
-        return f'{text[:-1]},"crc32c":"{crc32c.crc32c(text.encode()):08x}"}}'
 
-    @staticmethod
-    def from_json(text: str) -> "JobRow":
-        """ValueError, or whatever Python says of a row that is none."""
-        values: dict[str, Any] = json.loads(_sound(text))
-        if values.pop("format") != FORMAT:
-            raise ValueError("the row was written by another version of the coordinator")
-        values["state"] = State(values["state"])
-        values["holders"] = {int(rank): Holder(**holder) for rank, holder in values["holders"].items()}
-        values["fenced"] = [Holder(**holder) for holder in values["fenced"]]
-        values["log_servers"] = [LogServer(**server) for server in values["log_servers"]]
-        values["placement"] = {
-            int(rank): RankLogs(**{**logs, "copies": [Copy(**copy) for copy in logs["copies"]]})
-            for rank, logs in values["placement"].items()
-        }
-        values.setdefault("groups", values["config"].get("groups", ""))
-        by_rank = (
-            "stages",
-            "stage_shards",
-            "reports",
-            "ready",
-            "finished",
-            "called",
-            "shards",
-            "groups_from",
-            "exits",
-            "run_of",
-        )
-        for name in by_rank:
-            values[name] = {int(key): value for key, value in values.get(name, {}).items()}
-        values["reports"] = {rank: Report(**report) for rank, report in values["reports"].items()}
-        values["refused"] = Refusals(
-            strategies=tuple(Strategy(name) for name in values["refused"]["strategies"]),
-            reason=values["refused"]["reason"],
-            help=values["refused"].get("help", False),
-        )
-        if values.get("end") is not None:
-            values["end"] = End(**values["end"])
-        if values.get("origin") is not None:
-            values["origin"] = Origin(**values["origin"])
-        if values["plan"] is not None:
-            values["plan"] = _plan({"groups": values["groups"], **values["plan"]})
-        return JobRow(**values)
-
-
-def _sound(text: str) -> str:
-    """Without its checksum, which is right. ValueError. (Rows of older versions have none.)"""
-    found = _CHECKSUM.search(text)
-    if found is None:
-        return text
-    text = f"{text[: found.start()]}}}"
-    if f"{crc32c.crc32c(text.encode()):08x}" != found[1]:
-        raise ValueError("its checksum does not match")
-    return text
-
-
-def _plan(values: dict[str, Any]) -> Plan:
-    ranks = tuple(
-        RankPlan(**{**r, "strategy": Strategy(r["strategy"]), "sources": tuple(r["sources"])})
-        for r in values["ranks"]
-    )
-    help = tuple(
-        Help(**{**h, "helpers": tuple(h["helpers"]), "together": tuple(h.get("together", ()))})
-        for h in values.get("help", ())
-    )
-    predictions = tuple(Prediction(**one) for one in values.get("predictions", ()))
-    return Plan(**{**values, "ranks": ranks, "help": help, "predictions": predictions})
+TABLE_FIELDS = frozenset(field.name for field in fields(JobRow) if field.default_factory is Table)

@@ -3,7 +3,7 @@
 # ruff: noqa: N802  (gRPC names its methods so)
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -13,6 +13,7 @@ from services.coordinator.apart import JobApart
 from services.coordinator.commands import Refusal, Refused
 from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
 from services.coordinator.logs import check_address
+from services.coordinator.updates import Updates
 from services.security.interceptors import visit_of
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
@@ -51,6 +52,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         """``refused(reason)`` is told of every call that is refused."""
         self._driver = driver
         self._refused = refused
+        self._updates = Updates()
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.View:
         member = request.member
@@ -84,15 +86,19 @@ class Servicer(pb_grpc.CoordinatorServicer):
         may_see = visit_of().covers
         return await self._answer(context, request.job, lambda: self._driver.join(request.job, join, may_see))
 
-    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ViewUpdate]:
         await _check_name(context, request.job)
         try:
             self._driver.apart.check(request.job)
         except JobApart as apart:
             self._refused(Reason.APART.value)
             await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
+        rank = request.rank if request.HasField("rank") else None
+        known: pb.View | None = None
         async for view in self._driver.views(request.job):
-            yield view
+            update = self._updates.to(view, known, rank)
+            known = view
+            yield update
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         command = m.Heartbeat(
@@ -103,7 +109,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
             kept=request.kept,
         )
         job = await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
-        return pb.HeartbeatReply(generation=job.row.generation, interval_s=self._driver.timing.heartbeat_s)
+        interval_s = self._driver.timing.interval_s(job.row.world_size)
+        return pb.HeartbeatReply(generation=job.row.generation, interval_s=interval_s)
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.Ack:
         return await self._ack(
@@ -190,7 +197,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
 
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
         sender = _sender(request)
-        sharing = await self._answer(
+        sharing = await self._answer_now(
             context, request.job, lambda: self._driver.sharing(request.job, sender, request.generation)
         )
         if sharing is None:
@@ -199,7 +206,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             return pb.ShareReply(generation=sharing.generation, epoch=sharing.epoch)
         after: list[pb.Shared] = []
         if request.changes:
-            after = await self._answer(
+            after = await self._answer_now(
                 context,
                 request.job,
                 lambda: sharing.change(sender.incarnation, request.number, request.changes),
@@ -222,10 +229,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
         if wrong := _wrong_meeting(request):
             self._refused(Refused.INVALID.name.lower())
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
-        return await self._answer(context, request.job, lambda: self._driver.meet(request.job, request))
+        return await self._answer_now(context, request.job, lambda: self._driver.meet(request.job, request))
 
     async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
-        return await self._answer(context, request.job, lambda: self._driver.measurements(request.job))
+        return await self._answer_now(context, request.job, lambda: self._driver.measurements(request.job))
 
     async def MemberExited(self, request: pb.ExitRequest, context: Context) -> pb.Ack:
         return await self._ack(
@@ -300,10 +307,16 @@ class Servicer(pb_grpc.CoordinatorServicer):
         await self._answer(context, job, lambda: self._driver.apply(job, command))
         return pb.Ack()
 
-    async def _answer(self, context: Context, job: str, call: Callable[[], T]) -> T:
+    async def _answer_now(self, context: Context, job: str, call: Callable[[], T]) -> T:
+        async def made() -> T:
+            return call()
+
+        return await self._answer(context, job, made)
+
+    async def _answer(self, context: Context, job: str, call: Callable[[], Awaitable[T]]) -> T:
         await _check_name(context, job)
         try:
-            return call()
+            return await call()
         except Refusal as refusal:
             self._refused(refusal.kind.name.lower())
             await context.abort(CODES[refusal.kind], str(refusal))

@@ -50,7 +50,7 @@ class Setbacks:
         row = self._row
         if row.state is not State.RUNNING or not (row.setbacks or row.refusals or row.exits):
             return False
-        if min(self._steps.version(rank) for rank in range(row.world_size)) <= row.reached:
+        if any(self._steps.version(rank) <= row.reached for rank in range(row.world_size)):
             return False
         row.setbacks, row.refusals, row.exits = 0, 0, {}
         return True
@@ -71,8 +71,7 @@ class Setbacks:
         """A process of that rank has ended. Why the job ends with it; empty: it does not."""
         if code <= 0 and -code not in _OWN_SIGNALS:
             return ""
-        codes = self._row.exits.setdefault(rank, [])
-        codes.append(code)
+        codes = self._row.exits[rank] = [*self._row.exits.get(rank, ()), code]
         if len(codes) < EXITS_MAX:
             return ""
         at = max(self._row.reached, self._steps.version(rank))

@@ -1,97 +1,166 @@
-"""MetadataStore: where the rows of jobs are kept. SQLite by default; a distributed store fits behind it."""
+"""MetadataStore: keys, values and revisions: all that is durable. SQLite by default; etcd fits behind it."""
 
+import asyncio
 import sqlite3
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class StoreConflict(Exception):
-    """Another coordinator has written this job since it was read here. This one must stop."""
+    """Another coordinator has written this since it was read here. This one must stop."""
 
 
 class StoreFailed(Exception):
     """The store could not do it (no space, disk error). What was written last is as it was."""
 
 
-class MetadataStore(Protocol):
-    """Rows of text by job name. A write is durable when `save` returns.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    value: str
+    revision: int
+    """Of the transaction that put it."""
 
-    `save` is conditional, so that of two coordinators over one distributed store only one acts: etcd has it as
-    a transaction on the key's revision. One conformance test runs over all implementations.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transaction:
+    """All of it, or nothing."""
+
+    expected: Mapping[str, int] = field(default_factory=dict)
+    """key -> the revision that it must have; 0: it must not be there."""
+    puts: Mapping[str, str] = field(default_factory=dict)
+    deletes: Collection[str] = ()
+    """Keys that need not be there."""
+
+
+class MetadataStore(Protocol):
+    """Values of text by key. Nothing blocks the loop; every method may raise StoreFailed.
+
+    One conformance test runs over all implementations.
     """
 
-    def load(self) -> dict[str, tuple[int, str]]:
-        """job -> (revision, row)."""
+    async def read(self, prefix: str = "") -> dict[str, Stored]:
+        """Every key that begins so, by order."""
         ...
 
-    def save(self, job: str, row: str, *, expected_revision: int, revision: int) -> None:
-        """Replaces the row of `expected_revision` (0: there is none yet). StoreConflict, StoreFailed."""
+    async def commit(self, transaction: Transaction) -> int:
+        """Its revision, above all before it; durable when it returns. StoreConflict: a condition does not hold."""
         ...
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class MemoryStore:
     """For tests."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, tuple[int, str]] = {}
+        self.rows: dict[str, Stored] = {}
+        self._revision = 0
 
-    def load(self) -> dict[str, tuple[int, str]]:
-        return dict(self._rows)
+    async def read(self, prefix: str = "") -> dict[str, Stored]:
+        return {key: stored for key, stored in sorted(self.rows.items()) if key.startswith(prefix)}
 
-    def save(self, job: str, row: str, *, expected_revision: int, revision: int) -> None:
-        stored = self._rows.get(job, (0, ""))[0]
-        if stored != expected_revision:
-            raise StoreConflict(f"job {job} is at revision {stored}, not {expected_revision}")
-        self._rows[job] = (revision, row)
+    async def commit(self, transaction: Transaction) -> int:
+        for key, expected in transaction.expected.items():
+            there = self.rows.get(key)
+            _check(key, 0 if there is None else there.revision, expected)
+        self._revision += 1
+        for key in transaction.deletes:
+            self.rows.pop(key, None)
+        for key, value in transaction.puts.items():
+            self.rows[key] = Stored(value=value, revision=self._revision)
+        return self._revision
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass
 
 
 class SqliteStore:
-    """WAL mode with synchronous=FULL: each commit is synced before `save` returns."""
+    """WAL mode with synchronous=FULL: each commit is synced before it returns. A thread of its own does the work."""
 
     def __init__(self, path: Path) -> None:
+        """StoreFailed: it is no sound database, or one of an older version."""
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.text_factory = lambda text: text.decode(errors="replace")  # one row may be no text
+            self._db.text_factory = lambda text: text.decode(errors="replace")  # one value may be no text
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS jobs"
-                " (job TEXT PRIMARY KEY, revision INTEGER NOT NULL, row TEXT NOT NULL) STRICT"
-            )
             (said,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
+            older = self._db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'jobs'").fetchone()
+            if said == "ok" and older is None:
+                self._make_tables()
         except sqlite3.Error as error:
             raise StoreFailed(f"{path}: {error}; put a copy of it back") from error
         if said != "ok":
             raise StoreFailed(f"{path} is damaged: {said}; put a copy of it back")
+        if older is not None:
+            raise StoreFailed(
+                f"{path} was written by an older version of the coordinator: let that one finish its jobs, or give "
+                "another --directory"
+            )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
 
-    def load(self) -> dict[str, tuple[int, str]]:
+    def _make_tables(self) -> None:
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS rows"
+            " (key TEXT PRIMARY KEY, value TEXT NOT NULL, revision INTEGER NOT NULL) STRICT, WITHOUT ROWID"
+        )
+        self._db.execute("CREATE TABLE IF NOT EXISTS head (revision INTEGER NOT NULL) STRICT")
+        self._db.execute("INSERT INTO head SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM head)")
+
+    async def read(self, prefix: str = "") -> dict[str, Stored]:
+        """As `MetadataStore.read`."""
+        return await self._in_thread(lambda: self._read(prefix))
+
+    async def commit(self, transaction: Transaction) -> int:
+        """As `MetadataStore.commit`: one transaction of SQLite."""
+        return await self._in_thread(lambda: self._commit(transaction))
+
+    async def close(self) -> None:
+        """Once what was asked for is done."""
+        await self._in_thread(self._db.close)
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         try:
-            rows = self._db.execute("SELECT job, revision, row FROM jobs").fetchall()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as error:
             raise StoreFailed(str(error)) from error
-        return {job: (revision, row) for job, revision, row in rows}
 
-    def save(self, job: str, row: str, *, expected_revision: int, revision: int) -> None:
-        """As `MetadataStore.save`. Raises StoreFailed, and StoreConflict if the row is at another revision."""
+    def _read(self, prefix: str) -> dict[str, Stored]:
+        rows = self._db.execute("SELECT key, value, revision FROM rows ORDER BY key")
+        return {
+            key: Stored(value=value, revision=revision)
+            for key, value, revision in rows
+            if key.startswith(prefix)
+        }
+
+    def _commit(self, transaction: Transaction) -> int:
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
         try:
-            if expected_revision == 0:
-                written = self._db.execute(
-                    "INSERT INTO jobs VALUES (?, ?, ?) ON CONFLICT DO NOTHING", (job, revision, row)
-                )
-            else:
-                written = self._db.execute(
-                    "UPDATE jobs SET revision = ?, row = ? WHERE job = ? AND revision = ?",
-                    (revision, row, job, expected_revision),
-                )
-        except sqlite3.Error as error:
-            raise StoreFailed(str(error)) from error
-        if written.rowcount != 1:
-            raise StoreConflict(f"job {job} is not at revision {expected_revision}")
+            for key, expected in transaction.expected.items():
+                there = db.execute("SELECT revision FROM rows WHERE key = ?", (key,)).fetchone()
+                _check(key, 0 if there is None else there[0], expected)
+            (revision,) = db.execute("UPDATE head SET revision = revision + 1 RETURNING revision").fetchone()
+            db.executemany("DELETE FROM rows WHERE key = ?", [(key,) for key in transaction.deletes])
+            db.executemany(
+                "INSERT INTO rows VALUES (?, ?, ?)"
+                " ON CONFLICT DO UPDATE SET value = excluded.value, revision = excluded.revision",
+                [(key, value, revision) for key, value in transaction.puts.items()],
+            )
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:  # SQLite may have taken it back itself
+                db.execute("ROLLBACK")
+            raise
+        return int(revision)
 
-    def close(self) -> None:
-        self._db.close()
+
+def _check(key: str, revision: int, expected: int) -> None:
+    if revision != expected:
+        raise StoreConflict(f"{key} is at revision {revision}, not {expected}")

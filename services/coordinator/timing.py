@@ -8,6 +8,9 @@ HEARTBEAT_S = 0.5
 LEASE_HEARTBEATS = 20
 LOG_LOST_S = 30.0
 KEPT_LEASES = 60
+BEATS_PER_S = 512
+"""Of one job, unless its leases are too short for that."""
+BEATS_A_LEASE = 5
 LEASE_S_MAX = 86400.0
 
 
@@ -54,6 +57,11 @@ class Timing:
             )
         if self.step_bound_factor < 2:
             raise ValueError(f"step bound factor {self.step_bound_factor:g}: choose at least 2")
+
+    def interval_s(self, members: int) -> float:
+        """How often each of so many ranks is asked to renew its lease: more seldom in a large job, so that heartbeats
+        leave room for what matters, and often enough for a lease to outlast some that are late."""
+        return max(self.heartbeat_s, min(members / BEATS_PER_S, self.lease_s / BEATS_A_LEASE))
 
     @property
     def kept_s(self) -> float:

@@ -1,6 +1,6 @@
 """What a job's core is made of, and its transitions: one `become_x` for each state (`core` draws them).
 
-Each changes the row, and its effects begin with Persist.
+Each changes the row; `Job.step` finds what has changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from services.coordinator.leases import Leases
 from services.coordinator.log_end import leave_recovering
 from services.coordinator.log_placement import Places
 from services.coordinator.messages_text import plan_fields
+from services.coordinator.parts import Changes
 from services.coordinator.planning import forget_recovery
 from services.coordinator.regroup import Regroup
 from services.coordinator.row import LEGAL, IllegalTransition, JobRow, LogServer, State
@@ -26,10 +27,19 @@ class Transitions:
     """The parts of one job, and how it gets from state to state."""
 
     def __init__(
-        self, row: JobRow, timing: Timing, now: float, log_servers: Sequence[LogServer] = ()
+        self,
+        row: JobRow,
+        timing: Timing,
+        now: float,
+        log_servers: Sequence[LogServer] = (),
+        stored: Mapping[str, str] | None = None,
     ) -> None:
-        """`log_servers`: those there are now, for a job that is started again; none: those it had."""
+        """`log_servers`: those there are now, for a job that is started again; none: those it had. `stored`: the parts
+        that the row was read from; None: nothing of it is durable."""
         self.row = row
+        self.changes = Changes(row, stored)
+        """What of the row is not durable yet."""
+        self._entered = (row.state, row.generation) if stored is not None else None
         self._log_servers = log_servers
         self.steps = StepClock(timing)
         self.checkpoints = CheckpointTracker(row, self.steps, timing)
@@ -37,7 +47,7 @@ class Transitions:
         self.regroup = Regroup(row)
         self.endings = endings.Endings(row, self.steps, timing)
         self.setbacks = Setbacks(row, self.steps)
-        self.leases = Leases(row.holders, now)
+        self.leases = Leases([rank for rank, holder in row.holders.items() if not holder.gone], now)
         self._timing = timing
         self._looked = now
         self.measured: dict[int, RankMeasured] = {}
@@ -163,7 +173,7 @@ class Transitions:
 
     def _transition(self) -> list[Effect]:
         state = self._event("state", state=str(self.row.state), reason=self.row.reason)
-        return [self._persist(entered=self.row.state), state, m.PublishView()]
+        return [state, m.PublishView()]
 
     # --- what is told ---
 
@@ -180,7 +190,7 @@ class Transitions:
 
     def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
         """The row has changed, of which these tell; nothing without any."""
-        return [self._persist(), *events, m.PublishView()] if events else []
+        return [*events, m.PublishView()] if events else []
 
     def _groups_event(self) -> m.Emit:
         row = self.row
@@ -189,9 +199,14 @@ class Transitions:
     def _inexact(self, news: bool) -> list[m.Emit]:
         return [self._event("not_exact", **exactness.fields(self.row))] if news else []
 
-    def _persist(self, entered: State | None = None) -> m.Persist:
-        self.row.revision += 1
-        return m.Persist(entered=entered)
+    def _persist(self) -> list[m.Persist]:
+        """Whatever has changed since the last time has to be durable."""
+        row, now = self.row, (self.row.state, self.row.generation)
+        if not self.changes.look():
+            return []
+        row.revision += 1
+        entered, self._entered = (row.state if now != self._entered else None), now
+        return [m.Persist(entered=entered)]
 
     def _event(self, event: str, **fields: object) -> m.Emit:
         return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})

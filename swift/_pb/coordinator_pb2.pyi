@@ -742,19 +742,104 @@ class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    rank: _builtins.int
+    """who watches: where to read the log is told to ranks that read it (Plan.sources)"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
+        rank: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "job", b"job", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class ViewUpdate(_message.Message):
+    """A View, as far as it is not known from the one before in the stream. `swift.control.updates` puts it together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VIEW_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    REPLACED_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    PLANNED_FIELD_NUMBER: _builtins.int
+    base: _builtins.int
+    """the revision of the View that this changes; 0: of none, `view` is whole"""
+    @_builtins.property
+    def view(self) -> Global___View:
+        """All of the View, but for its long fields: members, fenced, plan, log_servers, log_places, log_copies, groups_from,
+        runs. Of those `view` has what is new: members and copies of these ranks, entries that come behind the others. A plan
+        that is not there is as before.
+        """
+
+    @_builtins.property
+    def replaced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """numbers of the long fields that are whole in `view`, or not there any more"""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ranks that no member holds any more"""
+
+    @_builtins.property
+    def planned(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedRanks]:
+        """the plan's `ranks`, which are not in `view`"""
+
+    def __init__(
+        self,
+        *,
+        view: Global___View | None = ...,
+        base: _builtins.int = ...,
+        replaced: _abc.Iterable[_builtins.int] | None = ...,
+        gone: _abc.Iterable[_builtins.int] | None = ...,
+        planned: _abc.Iterable[Global___PlannedRanks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "gone", b"gone", "planned", b"planned", "replaced", b"replaced", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+Global___ViewUpdate: _TypeAlias = ViewUpdate  # noqa: Y015
+
+@_typing.final
+class PlannedRanks(_message.Message):
+    """Ranks of which a plan says the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plan(self) -> Global___RankPlan:
+        """but for `rank`"""
+
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the first of some ranks in a row, how many, the next first, ..."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___RankPlan | None = ...,
+        ranges: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedRanks: _TypeAlias = PlannedRanks  # noqa: Y015
 
 @_typing.final
 class HeartbeatRequest(_message.Message):

@@ -42,7 +42,7 @@ class CoordinatorStub:
         self.Watch = channel.unary_stream(
                 '/swift.coordinator.v1.Coordinator/Watch',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.WatchRequest.SerializeToString,
-                response_deserializer=swift_dot___pb_dot_coordinator__pb2.View.FromString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.ViewUpdate.FromString,
                 _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Heartbeat',
@@ -159,8 +159,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
-        newest). Of a job that nobody has joined yet: waits for it.
+        """(rank, launcher, drill) The current View at once, whole; then what has changed since the one before, again and
+        again (a slow reader skips to the newest). Of a job that nobody has joined yet: waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -336,7 +336,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.WatchRequest.FromString,
-                    response_serializer=swift_dot___pb_dot_coordinator__pb2.View.SerializeToString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.ViewUpdate.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -492,7 +492,7 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/Watch',
             swift_dot___pb_dot_coordinator__pb2.WatchRequest.SerializeToString,
-            swift_dot___pb_dot_coordinator__pb2.View.FromString,
+            swift_dot___pb_dot_coordinator__pb2.ViewUpdate.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,9 +46,9 @@ class CoordinatorStub:
     FAILED_PRECONDITION: fingerprint or configuration differs from the job's (both values named),
     ALREADY_EXISTS: the rank has a live holder.
     """
-    Watch: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.View]
-    """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
-    newest). Of a job that nobody has joined yet: waits for it.
+    Watch: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.ViewUpdate]
+    """(rank, launcher, drill) The current View at once, whole; then what has changed since the one before, again and
+    again (a slow reader skips to the newest). Of a job that nobody has joined yet: waits for it.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]
     """(rank) Renews the lease. A fenced incarnation gets FAILED_PRECONDITION."""
@@ -128,9 +128,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     FAILED_PRECONDITION: fingerprint or configuration differs from the job's (both values named),
     ALREADY_EXISTS: the rank has a live holder.
     """
-    Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.View]  # type: ignore[assignment]
-    """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
-    newest). Of a job that nobody has joined yet: waits for it.
+    Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.ViewUpdate]  # type: ignore[assignment]
+    """(rank, launcher, drill) The current View at once, whole; then what has changed since the one before, again and
+    again (a slow reader skips to the newest). Of a job that nobody has joined yet: waits for it.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatReply]  # type: ignore[assignment]
     """(rank) Renews the lease. A fenced incarnation gets FAILED_PRECONDITION."""
@@ -219,9 +219,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _coordinator_pb2.WatchRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.View], _abc.AsyncIterator[_coordinator_pb2.View]]:
-        """(rank, launcher, drill) The current View at once, then newer ones (a slow reader skips to the
-        newest). Of a job that nobody has joined yet: waits for it.
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.ViewUpdate], _abc.AsyncIterator[_coordinator_pb2.ViewUpdate]]:
+        """(rank, launcher, drill) The current View at once, whole; then what has changed since the one before, again and
+        again (a slow reader skips to the newest). Of a job that nobody has joined yet: waits for it.
         """
 
     @_abc_1.abstractmethod

@@ -124,9 +124,14 @@ class Member:
     async def _follow(self) -> None:
         while True:
             try:
-                async for data in self._watch(pb.WatchRequest(job=JOB)):
+                known = 0
+                async for data in self._watch(pb.WatchRequest(job=JOB, rank=self._rank)):
                     self._fleet.view_bytes += len(data)
-                    self.view = pb.View.FromString(data)
+                    update = pb.ViewUpdate.FromString(data)
+                    if update.base not in (0, known):
+                        raise AssertionError("a change of a View that was not told")
+                    # What it acts by is in every update: hundreds of members need not be put together here.
+                    self.view, known = update.view, update.view.revision
                     self._changed.set()
                     self._fleet.seen.set()
             except grpc.aio.AioRpcError:

@@ -416,7 +416,8 @@ class CoordinatorClient:
 
     def watch(self, *callbacks: Callable[[pb.View], None]) -> ViewWatcher:
         """A running watcher of this job's View. `callbacks` are subscribed before the first View comes."""
-        watcher = ViewWatcher(self._stub, self._line, self.address, self.job, *callbacks)
+        rank = None if self.member is None else self.member.rank
+        watcher = ViewWatcher(self._stub, self._line, self.address, self.job, *callbacks, rank=rank)
         self._watchers.append(watcher)
         return watcher
 

@@ -9,6 +9,7 @@ import grpc
 
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.control.updates import applied
 from swift.errors import ServiceError
 from swift.security.advice import advice
 from swift.views import state_name
@@ -74,12 +75,15 @@ class ViewWatcher:
         address: str,
         job: str,
         *callbacks: Callable[[pb.View], None],
+        rank: int | None = None,
     ) -> None:
+        """`rank`: who watches. It is not told what only others need; None: an operator, or a launcher."""
         self.latest: pb.View | None = None
         self._stub = stub
         self._line = line
         self._address = address
         self._job = job
+        self._rank = rank
         self._callbacks = list(callbacks)
         self._changed = threading.Condition()
         self._closed = threading.Event()
@@ -139,13 +143,18 @@ class ViewWatcher:
 
     def _follow(self) -> None:
         try:
-            self._stream = self._stub.Watch(pb.WatchRequest(job=self._job))
+            self._stream = self._stub.Watch(pb.WatchRequest(job=self._job, rank=self._rank))
             if self._closed.is_set():
                 self._stream.cancel()
-            for view in self._stream:
+            known: pb.View | None = None
+            for update in self._stream:
                 self._problem = ""
                 self._line.came()
-                self._take(view)
+                known = applied(update, known)
+                if known is None:  # another stream begins with all of it
+                    self._stream.cancel()
+                    return
+                self._take(known)
         except grpc.RpcError as error:
             code, details = outcome(error)
             self._problem = f"({details})"

@@ -20,6 +20,7 @@ from services.coordinator.meeting import Meetings
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
+from swift.control.updates import whole
 
 Found = TypeVar("Found")
 STALL_S = 30.0
@@ -80,14 +81,14 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
     def close(self) -> None:
         self._server.stop(None).wait()
 
-    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.View]:  # noqa: N802
+    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.ViewUpdate]:  # noqa: N802
         reader: queue.SimpleQueue[pb.View] = queue.SimpleQueue()
         self._readers.append(reader)
         if self._view is not None:
-            yield self._view
+            yield whole(self._view)
         while context.is_active():
             try:
-                yield reader.get(timeout=0.1)
+                yield whole(reader.get(timeout=0.1))
             except queue.Empty:
                 continue
 

@@ -1,6 +1,6 @@
 """The simulated coordinator: the real core, carried out as its driver does, with a durable row that outlives it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from services.coordinator import commands as m
@@ -8,6 +8,7 @@ from services.coordinator import fencing
 from services.coordinator.commands import Refusal
 from services.coordinator.core import Job
 from services.coordinator.fencing import RESETS, Call
+from services.coordinator.parts import decode
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
@@ -53,7 +54,7 @@ class Surroundings(Protocol):
 
     def show(self, shown: Shown) -> None: ...
 
-    def coordinator_died(self, saved: str | None) -> None: ...
+    def coordinator_died(self, saved: Mapping[str, str]) -> None: ...
 
     def row_saved(self, row: JobRow) -> None: ...
 
@@ -90,7 +91,12 @@ class Coordinator(Process):
     """From one start to the next crash."""
 
     def __init__(
-        self, kernel: Kernel, network: Network, world: Surroundings, saved: str | None, names: list[str]
+        self,
+        kernel: Kernel,
+        network: Network,
+        world: Surroundings,
+        saved: Mapping[str, str],
+        names: list[str],
     ) -> None:
         super().__init__(kernel, "coordinator")
         self.network = network
@@ -102,9 +108,10 @@ class Coordinator(Process):
         self._names = names
         self._timing = Timing(heartbeat_s=0.5, lease_s=3.0, step_bound_s=10.0, log_lost_s=world.log_lost_s)
         self._questions: dict[str, _Question] = {}
-        self._before: str | None = saved
-        if saved is not None:
-            self.job = Job(JobRow.from_json(saved), self._timing, kernel.now)
+        self._stored = dict(saved)
+        """The parts of the row that are durable."""
+        if saved:
+            self.job = Job(decode(JOB, saved), self._timing, kernel.now, stored=saved)
             self._publish()
             self._guarded(lambda: self._carry_out(self._resume()))
         self.later(TICK_S, self._tick)
@@ -113,9 +120,9 @@ class Coordinator(Process):
         assert self.job is not None
         return self.job.resume()
 
-    def saved(self) -> str | None:
-        """What a successor finds, if this one dies between two commands."""
-        return self.job.row.to_json() if self.job is not None and self.job.row.revision else None
+    def saved(self) -> dict[str, str]:
+        """What a successor finds, if this one dies now."""
+        return dict(self._stored)
 
     # -- commands -------------------------------------------------------------------------------------
 
@@ -135,7 +142,7 @@ class Coordinator(Process):
             work()
         except _Died:
             self.kernel.count("coordinator killed between two effects")
-            self.world.coordinator_died(self._before)
+            self.world.coordinator_died(self.saved())
 
     def _apply(self, command: m.Command) -> None:
         now = self.kernel.now
@@ -144,14 +151,10 @@ class Coordinator(Process):
                 return
             servers = [LogServer(address=name, host=name) for name in self._names]
             self.job = Job.create(JOB, servers, command, self._timing, now, self.world.copies)
-        elif not isinstance(command, m.Tick):
-            self._step(m.Tick())
         self._step(command)
 
     def _step(self, command: m.Command) -> None:
         assert self.job is not None
-        if self.crash_in >= 0:
-            self._before = self.saved()
         self._carry_out(self.job.step(command, self.kernel.now))
 
     def _tick(self) -> None:
@@ -197,9 +200,11 @@ class Coordinator(Process):
                 self.crash_in -= 1
             match effect:
                 case m.Persist():
+                    puts, deletes = job.changes.take()
+                    self._stored.update(puts)
+                    for key in deletes:
+                        del self._stored[key]
                     self.world.row_saved(job.row)
-                    if self.crash_in >= 0:
-                        self._before = job.row.to_json()
                 case m.PublishView():
                     self._publish()
                 case m.FenceLogs():

@@ -6,6 +6,7 @@ until a checker objects.
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -202,7 +203,7 @@ def test_a_lost_server_that_is_waited_for(mutation: pytest.MonkeyPatch) -> None:
     def lose(self: Places, lost: Mapping[int, str]) -> dict[int, str]:
         words = real(self, lost)
         for number in lost:
-            self._row.log_servers[number].lost = ""
+            self._replace(number, lost="")
         return words
 
     mutation.setattr(Places, "lose", lose)
@@ -256,9 +257,9 @@ def test_a_server_that_came_back_empty_and_still_counts_as_whole(
     real = Places.settle
 
     def settle(self: Places, version: int) -> str:
-        for logs in self._row.placement.values():
-            for copy in logs.copies:
-                copy.whole_from = copy.whole_from or 0
+        for rank, logs in self._row.placement.items():
+            copies = tuple(replace(copy, whole_from=copy.whole_from or 0) for copy in logs.copies)
+            self._row.placement[rank] = replace(logs, copies=copies)
         return real(self, version)
 
     operated(monkeypatch, "a rank killed")

@@ -5,7 +5,7 @@ and the job has `GRACE_S` to end.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from services.coordinator import commands as m
@@ -84,7 +84,7 @@ class World:
         self.trainers: list[Trainer] = []
         for name in self.names:
             self._start_server(name)
-        self._start_coordinator(None)
+        self._start_coordinator({})
         for rank in range(self.ranks):
             self._spawn(rank)
         self.kernel.after(0.3, self._launcher)
@@ -216,12 +216,12 @@ class World:
         if self.fsync is not Fsync.ALWAYS:
             self.checkers.lossy |= {at(name, stream) for stream in lost}
 
-    def _start_coordinator(self, saved: str | None) -> None:
+    def _start_coordinator(self, saved: Mapping[str, str]) -> None:
         self._coordinator = coordinator = Coordinator(self.kernel, self.network, self, saved, self._first)
         if not coordinator.alive:
             self._coordinator = None
 
-    def coordinator_died(self, saved: str | None) -> None:
+    def coordinator_died(self, saved: Mapping[str, str]) -> None:
         if self._coordinator is not None:
             self._coordinator.alive = False
         self._coordinator = None

@@ -15,6 +15,7 @@ from swift import control
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.control import CoordinatorClient, View, make_member, newer
+from swift.control.updates import whole
 from swift.errors import Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
 
 
@@ -41,14 +42,14 @@ class Scripted:
 
     def Watch(  # noqa: N802  (gRPC names its methods so)
         self, request: pb.WatchRequest, context: grpc.ServicerContext
-    ) -> Iterator[View]:
+    ) -> Iterator[pb.ViewUpdate]:
         sent = 0
         while context.is_active():
             with self.changed:
                 if len(self.views) == sent:
                     self.changed.wait(0.05)
                 fresh, sent = self.views[sent:], len(self.views)
-            yield from fresh
+            yield from map(whole, fresh)
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
     Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = _next

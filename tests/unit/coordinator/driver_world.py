@@ -74,7 +74,7 @@ class FakeClock:
         return self.now
 
 
-def driver_of(
+async def driver_of(
     logs: FakeLogs,
     store: MetadataStore,
     servers: tuple[str, ...] = ("l0", "l1"),
@@ -83,7 +83,7 @@ def driver_of(
 ) -> Driver:
     named = [LogServer(address=address, host=address) for address in servers]
     driver = Driver(store, logs, Timing(), named, copies=copies, clock=clock)
-    driver.start()
+    await driver.start()
     return driver
 
 
@@ -113,9 +113,9 @@ async def view_with(driver: Driver, wanted: Callable[[pb.View], bool]) -> pb.Vie
 
 
 async def run_to_running(driver: Driver) -> None:
-    driver.join("j", join())
-    driver.apply("j", m.CheckpointDurable(sender=sender(), version=0, generation=0))
-    driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=1))
+    await driver.join("j", join())
+    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=0, generation=0))
+    await driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=1))
     await view_with(driver, lambda view: view.state == pb.RUNNING)
 
 

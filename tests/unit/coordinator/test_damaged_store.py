@@ -1,5 +1,6 @@
 """The coordinator's own files, damaged by seed: what is shown is what was stored, or it is named; others are served."""
 
+import asyncio
 import os
 import random
 import shutil
@@ -12,9 +13,10 @@ import pytest
 from services.coordinator import commands as m
 from services.coordinator.__main__ import open_directory
 from services.coordinator.apart import Apart, JobApart
+from services.coordinator.parts import ROOT, by_job, decode
 from services.coordinator.row import JobRow
 from services.coordinator.servicer import Servicer
-from services.coordinator.store import MemoryStore, SqliteStore, StoreFailed
+from services.coordinator.store import MemoryStore, SqliteStore, Stored, StoreFailed
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ServiceError, UsageError
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_to_running, scenario, sender
@@ -41,15 +43,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     @scenario
     async def fill(logs: FakeLogs, _store: MemoryStore) -> None:
         (at / "meta").mkdir()
-        with closing(SqliteStore(at / "meta" / FILE)) as sqlite:
-            driver = driver_of(logs, sqlite)
-            await run_to_running(driver)
-            shutil.copytree(at / "meta", at / "older")
-            driver.join("k", join())
-            for version in (5, 10, 15):
-                driver.apply("k", m.CheckpointDurable(sender=sender(), version=version, generation=0))
-            driver.stop()
-            shutil.copytree(at / "meta", at / "killed")
+        sqlite = SqliteStore(at / "meta" / FILE)
+        driver = await driver_of(logs, sqlite)
+        await run_to_running(driver)
+        shutil.copytree(at / "meta", at / "older")
+        await driver.join("k", join())
+        for version in (5, 10, 15):
+            await driver.apply("k", m.CheckpointDurable(sender=sender(), version=version, generation=0))
+        driver.stop()
+        shutil.copytree(at / "meta", at / "killed")
+        await sqlite.close()
 
     fill()
     return at
@@ -59,12 +62,22 @@ def rows(directory: Path) -> dict[str, JobRow]:
     """What a coordinator that starts there believes. StoreFailed, UsageError, ServiceError: it does not start."""
     apart = Apart()
     with ExitStack() as stack:
-        stored = open_directory(directory, stack).load()
-        found = {
-            name: apart.row_of(name, revision, text, stored.keys())
-            for name, (revision, text) in stored.items()
-        }
+        stored = all_of(open_directory(directory, stack))
+    found = {name: apart.row_of(name, parts) for name, parts in stored.items()}
     return {name: row for name, row in found.items() if row is not None}
+
+
+def all_of(store: SqliteStore) -> dict[str, dict[str, str]]:
+    """name -> the parts of that job. The store is closed then."""
+
+    async def read() -> dict[str, Stored]:
+        try:
+            return await store.read(ROOT)
+        finally:
+            await store.close()
+
+    stored = by_job(asyncio.run(read()))
+    return {name: {key: part.value for key, part in parts.items()} for name, parts in stored.items()}
 
 
 def spoil(directory: Path, older: Path, draw: random.Random) -> str:
@@ -125,15 +138,15 @@ def rows_of(directory: Path, copy: Path) -> dict[str, JobRow]:
 
 def test_every_bit_of_a_row_counts(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base / "killed", tmp_path / "meta")
-    with closing(SqliteStore(tmp_path / "meta" / FILE)) as store:
-        stored = store.load()
-    revision, text = stored["j"]
-    whole = JobRow.from_json(text)
-    data = text.encode()
+    stored = all_of(SqliteStore(tmp_path / "meta" / FILE))["j"]
+    whole = decode("j", stored)
     draw = random.Random(0)
-    for at in draw.sample(range(len(data)), 300):
+    for _ in range(300):
+        key = draw.choice(sorted(stored))
+        data = stored[key].encode()
+        at = draw.randrange(len(data))
         changed = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
-        row = Apart().row_of("j", revision, changed.decode(errors="replace"))
+        row = Apart().row_of("j", {**stored, key: changed.decode(errors="replace")})
         assert row is None or row == whole
 
 
@@ -142,34 +155,35 @@ def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path) -> Non
     path = tmp_path / "meta" / FILE
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(
-            "UPDATE jobs SET row = replace(row, '\"generation\":1', '\"generation\":2') WHERE job = 'j'"
+            "UPDATE rows SET value = replace(value, '\"generation\":1', '\"generation\":2') WHERE key = 'jobs/j/row'"
         )
         (count,) = db.execute("SELECT changes()").fetchone()
         assert count == 1
 
     @scenario
     async def served(logs: FakeLogs, _store: MemoryStore) -> None:
-        with closing(SqliteStore(path)) as store:
-            driver = driver_of(logs, store)
-            assert driver.status("k").view.job == "k"
-            for call in (
-                lambda: driver.apply("j", m.Tick()),
-                lambda: driver.join("j", join()),
-                lambda: driver.status("j"),
+        store = SqliteStore(path)
+        driver = await driver_of(logs, store)
+        assert (await driver.status("k")).view.job == "k"
+        for call in (
+            lambda: driver.apply("j", m.Tick()),
+            lambda: driver.join("j", join()),
+            lambda: driver.status("j"),
+        ):
+            with pytest.raises(
+                JobApart, match=r"the checksum of jobs/j/row does not match.*put a copy of coordinator.sqlite"
             ):
-                with pytest.raises(
-                    JobApart, match=r"its checksum does not match.*put a copy of coordinator.sqlite"
-                ):
-                    call()
-            listed = {job.job: job.reason for job in driver.jobs(lambda _: True).jobs}
-            assert "is set apart" in listed["j"]
-            assert listed["k"] == ""
-            servicer = Servicer(driver)
-            with pytest.raises(Aborted, match="is set apart"):
-                await servicer.Status(pb.StatusRequest(job="j"), Caller())  # type: ignore[arg-type]
-            with pytest.raises(Aborted, match="is set apart"):
-                await anext(servicer.Watch(pb.WatchRequest(job="j"), Caller()))  # type: ignore[arg-type]
-            driver.stop()
+                await call()
+        listed = {job.job: job.reason for job in driver.jobs(lambda _: True).jobs}
+        assert "is set apart" in listed["j"]
+        assert listed["k"] == ""
+        servicer = Servicer(driver)
+        with pytest.raises(Aborted, match="is set apart"):
+            await servicer.Status(pb.StatusRequest(job="j"), Caller())  # type: ignore[arg-type]
+        with pytest.raises(Aborted, match="is set apart"):
+            await anext(servicer.Watch(pb.WatchRequest(job="j"), Caller()))  # type: ignore[arg-type]
+        driver.stop()
+        await store.close()
 
     served()
 

@@ -12,8 +12,9 @@ from services.coordinator.apart import JobApart
 from services.coordinator.driver import Driver, NoSuchJob, Unavailable
 from services.coordinator.fencing import EMPTIED_WHEN_NEW
 from services.coordinator.logs import Answered, GenerationRefused, Unfit
+from services.coordinator.parts import row_key
 from services.coordinator.row import LogServer
-from services.coordinator.store import MemoryStore, StoreFailed
+from services.coordinator.store import MemoryStore, StoreFailed, Transaction
 from services.coordinator.timing import Timing
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import LogUnavailable, UsageError
@@ -34,10 +35,10 @@ from tests.unit.coordinator.driver_world import (
 
 @scenario
 async def test_every_log_server_is_fenced_before_planning(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     view = await view_with(driver, lambda view: "connection refused" in view.waiting_for)
     assert view.state == pb.FENCING
     assert "log server l1: connection refused" in view.waiting_for
@@ -55,17 +56,17 @@ async def test_every_log_server_is_fenced_before_planning(logs: FakeLogs, store:
 async def test_a_newer_generation_does_not_wait_for_the_older_fence(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.gate.clear()  # calls hang
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.join("j", join(incarnation="b"))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation="b"))
 
     def fences() -> list[object]:
         return [call[3] for call in logs.calls if call[0] == "fence"]
 
     await until(lambda: len(fences()) == 4)
-    driver.apply("j", m.MemberExited(rank=0, incarnation="b", pid=1, exit_code=-9))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="b", pid=1, exit_code=-9))
     await until(lambda: len(fences()) == 6)
     assert fences() == [1, 1, 2, 2, 3, 3]
     logs.gate.set()
@@ -84,26 +85,26 @@ async def test_a_job_that_is_over_asks_its_log_servers_for_nothing(
 ) -> None:
     """They may never come back, and each such question would take a thread of those that other jobs need."""
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    driver = driver_of(logs, store)
-    driver.join("j", join())
+    driver = await driver_of(logs, store)
+    await driver.join("j", join())
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
-    driver.apply("j", m.Fail(sender=None, reason="given up"))
+    await driver.apply("j", m.Fail(sender=None, reason="given up"))
     await asks_no_more(driver)
-    assert driver.status("j").view.reason == "given up"
+    assert (await driver.status("j")).view.reason == "given up"
     driver.stop()
 
 
 @scenario
 async def test_a_log_server_that_is_given_up_is_asked_for_nothing(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.join("j", join(incarnation="b"))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+    await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
-    driver.apply("j", m.ChangeLogServers(lost="l1"))
+    await driver.apply("j", m.ChangeLogServers(lost="l1"))
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     await asks_no_more(driver)
     driver.stop()
@@ -112,8 +113,8 @@ async def test_a_log_server_that_is_given_up_is_asked_for_nothing(logs: FakeLogs
 @scenario
 async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: MemoryStore) -> None:
     logs.troubles["l1"] = GenerationRefused("l1 holds generation 9")
-    driver = driver_of(logs, store)
-    driver.join("j", join())
+    driver = await driver_of(logs, store)
+    await driver.join("j", join())
     view = await view_with(driver, lambda view: view.state == pb.FAILED)
     assert view.reason == "l1 holds generation 9"
     assert not driver.failed.done()
@@ -121,15 +122,15 @@ async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: M
 
 
 async def lose_rank_0(driver: Driver) -> None:
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.join("j", join(incarnation="b"))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation="b"))
 
 
 @scenario
 async def test_a_log_server_that_has_set_the_job_apart_is_done_without(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.troubles["l1"] = Unfit("log server l1: job j is set apart: its manifest is damaged")
     await lose_rank_0(driver)
@@ -144,7 +145,7 @@ async def test_a_log_server_that_has_set_the_job_apart_is_done_without(
 async def test_the_last_log_server_that_has_set_the_job_apart_ends_it(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store, servers=("l0",))
+    driver = await driver_of(logs, store, servers=("l0",))
     await run_to_running(driver)
     logs.troubles["l0"] = Unfit("log server l0: job j is set apart")
     await lose_rank_0(driver)
@@ -158,14 +159,14 @@ async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_fo
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """One that is away is: see the first test."""
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver_module, "ERRORS_MAX", 3)
         await lose_rank_0(driver)
         await view_with(driver, lambda view: view.state == pb.PLANNING)
         logs.troubles["l1"] = Answered("log server l1: INTERNAL: a bug")
-        driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+        await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
         view = await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert "log server l1: INTERNAL: a bug (3 times in a row)" in view.reason
     driver.stop()
@@ -173,13 +174,13 @@ async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_fo
 
 @scenario
 async def test_a_fall_back_empties_the_logs_first(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.join("j", join(incarnation="b"))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     logs.calls.clear()
-    driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+    await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
     view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
     assert view.plan.ranks[0].strategy == pb.CHECKPOINT
     assert sorted(call[:2] for call in logs.calls) == [
@@ -195,10 +196,10 @@ async def test_a_fall_back_empties_the_logs_first(logs: FakeLogs, store: MemoryS
 
 @scenario
 async def test_trims_are_tried_a_few_times_and_never_block(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.troubles["l0"] = LogUnavailable("connection refused")
-    driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
     await until(lambda: logs.calls.count(("trim", "l0", "j", 5)) >= 2)
     await until(lambda: ("trim", "l1", "j", 5) in logs.calls)
     assert (await view_with(driver, lambda _: True)).state == pb.RUNNING
@@ -207,21 +208,21 @@ async def test_trims_are_tried_a_few_times_and_never_block(logs: FakeLogs, store
 
 @scenario
 async def test_a_store_that_fails_ends_the_coordinator(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
 
-    def save(*_arguments: object, **_named: object) -> None:
+    async def commit(_transaction: Transaction) -> int:
         raise StoreFailed("database or disk is full")
 
     shown = await view_with(driver, lambda _: True)
-    store.save = save  # type: ignore[method-assign]
+    store.commit = commit  # type: ignore[method-assign]
     with pytest.raises(Unavailable, match="disk is full"):
-        driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+        await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     assert "disk is full" in driver.failed.result()
     # Memory is ahead of the disk now, so nothing more is said.
     assert (await view_with(driver, lambda _: True)) == shown
     with pytest.raises(Unavailable):
-        driver.apply("j", m.Heartbeat(sender=sender(), version=1))
+        await driver.apply("j", m.Heartbeat(sender=sender(), version=1))
     driver.stop()
 
 
@@ -229,23 +230,23 @@ async def test_a_store_that_fails_ends_the_coordinator(logs: FakeLogs, store: Me
 async def test_another_coordinator_on_the_same_store_ends_this_one(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    first = driver_of(logs, store)
+    first = await driver_of(logs, store)
     await run_to_running(first)
-    second = driver_of(logs, store)
-    second.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    with pytest.raises(Unavailable, match="cannot be made durable: job j is at revision"):
-        first.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+    second = await driver_of(logs, store)
+    await second.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    with pytest.raises(Unavailable, match="cannot be made durable: jobs/j/row is at revision"):
+        await first.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
     first.stop()
     second.stop()
 
 
 @scenario
 async def test_a_bug_in_the_core_ends_the_coordinator(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     job = driver._jobs["j"]
     job.become_planning = None  # type: ignore[assignment, method-assign]
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     async with asyncio.timeout(5):
         assert "TypeError" in await driver.failed
     driver.stop()
@@ -255,35 +256,35 @@ async def test_a_bug_in_the_core_ends_the_coordinator(logs: FakeLogs, store: Mem
 async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    first = driver_of(logs, store)
+    first = await driver_of(logs, store)
     await run_to_running(first)
     first.stop()
     with pytest.raises(UsageError, match="names l0, job j is kept on l0,l1"):
-        driver_of(logs, store, ("l0",))
-    moved = driver_of(logs, store, ("l2", "l3"))
+        await driver_of(logs, store, ("l0",))
+    moved = await driver_of(logs, store, ("l2", "l3"))
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l2", "l3"]
     moved.stop()
 
 
 @scenario
 async def test_a_row_that_cannot_be_read_is_named(logs: FakeLogs, store: MemoryStore) -> None:
-    store.save("j", "{}", expected_revision=0, revision=1)
-    driver = driver_of(logs, store)
+    await store.commit(Transaction(puts={row_key("j"): "{}"}))
+    driver = await driver_of(logs, store)
     with pytest.raises(JobApart, match="row of it is damaged \\(it cannot be read"):
-        driver.apply("j", m.Tick())
+        await driver.apply("j", m.Tick())
     driver.stop()
 
 
 @scenario
 async def test_jobs_do_not_mix(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
-    driver.join("k", join())
-    driver.apply("k", m.Fail(sender=None, reason="of k alone"))
-    assert driver.status("k").view.state == pb.FAILED
-    assert driver.status("j").view.state == pb.RUNNING
+    await driver.join("k", join())
+    await driver.apply("k", m.Fail(sender=None, reason="of k alone"))
+    assert (await driver.status("k")).view.state == pb.FAILED
+    assert (await driver.status("j")).view.state == pb.RUNNING
     with pytest.raises(NoSuchJob):
-        driver.apply("l", m.Tick())
+        await driver.apply("l", m.Tick())
     driver.stop()
 
 
@@ -295,7 +296,7 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
         Timing(heartbeat_s=0.05, lease_s=30.0, step_bound_s=60.0),
         [LogServer(address="l0"), LogServer(address="l1")],
     )
-    driver.start()
+    await driver.start()
     await run_to_running(driver)
     ticks = asyncio.create_task(driver.run_ticks())
     logs.troubles["l0"] = LogUnavailable("connection refused")  # nothing waits for it
@@ -304,7 +305,7 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
     assert view.checkpoint_at == 1
     assert view.checkpoint_reason == "log server l1: job j keeps 9 bytes of the 10 that it may"
     assert ("space", "l1", "j", 1) in logs.calls
-    driver.apply("j", m.CheckpointDurable(sender=sender(), version=1, generation=1))
+    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=1, generation=1))
     view = await view_with(driver, lambda view: not view.HasField("checkpoint_at"))
     assert list(view.checkpoints) == [0, 1]
     # Until the server has trimmed it is asked to do that again, and for no checkpoint.
@@ -320,10 +321,10 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
 async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store, copies=2)
+    driver = await driver_of(logs, store, copies=2)
     logs.spaces["l1"] = JobSpace(0, "", unknown=True)
     logs.gate.clear()
-    driver.join("j", join())
+    await driver.join("j", join())
     asked = asyncio.create_task(driver._space(driver._jobs["j"], 1))
     # Asked before anybody has fenced it: it cannot know the job.
     await until(lambda: any(call[:2] == ("space", "l1") for call in logs.calls))
@@ -341,14 +342,14 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     ]
     assert sorted(view.log_copies[0].servers) == ["l0", "l1"]
     assert ("reset", "l1", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
-    driver._begin_anew(driver._jobs["j"], 1, "l1")  # late
+    await driver._begin_anew(driver._jobs["j"], 1, "l1")  # late
     assert driver.generation_of("j") == 2
     driver.stop()
 
 
 @scenario
 async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store, tuple(f"l{number}" for number in range(40)))
+    driver = await driver_of(logs, store, tuple(f"l{number}" for number in range(40)))
     await run_to_running(driver)
     hanging = threading.Event()
 
@@ -360,7 +361,7 @@ async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, 
     logs.space = space  # type: ignore[method-assign]
     driver._look_at_logs(driver._jobs["j"])
     await asyncio.sleep(0.05)
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     try:
         assert (await view_with(driver, lambda view: view.state == pb.PLANNING)).generation == 2
     finally:
@@ -370,14 +371,14 @@ async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, 
 
 @scenario
 async def test_a_coordinator_that_stops_takes_no_command(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     revision = driver._jobs["j"].row.revision
     driver.stop()
     with pytest.raises(Unavailable, match="shutting down"):
-        driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+        await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     with pytest.raises(Unavailable, match="shutting down"):
-        driver.join("k", join())
+        await driver.join("k", join())
     await asyncio.sleep(0.05)
     assert not driver.failed.done()
     assert (driver._jobs["j"].row.revision, set(driver._jobs)) == (revision, {"j"})
@@ -388,14 +389,14 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     clock = FakeClock()
-    driver = driver_of(logs, store, clock=clock, copies=2)
+    driver = await driver_of(logs, store, clock=clock, copies=2)
     await run_to_running(driver)
     logs.troubles["l1"] = LogUnavailable("connection refused")
     async with asyncio.timeout(PATIENCE_S):
         while (await view_with(driver, lambda _: True)).generation == 1:
             clock.now += 1.0
-            driver.apply("j", m.Heartbeat(sender=sender(), version=3))
-            driver.tick()
+            await driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+            await driver.tick()
             await asyncio.sleep(0.01)
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert [(place.address, bool(place.lost)) for place in view.log_places] == [("l0", False), ("l1", True)]
@@ -404,7 +405,7 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
     assert ("fence", "l0", "j", 2) in logs.calls
     assert ("fence", "l1", "j", 2) not in logs.calls
     logs.calls.clear()
-    driver.apply("j", m.MemberReport(sender=sender(), generation=2, version=3))
+    await driver.apply("j", m.MemberReport(sender=sender(), generation=2, version=3))
     await view_with(driver, lambda view: view.state == pb.RECOVERING)
     assert {call[1] for call in logs.calls} == {"l0"}
     driver.stop()
@@ -413,14 +414,14 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
 @scenario
 async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStore) -> None:
     clock = FakeClock()
-    driver = driver_of(logs, store, clock=clock)
+    driver = await driver_of(logs, store, clock=clock)
     await run_to_running(driver)
     for address in ("l0", "l1"):
         logs.troubles[address] = LogUnavailable("connection refused")
     for _ in range(100):
         clock.now += 1.0
-        driver.apply("j", m.Heartbeat(sender=sender(), version=3))
-        driver.tick()
+        await driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+        await driver.tick()
         await asyncio.sleep(0.002)
     view = await view_with(driver, lambda _: True)
     assert (view.state, view.generation) == (pb.RUNNING, 1)
@@ -431,14 +432,14 @@ async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStor
 async def test_a_log_server_that_comes_is_emptied_before_it_is_used(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
-    driver.apply("j", m.ChangeLogServers(add="l2", add_host="m2"))
+    await driver.apply("j", m.ChangeLogServers(add="l2", add_host="m2"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert ("reset", "l2", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
     assert ("fence", "l0", "j", 2) in logs.calls
     # Writers are sending to it by now: the next generation must not empty it again.
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert ("fence", "l2", "j", 3) in logs.calls
     assert ("reset", "l2", "j", 3, EMPTIED_WHEN_NEW) not in logs.calls
@@ -449,17 +450,17 @@ async def test_a_log_server_that_comes_is_emptied_before_it_is_used(
 async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    first = driver_of(logs, store)
+    first = await driver_of(logs, store)
     await run_to_running(first)
-    first.apply("j", m.ChangeLogServers(lost="l0", add="l2", add_host="m2"))
+    await first.apply("j", m.ChangeLogServers(lost="l0", add="l2", add_host="m2"))
     first.stop()
     with pytest.raises(UsageError, match="names l0,l1, job j is kept on l2,l1"):
-        driver_of(logs, store)  # who says that l2 is l1 under the address of another one?
+        await driver_of(logs, store)  # who says that l2 is l1 under the address of another one?
     for servers in (("l1", "l2"), ("l0", "l1", "l2"), ("l2", "l1")):
-        again = driver_of(logs, store, servers)
+        again = await driver_of(logs, store, servers)
         assert list((await view_with(again, lambda _: True)).log_servers) == ["l1", "l2"]
         again.stop()
-    moved = driver_of(logs, store, ("l1", "l7"))
+    moved = await driver_of(logs, store, ("l1", "l7"))
     assert list((await view_with(moved, lambda _: True)).log_servers) == ["l1", "l7"]
     moved.stop()
 
@@ -467,10 +468,10 @@ async def test_a_restart_with_the_flags_of_the_beginning_knows_what_was_lost(
 @scenario
 async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, store: MemoryStore) -> None:
     """Those under way first; an answer has a bound, and says what it leaves out."""
-    driver = driver_of(logs, store, servers=())
+    driver = await driver_of(logs, store, servers=())
     for name in ("b", "a", "c"):
-        driver.join(name, join())
-    driver.apply("a", m.Fail(sender=None, reason="x" * 1000))
+        await driver.join(name, join())
+    await driver.apply("a", m.Fail(sender=None, reason="x" * 1000))
     listed = driver.jobs(lambda name: True)
     assert [(one.job, one.state) for one in listed.jobs] == [
         ("b", pb.FORMING),
@@ -491,19 +492,19 @@ async def test_whom_a_recovery_still_waits_for_is_shown_after_a_while(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     clock = FakeClock()
-    driver = driver_of(logs, store, clock=clock)
+    driver = await driver_of(logs, store, clock=clock)
     for rank, incarnation in ((0, "a"), (1, "b")):
-        driver.join("j", replace(join(rank, incarnation), world_size=2))
+        await driver.join("j", replace(join(rank, incarnation), world_size=2))
     await view_with(driver, lambda view: view.waiting_for == "ranks 0, 1 to be ready")
-    driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=2))
-    driver.tick()
+    await driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=2))
+    await driver.tick()
     assert (await view_with(driver, lambda _: True)).waiting_for == "ranks 0, 1 to be ready"
     before = driver._views["j"].revision
     clock.now += driver_module.SHOWN_S
-    driver.tick()
+    await driver.tick()
     view = await view_with(driver, lambda view: view.waiting_for == "rank 1 to be ready")
     assert view.revision > before, "else nobody takes it for a newer one"
     clock.now += driver_module.SHOWN_S
-    driver.tick()
+    await driver.tick()
     assert driver._views["j"] is view, "nothing new, so nobody is woken"
     driver.stop()

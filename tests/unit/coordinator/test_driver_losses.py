@@ -32,18 +32,20 @@ async def planning(driver: Driver, generation: int) -> pb.View:
 async def die(driver: Driver, generation: int) -> pb.View:
     """The rank's process; another one takes its place in `generation`."""
     old = driver._jobs["j"].row.holders[0].incarnation
-    driver.apply("j", m.MemberExited(rank=0, incarnation=old, pid=1, exit_code=-9))
-    driver.join("j", join(incarnation=f"of {generation}"))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation=old, pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation=f"of {generation}"))
     return await planning(driver, generation)
 
 
 async def recover(driver: Driver, generation: int, version: int | None) -> pb.View:
     incarnation = driver._jobs["j"].row.holders[0].incarnation
     said = sender(incarnation)
-    driver.apply("j", m.MemberReport(sender=said, generation=generation, version=version))
+    await driver.apply("j", m.MemberReport(sender=said, generation=generation, version=version))
     view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
     target = view.plan.target_version
-    driver.apply("j", m.Ready(sender=said, generation=generation, version=target, stages=(0,), num_stages=1))
+    await driver.apply(
+        "j", m.Ready(sender=said, generation=generation, version=target, stages=(0,), num_stages=1)
+    )
     return await view_with(driver, lambda view: view.state == pb.RUNNING)
 
 
@@ -65,15 +67,15 @@ async def test_a_server_that_was_lost_before_it_was_emptied_is_emptied_once(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """It is added again later. What is acknowledged there from then on must outlive every death."""
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.troubles["l2"] = LogUnavailable("connection refused")
-    driver.apply("j", m.ChangeLogServers(lost="l1", add="l2"))
+    await driver.apply("j", m.ChangeLogServers(lost="l1", add="l2"))
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
-    driver.apply("j", m.ChangeLogServers(lost="l2"))
+    await driver.apply("j", m.ChangeLogServers(lost="l2"))
     await planning(driver, 3)
     logs.troubles.clear()
-    driver.apply("j", m.ChangeLogServers(add="l2"))
+    await driver.apply("j", m.ChangeLogServers(add="l2"))
     await planning(driver, 4)
     assert servers(driver) == [("l0", False), ("l1", True), ("l2", True), ("l2", False)]
     assert asked(logs, "reset", 4) == ["l2"]
@@ -90,7 +92,7 @@ async def test_servers_that_come_back_empty_together_are_all_used_anew(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """The first one makes a generation; its fence would make the job known to the second one, and nobody would see."""
-    driver = driver_of(logs, store, copies=2)
+    driver = await driver_of(logs, store, copies=2)
     await run_to_running(driver)
     logs.forgotten = {"l0", "l1"}
     await driver._space(driver._jobs["j"], 1)
@@ -110,12 +112,12 @@ async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """The death is told before anybody has asked the server: its fence waits for it, and finds an empty disk."""
-    driver = driver_of(logs, store, ("l0",))
+    driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+    await driver.apply("j", m.Heartbeat(sender=sender(), version=3))
     logs.troubles["l0"] = LogUnavailable("connection refused")
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.join("j", join(incarnation="b"))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
     logs.forgotten = {"l0"}
     logs.troubles.clear()
@@ -139,13 +141,13 @@ async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
 async def test_a_plan_that_gives_the_log_up_drops_what_a_new_server_was_sent_meanwhile(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store, ("l0",))
+    driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
     logs.forgotten = {"l0"}
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.join("j", join(incarnation="b"))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation="b"))
     await planning(driver, 3)
-    driver.apply("j", m.MemberReport(sender=sender("b"), generation=3, version=None))
+    await driver.apply("j", m.MemberReport(sender=sender("b"), generation=3, version=None))
     view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
     assert view.plan.ranks[0].strategy == pb.CHECKPOINT
     resets = [call for call in logs.calls if call[0] == "reset"]
@@ -159,11 +161,11 @@ async def test_a_server_that_comes_back_empty_while_the_log_is_given_up_is_used_
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """Fenced again, it would take its writers on: behind what they know it to have acknowledged, a hole."""
-    driver = driver_of(logs, store, ("l0",))
+    driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
     await die(driver, 2)
     logs.forgotten = {"l0"}
-    driver.apply("j", m.MemberReport(sender=sender("of 2"), generation=2, version=None))
+    await driver.apply("j", m.MemberReport(sender=sender("of 2"), generation=2, version=None))
     await planning(driver, 3)
     assert servers(driver) == [("l0", True), ("l0", False)]
     assert asked(logs, "fence", 2) == ["l0"]  # when it was known there
@@ -178,7 +180,7 @@ async def test_a_job_that_begins_finds_servers_that_do_not_know_it(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     logs.forgotten = {"l0", "l1"}
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     assert servers(driver) == [("l0", False), ("l1", False)]
     assert asked(logs, "fence", 1) == ["l0", "l1"]
@@ -190,7 +192,7 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """One that has come is asked before it knows the job; it says so once it does, and holds the generation."""
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     answer, reset = threading.Event(), threading.Event()
     empty = logs.reset
@@ -206,7 +208,7 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
         empty(address, job, generation, number)
 
     logs.space, logs.reset = space, until_told  # type: ignore[method-assign]
-    driver.apply("j", m.ChangeLogServers(add="l2"))
+    await driver.apply("j", m.ChangeLogServers(add="l2"))
     question = asyncio.create_task(driver._space(driver._jobs["j"], 2))
     await asyncio.sleep(0)  # it begins: nobody holds generation 2
     assert driver._jobs["j"].row.granted == 1
@@ -224,7 +226,7 @@ async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
     """Of an operator who has heard nothing of a server that came back empty, under its own address."""
-    first = driver_of(logs, store)
+    first = await driver_of(logs, store)
     await run_to_running(first)
     for generation, address in ((2, "l0"), (3, "l0"), (4, "l1")):
         logs.forgotten = {address}
@@ -236,7 +238,7 @@ async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
     await planning(first, 5)
     assert servers(first)[-2:] == [("l1", False), ("l0", False)]
     first.stop()
-    moved = driver_of(logs, store, ("new0", "new1"))
+    moved = await driver_of(logs, store, ("new0", "new1"))
     assert servers(moved)[-2:] == [("new1", False), ("new0", False)]
     moved.stop()
 
@@ -245,14 +247,14 @@ async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
 async def test_a_server_elsewhere_is_named_in_the_place_of_the_one_it_came_for(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    first = driver_of(logs, store)
+    first = await driver_of(logs, store)
     await run_to_running(first)
-    first.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
+    await first.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
     await planning(first, 2)
     first.stop()
     with pytest.raises(UsageError, match="names l7, job j is kept on l2,l1"):
-        driver_of(logs, store, ("l7",))
-    moved = driver_of(logs, store, ("new0", "l1"))
+        await driver_of(logs, store, ("l7",))
+    moved = await driver_of(logs, store, ("new0", "l1"))
     assert servers(moved) == [("l0", True), ("l1", False), ("new0", False)]
     moved.stop()
 
@@ -261,14 +263,14 @@ async def test_a_server_elsewhere_is_named_in_the_place_of_the_one_it_came_for(
 async def test_who_replaces_a_server_that_never_came_takes_the_place_of_the_first(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.troubles["l2"] = LogUnavailable("not there")
-    driver.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
+    await driver.apply("j", m.ChangeLogServers(lost="l0", add="l2"))
     await view_with(driver, lambda view: view.state == pb.FENCING)
     row = driver._jobs["j"].row
     assert unreplaced(row) == [0]
-    driver.apply("j", m.ChangeLogServers(lost="l2", add="l3"))
+    await driver.apply("j", m.ChangeLogServers(lost="l2", add="l3"))
     await planning(driver, 3)
     assert servers(driver)[-2:] == [("l2", True), ("l3", False)]
     assert row.log_servers[-1].instead_of == 0

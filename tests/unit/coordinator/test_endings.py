@@ -9,6 +9,7 @@ from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.timing import Timing
 from services.coordinator.views import status_of, view_of
 from swift._pb import coordinator_pb2 as pb
+from tests.unit.coordinator.rows import copy_of
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
 
@@ -102,7 +103,7 @@ class World:
 
     def restarted(self) -> None:
         """The coordinator."""
-        self.job = Job(JobRow.from_json(self.row.to_json()), TIMING, self.now)
+        self.job = Job(copy_of(self.row), TIMING, self.now)
 
 
 def test_one_rank_ends_it_and_all_are_told() -> None:

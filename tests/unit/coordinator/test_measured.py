@@ -19,21 +19,21 @@ from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_t
 
 @scenario
 async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store, ("l0",))
+    driver = await driver_of(logs, store, ("l0",))
     with pytest.raises(NoSuchJob):
         driver.measurements("j")
     await run_to_running(driver)
     assert list(driver.measurements("j").ranks) == []
-    revision = driver.status("j").view.revision
-    driver.apply("j", m.Measure(sender=sender(), measured=from_message(pb.RankMeasured(steps=1))))
-    driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+    revision = (await driver.status("j")).view.revision
+    await driver.apply("j", m.Measure(sender=sender(), measured=from_message(pb.RankMeasured(steps=1))))
+    await driver.apply("j", m.Measure(sender=sender(), measured=ONE))
     reply = driver.measurements("j")
     assert [(said.rank, from_message(said.measured)) for said in reply.ranks] == [(0, ONE)]
     assert reply.world_size == 1
-    assert driver.status("j").view.revision == revision  # nobody watches for it
+    assert (await driver.status("j")).view.revision == revision  # nobody watches for it
     driver.stop()
-    again = driver_of(logs, store, ("l0",))
-    again.start()
+    again = await driver_of(logs, store, ("l0",))
+    await again.start()
     assert list(again.measurements("j").ranks) == []
     again.stop()
 
@@ -41,13 +41,13 @@ async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> No
 @scenario
 async def test_of_a_dead_rank_until_its_successor_has_measured(logs: FakeLogs, store: MemoryStore) -> None:
     """A plan for its stage is made when it is dead; and nobody else may speak for it."""
-    driver = driver_of(logs, store, ("l0",))
+    driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    driver.apply("j", m.Measure(sender=sender(), measured=ONE))
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.join("j", join(incarnation="b"))
+    await driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.join("j", join(incarnation="b"))
     with pytest.raises(Refusal, match="does not hold rank 0"):
-        driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+        await driver.apply("j", m.Measure(sender=sender(), measured=ONE))
     assert len(driver.measurements("j").ranks) == 1
     driver.stop()
 
@@ -65,7 +65,7 @@ class Taker:
     def __init__(self) -> None:
         self.commands: list[m.Command] = []
 
-    def apply(self, _job: str, command: m.Command) -> None:
+    async def apply(self, _job: str, command: m.Command) -> None:
         self.commands.append(command)
 
 

@@ -291,12 +291,12 @@ async def test_launchers_meet_through_the_service(logs: FakeLogs, store: MemoryS
     with pytest.raises(TooMany):
         driver.meet("other", world.request("c"))
     clock.now += 2 * LEASE_S
-    driver.tick()  # it was away itself
-    driver.tick()
+    await driver.tick()  # it was away itself
+    await driver.tick()
     assert (await meet("c")).here == 3
     for _ in range(8):
         clock.now += Timing().stall_s / 2
-        driver.tick()
+        await driver.tick()
     assert driver.meet("other", world.request("c", job="other")).here == 1
     driver.stop()
 
@@ -312,7 +312,7 @@ async def test_of_a_job_under_way_a_new_coordinator_waits_for_those_who_hold_a_p
     await run_to_running(driver)
     driver.stop()
     again = Driver(store, logs, Timing(), [], clock=clock)
-    again.start()
+    await again.start()
     assert not again.meet("j", world.request("b")).machines
     clock.now += LEASE_S
     assert again.meet("j", world.request("b")).machines

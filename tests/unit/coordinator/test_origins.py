@@ -1,5 +1,7 @@
 """Jobs that begin with another one's checkpoint: which, what is refused, and what is remembered."""
 
+import asyncio
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -10,13 +12,13 @@ from services.coordinator.driver import Driver
 from services.coordinator.store import MemoryStore
 from swift._pb import coordinator_pb2 as pb
 from tests.unit.coordinator.driver_world import (
+    PATIENCE_S,
     FakeLogs,
     driver_of,
     join,
     run_to_running,
     scenario,
     sender,
-    until,
 )
 
 
@@ -24,14 +26,14 @@ def from_job(job: str, version: int | None = None, **fields: object) -> m.Join:
     return replace(join(), run="r1", from_job=job, from_version=version, **fields)  # type: ignore[arg-type]
 
 
-def begin(driver: Driver, name: str, said: m.Join) -> tuple[str, int]:
-    view = driver.join(name, said)
+async def begin(driver: Driver, name: str, said: m.Join) -> tuple[str, int]:
+    view = await driver.join(name, said)
     return view.from_job, view.from_version
 
 
-def refused(driver: Driver, name: str, said: m.Join) -> str:
+async def refused(driver: Driver, name: str, said: m.Join) -> str:
     with pytest.raises(Refusal) as refusal:
-        driver.join(name, said)
+        await driver.join(name, said)
     return str(refusal.value)
 
 
@@ -39,26 +41,31 @@ async def j_at(driver: Driver, *versions: int) -> None:
     """Job j runs, with these checkpoints."""
     await run_to_running(driver)
     for version in versions:
-        driver.apply("j", m.CheckpointDurable(sender=sender(), version=version, generation=1))
+        await driver.apply("j", m.CheckpointDurable(sender=sender(), version=version, generation=1))
 
 
 async def make_running(driver: Driver, name: str, version: int) -> None:
-    driver.apply(name, m.CheckpointDurable(sender=sender(), version=version, generation=1))
-    driver.apply(name, m.Ready(sender=sender(), generation=1, version=version, stages=(0,), num_stages=1))
-    await until(lambda: driver.status(name).view.state == pb.RUNNING)
+    await driver.apply(name, m.CheckpointDurable(sender=sender(), version=version, generation=1))
+    await driver.apply(
+        name, m.Ready(sender=sender(), generation=1, version=version, stages=(0,), num_stages=1)
+    )
+    async with asyncio.timeout(PATIENCE_S), aclosing(driver.views(name)) as views:
+        async for view in views:
+            if view.state == pb.RUNNING:
+                return
 
 
 @scenario
 async def test_it_begins_with_the_newest_or_with_the_one_that_is_named(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await j_at(driver, 5, 10)
-    assert begin(driver, "k", from_job("j")) == ("j", 10)
-    assert begin(driver, "l", from_job("j", 5)) == ("j", 5)
+    assert await begin(driver, "k", from_job("j")) == ("j", 10)
+    assert await begin(driver, "l", from_job("j", 5)) == ("j", 5)
     await make_running(driver, "k", 10)
-    assert driver.status("k").view.checkpoints == [10]
-    assert driver.status("j").view.checkpoints == [5, 10]
+    assert (await driver.status("k")).view.checkpoints == [10]
+    assert (await driver.status("j")).view.checkpoints == [5, 10]
     driver.stop()
 
 
@@ -66,11 +73,11 @@ async def test_it_begins_with_the_newest_or_with_the_one_that_is_named(
 def test_it_may_begin_with_one_of_a_job_that_runs_or_is_over(end: str) -> None:
     @scenario
     async def test(logs: FakeLogs, store: MemoryStore) -> None:
-        driver = driver_of(logs, store)
+        driver = await driver_of(logs, store)
         await j_at(driver, 5, 10)
         said = {"fail": m.Fail(sender=None, reason="boom"), "finish": m.Finish(sender=sender(), version=10)}
-        driver.apply("j", said.get(end, m.Tick()))
-        assert begin(driver, "k", from_job("j")) == ("j", 10)
+        await driver.apply("j", said.get(end, m.Tick()))
+        assert await begin(driver, "k", from_job("j")) == ("j", 10)
         driver.stop()
 
     test()
@@ -78,24 +85,27 @@ def test_it_may_begin_with_one_of_a_job_that_runs_or_is_over(end: str) -> None:
 
 @scenario
 async def test_what_cannot_be_is_refused_in_a_line(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     unknown = "--from-job j: this coordinator has no such job (swift-ft jobs lists them)"
-    assert refused(driver, "k", from_job("j")) == unknown
-    driver.join("forming", join())
-    assert refused(driver, "k", from_job("forming")) == "--from-job forming: no checkpoint of it is complete"
+    assert await refused(driver, "k", from_job("j")) == unknown
+    await driver.join("forming", join())
+    assert (
+        await refused(driver, "k", from_job("forming"))
+        == "--from-job forming: no checkpoint of it is complete"
+    )
     await j_at(driver, 5, 10)
     with pytest.raises(Refusal, match="no such job"):  # to whom the job is nobody's business
-        driver.join("k", from_job("j"), lambda job: job != "j")
-    assert refused(driver, "k", from_job("j", 7)) == (
+        await driver.join("k", from_job("j"), lambda job: job != "j")
+    assert await refused(driver, "k", from_job("j", 7)) == (
         "--from-version 7: the complete checkpoints of job j are of version 5 and 10"
     )
-    assert refused(driver, "k", from_job("j", world_size=2)) == (
+    assert await refused(driver, "k", from_job("j", world_size=2)) == (
         "--from-job j: its checkpoints are of world size 1, job k has 2: make them equal"
     )
-    assert refused(driver, "k", from_job("j", config={"replicas": "2"})) == (
+    assert await refused(driver, "k", from_job("j", config={"replicas": "2"})) == (
         "--from-job j: its checkpoints are of replicas 1, job k has 2: make them equal"
     )
-    assert refused(driver, "m", from_job("m")) == (
+    assert await refused(driver, "m", from_job("m")) == (
         "job m goes on from its own checkpoints: leave --from-job out"
     )
     assert {summary.job for summary in driver.jobs(lambda _: True).jobs} == {"forming", "j"}
@@ -104,18 +114,18 @@ async def test_what_cannot_be_is_refused_in_a_line(logs: FakeLogs, store: Memory
 
 @scenario
 async def test_all_ranks_must_say_the_same_or_nothing(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await j_at(driver, 5, 10)
-    driver.join("k", from_job("j"))
+    await driver.join("k", from_job("j"))
     again = replace(from_job("j"), incarnation="a")
     for said in (again, replace(again, from_version=10), join()):
-        assert begin(driver, "k", said) == ("j", 10)
-    assert refused(driver, "k", from_job("j", 5)) == (
+        assert await begin(driver, "k", said) == ("j", 10)
+    assert await refused(driver, "k", from_job("j", 5)) == (
         "rank 0 says --from-job j --from-version 5, and job k began with version 10 of job j: say the same, leave it "
         "out, or give the job another name"
     )
-    driver.join("plain", join())
-    assert "job plain began at step 0" in refused(driver, "plain", from_job("j"))
+    await driver.join("plain", join())
+    assert "job plain began at step 0" in await refused(driver, "plain", from_job("j"))
     driver.stop()
 
 
@@ -123,43 +133,43 @@ async def test_all_ranks_must_say_the_same_or_nothing(logs: FakeLogs, store: Mem
 async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_not(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await j_at(driver, 5)
-    driver.join("k", from_job("j"))
+    await driver.join("k", from_job("j"))
     # A rank is lost while it forms: the origin stays, also through a restart of the coordinator.
-    driver.apply("k", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    driver.apply("j", m.CheckpointDurable(sender=sender(), version=10, generation=1))
+    await driver.apply("k", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=10, generation=1))
     driver.stop()
-    driver = driver_of(logs, store)
-    assert begin(driver, "k", replace(from_job("j"), incarnation="b")) == ("j", 5)
+    driver = await driver_of(logs, store)
+    assert await begin(driver, "k", replace(from_job("j"), incarnation="b")) == ("j", 5)
     # It fails before it has run: started again, it takes what is the newest by then.
-    driver.apply("k", m.Fail(sender=None, reason="boom"))
-    assert begin(driver, "k", replace(from_job("j"), incarnation="c", run="r2")) == ("j", 10)
-    driver.apply("k", m.Fail(sender=None, reason="boom"))
-    assert begin(driver, "k", replace(join(), incarnation="d", run="r3")) == ("j", 10)
+    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    assert await begin(driver, "k", replace(from_job("j"), incarnation="c", run="r2")) == ("j", 10)
+    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    assert await begin(driver, "k", replace(join(), incarnation="d", run="r3")) == ("j", 10)
     here = m.Sender(rank=0, incarnation="d")
-    view = driver.status("k").view
-    driver.apply("k", m.CheckpointDurable(sender=here, version=10, generation=view.generation))
+    view = (await driver.status("k")).view
+    await driver.apply("k", m.CheckpointDurable(sender=here, version=10, generation=view.generation))
     # From now on it has its own: the other one's is not looked at any more.
-    driver.apply("j", m.CheckpointDurable(sender=sender(), version=15, generation=1))
-    driver.apply("k", m.Fail(sender=None, reason="boom"))
-    assert "job k began with version 10 of job j" in refused(
+    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=15, generation=1))
+    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    assert "job k began with version 10 of job j" in await refused(
         driver, "k", replace(from_job("j", 15), incarnation="e", run="r4")
     )
-    assert begin(driver, "k", replace(from_job("j"), incarnation="e", run="r4")) == ("j", 10)
-    assert driver.status("k").view.state == pb.FENCING  # to restore what it has
+    assert await begin(driver, "k", replace(from_job("j"), incarnation="e", run="r4")) == ("j", 10)
+    assert (await driver.status("k")).view.state == pb.FENCING  # to restore what it has
     driver.stop()
 
 
 @scenario
 async def test_what_is_not_exact_stays_so(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await j_at(driver, 5, 10)
-    driver.apply("j", m.Differs(sender=sender(), version=7, reason="another sum"))
-    driver.join("before", from_job("j", 5))
-    assert not driver.status("before").view.HasField("inexact_since")
-    driver.join("k", from_job("j"))
-    view = driver.status("k").view
+    await driver.apply("j", m.Differs(sender=sender(), version=7, reason="another sum"))
+    await driver.join("before", from_job("j", 5))
+    assert not (await driver.status("before")).view.HasField("inexact_since")
+    await driver.join("k", from_job("j"))
+    view = (await driver.status("k")).view
     assert view.inexact_since == 10
     assert view.inexact_reason.startswith("job j, with whose checkpoint it began: ")
     assert "another sum" in view.inexact_reason

@@ -9,7 +9,7 @@ from services.coordinator.commands import Replaying
 from services.coordinator.core import Job
 from services.coordinator.messages_text import plan_fields
 from services.coordinator.metrics import CoordinatorMetrics
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import State
 from services.coordinator.servicer import _replaying
 from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MemoryStore
@@ -17,6 +17,7 @@ from services.coordinator.views import status_of, view_of
 from swift._pb import coordinator_pb2 as pb
 from swift.recovery import Plan, Prediction
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender
+from tests.unit.coordinator.rows import copy_of
 
 HALF_WAY = Replaying(version=7, target=15, seconds_left=3.5)
 
@@ -26,9 +27,9 @@ def beat(job: Job, replay: Replaying | None) -> None:
 
 
 async def recovering(logs: FakeLogs, store: MemoryStore) -> Job:
-    driver = driver_of(logs, store, ("l0",))
+    driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    job = driver.apply("j", m.Heartbeat(sender=sender(), version=7))
+    job = await driver.apply("j", m.Heartbeat(sender=sender(), version=7))
     driver.stop()
     job.row.state = State.RECOVERING
     return job
@@ -107,7 +108,7 @@ async def test_a_prediction_is_durable_and_shown(logs: FakeLogs, store: MemorySt
     job = await recovering(logs, store)
     one = Prediction(rank=0, workers=3, steps=8, seconds=2.5, alone_s=6.0)
     job.row.plan = Plan(target_version=15, ranks=(), collective_source=-1, reason="r", predictions=(one,))
-    again = JobRow.from_json(job.row.to_json())
+    again = copy_of(job.row)
     assert again.plan == job.row.plan
     (shown,) = view_of(again).plan.predictions
     assert (shown.rank, shown.workers, shown.steps, shown.seconds, shown.alone_s) == (0, 3, 8, 2.5, 6.0)

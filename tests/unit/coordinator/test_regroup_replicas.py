@@ -24,6 +24,7 @@ from swift.log.streams import boundary
 from swift.log.unlogged import Steps, declared, hull, mark
 from swift.recovery import Plan, RecoveryGroups, Report, Strategy, StreamSummary
 from swift.recovery.regroup import LoggedGroups
+from tests.unit.coordinator.rows import copy_of
 from tests.unit.coordinator.test_regroup import TIMING, Shown
 
 STAGES, DP_SIZE, EVERY, MICROBATCHES = 3, 2, 4, 2
@@ -249,7 +250,7 @@ class World:
     def suppose(self, dead: set[int]) -> None:
         """They die now: what is planned can be read. (And nobody has died.)"""
         row, log = self.row, self.log
-        self.row, self.log = JobRow.from_json(row.to_json()), defaultdict(list)
+        self.row, self.log = copy_of(row), defaultdict(list)
         for stream, keys in log.items():
             self.log[stream] = list(keys)
         for rank in self.ranks:

@@ -155,7 +155,7 @@ def shared_by(driver: Driver) -> Callable[[], set[str]]:
 
 @scenario
 async def test_who_waits_for_a_key_is_answered_when_it_is_there(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     share = Service(driver)
     waiting = asyncio.create_task(share(until=["x", "y"], wait_s=60.0))
@@ -174,13 +174,13 @@ async def test_who_waits_for_a_key_is_answered_when_it_is_there(logs: FakeLogs, 
 
 @scenario
 async def test_a_newer_generation_ends_waits_and_forgets_the_keys(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     share = Service(driver)
     first = await share(changes=[put("x", b"1")])
     waiting = asyncio.create_task(share(until=["y"], wait_s=60.0))
     await until(lambda: driver._sharing["j"]._waiting)
-    driver.apply("j", m.Suspect(sender=sender(), reason="broken", generation=1, again=True))
+    await driver.apply("j", m.Suspect(sender=sender(), reason="broken", generation=1, again=True))
     reply = await waiting
     assert (reply.generation, reply.epoch) == (2, 0)
     late = await share(changes=[put("z", b"1")])  # of the older one, from the live holder
@@ -207,7 +207,7 @@ def test_what_is_about_the_job_outlives_generations_and_deleted_keys_are_forgott
 
 @scenario
 async def test_only_the_holder_of_a_rank_shares(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     with pytest.raises(Refusal) as refused:
         driver.sharing("j", sender("b"), 1)
@@ -224,25 +224,25 @@ async def test_only_the_holder_of_a_rank_shares(logs: FakeLogs, store: MemorySto
 async def test_whoever_is_fenced_while_it_waits_learns_that_it_is_over(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     share = Service(driver)
     waiting = asyncio.create_task(share(until=["y"], wait_s=60.0))
     await until(lambda: "j" in driver._sharing and driver._sharing["j"]._waiting)
-    driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     assert (await waiting).epoch == 0
-    driver.join("j", join(incarnation="b"))
+    await driver.join("j", join(incarnation="b"))
     assert (await share(incarnation="b", generation=2)).generation == 2
     driver.stop()
 
 
 @scenario
 async def test_a_job_that_is_over_shares_nothing(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     share = Service(driver)
     await share(changes=[put("x", b"1")])
-    driver.apply("j", m.Fail(sender=sender(), reason="because"))
+    await driver.apply("j", m.Fail(sender=sender(), reason="because"))
     assert not driver._sharing
     assert (await share()).epoch == 0
     assert not driver._sharing
@@ -251,14 +251,14 @@ async def test_a_job_that_is_over_shares_nothing(logs: FakeLogs, store: MemorySt
 
 @scenario
 async def test_a_coordinator_that_begins_anew_is_noticed(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     await run_to_running(driver)
     first = await Service(driver)(changes=[put("x", b"1")])
     waiting = asyncio.create_task(Service(driver)(until=["y"], wait_s=60.0))
     await until(lambda: driver._sharing["j"]._waiting)
     driver.stop()
     assert (await waiting).epoch == 0
-    driver = driver_of(logs, store)
+    driver = await driver_of(logs, store)
     again = await Service(driver)(epoch=first.epoch, number=2, changes=[put("y", b"1")])
     assert again.epoch not in (0, first.epoch)
     assert list(again.news) == []

@@ -20,14 +20,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from services.coordinator import commands as m
 from services.coordinator.commands import Refusal, Refused
 from services.coordinator.core import Job
+from services.coordinator.parts import encode
 from services.coordinator.row import LEGAL, JobRow, LogServer, State
-from services.coordinator.store import MemoryStore
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
 from swift._pb import coordinator_pb2 as pb
 from swift.log.streams import boundary
 from swift.recovery import StreamSummary
 from tests.unit.coordinator.followers import Followers, Process
+from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0)
 STEPS = 9
@@ -54,7 +55,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         self.num_stages, self.dp_size = mesh
         self.config = config
         self.world_size = world_size = self.num_stages * self.dp_size
-        self.store = MemoryStore()
+        self.stored: dict[str, str] = {}
         self.job: Job | None = None
         self.now = 0.0
         self.view: pb.View | None = None
@@ -85,15 +86,15 @@ class Simulation(Followers, RuleBasedStateMachine):
             if not isinstance(command, m.Join):
                 return
             self.job = Job.create("j", [LogServer(address="l")], command, TIMING, self.now)
-        before = self.job.row.to_json()
+        before = encode(self.job.row)
         try:
             effects = self.job.step(command, self.now)
         except Refusal:
-            assert self.job.row.to_json() == before
+            assert encode(self.job.row) == before
             raise
         sender = getattr(command, "sender", None)
         if sender is not None and effects:
-            spoke_for = JobRow.from_json(before).holders[sender.rank]
+            spoke_for = read(before).holders[sender.rank]
             assert spoke_for.incarnation == sender.incarnation, "somebody else than the holder was heard"
         self.carry_out(effects, crash)
 
@@ -120,9 +121,8 @@ class Simulation(Followers, RuleBasedStateMachine):
     def persist(self) -> None:
         assert self.job is not None
         row, before = self.job.row, self.durable
-        expected = before.revision if before is not None else 0
-        self.store.save("j", row.to_json(), expected_revision=expected, revision=row.revision)
-        self.durable = JobRow.from_json(row.to_json())
+        write_changes(self.job, self.stored)
+        self.durable = read(self.stored)
         if before is None:
             return
         grown = row.generation - before.generation
@@ -147,7 +147,7 @@ class Simulation(Followers, RuleBasedStateMachine):
     def publish(self) -> None:
         assert self.job is not None
         assert self.durable is not None
-        assert self.durable.to_json() == self.job.row.to_json(), "shown before it was durable"
+        assert self.durable == self.job.row, "shown before it was durable"
         self.view = view_of(self.job.row)
         key = (self.view.generation, self.view.revision)
         text = self.view.SerializeToString(deterministic=True)
@@ -155,11 +155,10 @@ class Simulation(Followers, RuleBasedStateMachine):
 
     def restart(self) -> None:
         self.asked = []
-        rows = self.store.load()
-        if "j" not in rows:
+        if not self.stored:
             self.job = None
             return
-        self.job = Job(JobRow.from_json(rows["j"][1]), TIMING, self.now)
+        self.job = Job(read(self.stored), TIMING, self.now, stored=self.stored)
         self.publish()
         self.carry_out(self.job.resume(), None)
 
@@ -229,7 +228,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         process = self.processes[index % len(self.processes)]
         late = self.job.row.generation - (1 if self.holds(process) else 0)
         sender, version = process.sender, process.version or 0
-        before = self.job.row.to_json()
+        before = encode(self.job.row)
         commands: list[m.Command] = [
             m.MemberReport(sender=sender, generation=late, version=version),
             m.Ready(sender=sender, generation=late, version=version, stages=(), num_stages=0),
@@ -247,7 +246,7 @@ class Simulation(Followers, RuleBasedStateMachine):
                 raise
         else:
             assert self.holds(process), "a fenced process was heard"
-        assert self.job.row.to_json() == before
+        assert encode(self.job.row) == before
 
     @rule(crash=CRASHES)
     def the_launcher_reports(self, crash: int | None) -> None:

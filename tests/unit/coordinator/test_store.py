@@ -1,12 +1,21 @@
 """One conformance test for every MetadataStore, and what only the SQLite one can show."""
 
+import asyncio
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from services.coordinator.store import MemoryStore, MetadataStore, SqliteStore, StoreConflict, StoreFailed
+from services.coordinator.store import (
+    MemoryStore,
+    MetadataStore,
+    SqliteStore,
+    StoreConflict,
+    Stored,
+    StoreFailed,
+    Transaction,
+)
 
 Opener = Callable[[], MetadataStore]
 
@@ -20,43 +29,104 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     return lambda: memory
 
 
-def test_conformance(opener: Opener) -> None:
-    store = opener()
-    assert store.load() == {}
-    store.save("a", "first", expected_revision=0, revision=1)
-    store.save("b", "other", expected_revision=0, revision=4)
-    store.save("a", "second", expected_revision=1, revision=3)
-    assert store.load() == {"a": (3, "second"), "b": (4, "other")}
+def test_what_is_committed_is_there_with_its_revision(opener: Opener) -> None:
+    async def run() -> None:
+        store = opener()
+        assert await store.read() == {}
+        first = await store.commit(Transaction(puts={"a/1": "one", "a/2": "two", "b": "other"}))
+        assert first > 0
+        second = await store.commit(
+            Transaction(expected={"a/1": first, "c": 0}, puts={"a/1": "1", "c": "new"}, deletes=["a/2", "x"])
+        )
+        assert second > first
+        found = {
+            "a/1": Stored(value="1", revision=second),
+            "b": Stored(value="other", revision=first),
+            "c": Stored(value="new", revision=second),
+        }
+        assert await store.read() == found
+        assert list(await store.read()) == ["a/1", "b", "c"]
+        assert await store.read("a/") == {"a/1": found["a/1"]}
+        third = await store.commit(Transaction(expected={"c": second}, deletes=["c"]))
+        assert third > second
+        await store.close()
+        again = opener()
+        assert await again.read() == {key: found[key] for key in ("a/1", "b")}
+        # Revisions do not begin anew, whatever was deleted.
+        assert await again.commit(Transaction(puts={"c": "again"})) > third
+        await again.close()
 
-    for expected in (0, 1, 2, 4):
-        with pytest.raises(StoreConflict):
-            store.save("a", "of another coordinator", expected_revision=expected, revision=9)
-    with pytest.raises(StoreConflict):
-        store.save("c", "not there yet", expected_revision=1, revision=2)
-    assert store.load() == {"a": (3, "second"), "b": (4, "other")}
+    asyncio.run(run())
 
-    store.close()
-    again = opener()
-    assert again.load() == {"a": (3, "second"), "b": (4, "other")}
-    again.close()
+
+def test_a_condition_that_does_not_hold_undoes_all(opener: Opener) -> None:
+    async def run() -> None:
+        store = opener()
+        there = await store.commit(Transaction(puts={"a": "first", "b": "second"}))
+        before = await store.read()
+        for expected in ({"a": 0}, {"a": there + 1}, {"a": there, "c": there}, {"a": there, "b": 0}):
+            with pytest.raises(StoreConflict, match="is at revision"):
+                await store.commit(
+                    Transaction(expected=expected, puts={"a": "of another", "n": ""}, deletes=["b"])
+                )
+        assert await store.read() == before
+        await store.commit(Transaction(expected={"a": there}, puts={"a": "mine"}))
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_transactions_that_meet_are_one_after_the_other(opener: Opener) -> None:
+    async def run() -> None:
+        store = opener()
+        there = await store.commit(Transaction(puts={"a": ""}))
+        tries = [store.commit(Transaction(expected={"a": there}, puts={"a": str(n)})) for n in range(20)]
+        found = await asyncio.gather(*tries, return_exceptions=True)
+        assert sum(isinstance(one, int) for one in found) == 1
+        assert sum(isinstance(one, StoreConflict) for one in found) == 19
+        await store.close()
+
+    asyncio.run(run())
 
 
 def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "rows.sqlite")
     assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-    store.close()
+    asyncio.run(store.close())
 
 
 def test_no_space_is_named_and_loses_nothing(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "rows.sqlite")
-    store.save("a", "row", expected_revision=0, revision=1)
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StoreFailed, match="full"):
-        store.save("a", "x" * 100_000, expected_revision=1, revision=2)
-    assert store.load() == {"a": (1, "row")}
-    store.close()
+    async def run() -> None:
+        store = SqliteStore(tmp_path / "rows.sqlite")
+        revision = await store.commit(Transaction(puts={"a": "row"}))
+        pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+        store._db.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(StoreFailed, match="full"):
+            await store.commit(Transaction(puts={"b": "small", "a": "x" * 100_000}))
+        assert await store.read() == {"a": Stored(value="row", revision=revision)}
+        await store.close()
+
+    asyncio.run(run())
+
+
+def test_the_loop_turns_while_sqlite_waits(tmp_path: Path) -> None:
+    """Another process has the file locked: nobody else waits for that."""
+
+    async def run() -> None:
+        store = SqliteStore(tmp_path / "rows.sqlite")
+        other = sqlite3.connect(tmp_path / "rows.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        writes = asyncio.create_task(store.commit(Transaction(puts={"a": "mine"})))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert not writes.done()
+        other.execute("COMMIT")
+        await writes
+        other.close()
+        await store.close()
+
+    asyncio.run(run())
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
@@ -65,12 +135,14 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
         SqliteStore(tmp_path / "rows.sqlite")
 
 
-def test_a_second_writer_waits_or_fails_but_never_mixes(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "rows.sqlite")
-    other = sqlite3.connect(tmp_path / "rows.sqlite", isolation_level=None)
-    other.execute("INSERT INTO jobs VALUES ('a', 7, 'theirs')")
-    with pytest.raises(StoreConflict):
-        store.save("a", "mine", expected_revision=0, revision=1)
-    assert store.load() == {"a": (7, "theirs")}
-    other.close()
-    store.close()
+def test_a_database_of_an_older_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    older = sqlite3.connect(path, isolation_level=None)
+    older.execute(
+        "CREATE TABLE jobs (job TEXT PRIMARY KEY, revision INTEGER NOT NULL, row TEXT NOT NULL) STRICT"
+    )
+    older.execute("INSERT INTO jobs VALUES ('a', 7, 'under way')")
+    with pytest.raises(StoreFailed, match=r"older version of the coordinator: let that one finish its jobs"):
+        SqliteStore(path)
+    assert older.execute("SELECT * FROM jobs").fetchall() == [("a", 7, "under way")]
+    older.close()

@@ -32,11 +32,14 @@ from services.coordinator import commands as m
 from services.coordinator.commands import Refusal
 from services.coordinator.core import Job
 from services.coordinator.log_placement import unreplaced
+from services.coordinator.parts import encode
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
 from swift._pb import coordinator_pb2 as pb
+from swift.control.updates import applied, between, whole
 from swift.recovery import StreamSummary
+from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
 
@@ -49,7 +52,8 @@ class World:
 
     def __init__(self) -> None:
         self.job: Job | None = None
-        self.durable = ""
+        self.durable: dict[str, str] = {}
+        self.shown: pb.View | None = None
         self.now = 100.0
         self.incarnations: dict[int, str] = {}
         self.beats: list[int] = []
@@ -308,8 +312,8 @@ class World:
         return self.step(m.Tick())
 
     def do_crash(self) -> list[str]:
-        self.job = Job(JobRow.from_json(self.durable), TIMING, self.now)
-        assert self.job.row.to_json() == self.durable
+        self.job = Job(read(self.durable), TIMING, self.now, stored=self.durable)
+        assert encode(self.job.row) == self.durable
         return [_view(self.job.row), *self.carry_out(self.job.resume())]
 
     def do_status(self) -> list[str]:
@@ -326,11 +330,11 @@ class World:
 
     def step(self, command: m.Command) -> list[str]:
         assert self.job is not None
-        before = self.job.row.to_json()
+        before = encode(self.job.row)
         try:
             effects = self.job.step(command, self.now)
         except Refusal:
-            assert self.job.row.to_json() == before, "a refused command has changed the row"
+            assert encode(self.job.row) == before, "a refused command has changed the row"
             raise
         return self.carry_out(effects)
 
@@ -340,11 +344,12 @@ class World:
         for effect in effects:
             match effect:
                 case m.Persist():
-                    self.durable = self.job.row.to_json()
+                    write_changes(self.job, self.durable)
                     entered = f" {effect.entered}" if effect.entered else ""
                     out.append(f"persist{entered} revision {self.job.row.revision}")
                 case m.PublishView():
-                    assert self.durable == self.job.row.to_json(), "published before it was durable"
+                    assert self.durable == encode(self.job.row), "published before it was durable"
+                    self.show(view_of(self.job.row))
                     out.append(_view(self.job.row))
                 case m.Emit():
                     fields = {k: v for k, v in effect.fields.items() if k not in ("job", "generation")}
@@ -353,9 +358,16 @@ class World:
                 case m.TrimLogs():
                     out.append(f"trim below step {effect.below_step}")
                 case m.FenceLogs() | m.FetchInventory() | m.ResetLogs():
-                    assert self.durable == self.job.row.to_json(), "an effect before it was durable"
+                    assert self.durable == encode(self.job.row), "an effect before it was durable"
                     out.append(f"{type(effect).__name__} generation {effect.generation}")
         return out
+
+    def show(self, view: pb.View) -> None:
+        """Whoever knows the View before, or none, is told this one."""
+        assert applied(whole(view), None) == view
+        if self.shown is not None:
+            assert applied(between(self.shown, view), self.shown) == view
+        self.shown = view
 
 
 def _view(row: JobRow) -> str:

@@ -1,0 +1,27 @@
+"""Rows as the store keeps them."""
+
+from collections.abc import Mapping
+
+from services.coordinator.core import Job
+from services.coordinator.parts import decode, encode
+from services.coordinator.row import JobRow
+
+
+def read(parts: Mapping[str, str]) -> JobRow:
+    """The row of whatever job these parts are of."""
+    return decode(next(iter(parts)).split("/")[1], parts)
+
+
+def copy_of(row: JobRow) -> JobRow:
+    """As a coordinator that begins anew reads it."""
+    return read(encode(row))
+
+
+def write_changes(job: Job, stored: dict[str, str]) -> None:
+    """As the driver: what has changed, and with it all of the row is there."""
+    puts, deletes = job.changes.take()
+    stored.update(puts)
+    for key in deletes:
+        del stored[key]
+    whole = encode(job.row)
+    assert stored == whole, {key for key in {*stored, *whole} if stored.get(key) != whole.get(key)}

@@ -1,0 +1,172 @@
+"""Turns of the driver: what comes together is written together, and answered once it is durable."""
+
+import asyncio
+
+import pytest
+
+from services.coordinator import commands as m
+from services.coordinator.commands import Refusal
+from services.coordinator.driver import Driver
+from services.coordinator.row import State
+from services.coordinator.store import MemoryStore, Transaction
+from services.coordinator.timing import Timing
+from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, scenario
+
+RANKS = 40
+
+
+class SlowStore(MemoryStore):
+    """It writes while `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.commits: list[Transaction] = []
+
+    async def commit(self, transaction: Transaction) -> int:
+        self.commits.append(transaction)
+        await self.gate.wait()
+        return await super().commit(transaction)
+
+
+def sender(rank: int) -> m.Sender:
+    return m.Sender(rank=rank, incarnation=f"i{rank}")
+
+
+def join(rank: int) -> m.Join:
+    return m.Join(
+        rank=rank, incarnation=f"i{rank}", pid=rank, host="h", world_size=RANKS, config={}, fingerprint={}
+    )
+
+
+def ready(rank: int) -> m.Ready:
+    return m.Ready(sender=sender(rank), generation=1, version=0, stages=(rank,), num_stages=RANKS)
+
+
+async def formed(driver: Driver) -> None:
+    await asyncio.gather(*(driver.join("j", join(rank)) for rank in range(RANKS)))
+
+
+@scenario
+async def test_what_comes_together_is_one_transaction(logs: FakeLogs, memory: MemoryStore) -> None:
+    store = SlowStore()
+    driver = await driver_of(logs, store, servers=())
+    await formed(driver)
+    assert (
+        len(store.commits) <= 4
+    )  # the first Join is a transition, and so a turn; the logs that there are not
+    store.commits.clear()
+    await asyncio.gather(*(driver.apply("j", ready(rank)) for rank in range(RANKS)))
+    assert len(store.commits) == 1
+    (commit,) = store.commits
+    assert {key.split("/")[2] for key in commit.puts} == {"row", "ready", "stages", "stage_shards"}
+    assert driver._jobs["j"].row.state is State.RUNNING
+    driver.stop()
+
+
+@scenario
+async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs, memory: MemoryStore) -> None:
+    store = SlowStore()
+    driver = await driver_of(logs, store, servers=())
+    await formed(driver)
+    shown, _ = driver._views["j"], store.gate.clear()
+    asked = [
+        asyncio.create_task(driver.apply("j", ready(0))),
+        asyncio.create_task(
+            driver.apply("j", m.Heartbeat(sender=m.Sender(rank=1, incarnation="x"), version=0))
+        ),
+    ]
+    await asyncio.sleep(0.02)
+    status = asyncio.create_task(driver.status("j"))
+    await asyncio.sleep(0.02)
+    assert not any(task.done() for task in (*asked, status))
+    assert driver._views["j"] is shown
+    store.gate.set()
+    await asked[0]
+    with pytest.raises(Refusal):  # a refusal is one of that moment as well
+        await asked[1]
+    assert (await status).view.revision > shown.revision
+    driver.stop()
+
+
+@scenario
+async def test_heartbeats_and_ticks_write_nothing(logs: FakeLogs, memory: MemoryStore) -> None:
+    store = SlowStore()
+    driver = await driver_of(logs, store, servers=())
+    await formed(driver)
+    await asyncio.gather(*(driver.apply("j", ready(rank)) for rank in range(RANKS)))
+    store.commits.clear()
+    for version in range(3):
+        beats = [m.Heartbeat(sender=sender(rank), version=version) for rank in range(RANKS)]
+        await asyncio.gather(*(driver.apply("j", beat) for beat in beats), driver.tick())
+    assert store.commits == []
+    driver.stop()
+
+
+@scenario
+async def test_a_turn_ends_with_a_transition(logs: FakeLogs, memory: MemoryStore) -> None:
+    """So each state is durable, and told of, by itself."""
+    store = SlowStore()
+    entered: list[State] = []
+
+    def after_durable(_row: object, persist: m.Persist) -> None:
+        if persist.entered is not None:
+            entered.append(persist.entered)
+
+    driver = Driver(store, logs, Timing(), [], after_durable=after_durable)
+    await driver.start()
+    await formed(driver)
+    store.commits.clear()
+    gone = [m.MemberExited(rank=rank, incarnation=f"i{rank}", pid=rank, exit_code=-9) for rank in (3, 5)]
+    await asyncio.gather(
+        *(driver.apply("j", ready(rank)) for rank in range(RANKS)), *(driver.apply("j", one) for one in gone)
+    )
+    assert entered[:2] == [State.FORMING, State.RUNNING]
+    assert entered[2] is State.FENCING
+    assert driver._jobs["j"].row.generation == 3
+    assert len(store.commits) >= len(entered) - 1
+    driver.stop()
+
+
+@scenario
+async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(
+    logs: FakeLogs, memory: MemoryStore
+) -> None:
+    store, clock = SlowStore(), FakeClock()
+    driver = await driver_of(logs, store, servers=(), clock=clock)
+    await formed(driver)
+    for _ in range(4):  # nobody is heard, and the process is not stalled
+        clock.now += 0.2 * driver.timing.lease_s
+        await driver.tick()
+    store.gate.clear()
+    writes = asyncio.create_task(driver.apply("j", ready(0)))
+    await asyncio.sleep(0.02)
+    beats = [
+        asyncio.create_task(driver.apply("j", m.Heartbeat(sender=sender(rank), version=0)))
+        for rank in range(RANKS)
+    ]
+    await asyncio.sleep(0)
+    clock.now += 0.3 * driver.timing.lease_s
+    looks = asyncio.create_task(driver.tick())
+    store.gate.set()
+    await asyncio.gather(writes, looks, *beats)
+    assert driver._jobs["j"].row.generation == 1
+    driver.stop()
+
+
+@pytest.mark.parametrize("caught_up", [True, False])
+def test_a_lease_runs_while_what_has_come_is_read(caught_up: bool) -> None:
+    @scenario
+    async def test(logs: FakeLogs, store: MemoryStore) -> None:
+        clock = FakeClock()
+        driver = Driver(store, logs, Timing(), [], clock=clock, caught_up=lambda: caught_up)
+        await driver.start()
+        await formed(driver)
+        for _ in range(2 * int(driver.timing.lease_s / driver.timing.tick_s)):
+            clock.now += driver.timing.tick_s
+            await driver.tick()
+        assert driver._jobs["j"].row.generation == (2 if caught_up else 1)
+        driver.stop()
+
+    test()
