@@ -31,11 +31,15 @@ class Side:
 
     def __init__(self, place: Path, imports: Sequence[str]) -> None:
         self._place = place
-        self._nursery = Nursery(dict(os.environ), str(place), PRELOAD_DEFAULT, imports=",".join(imports))
+        unfit: list[str] = []
+        self._nursery = Nursery(
+            dict(os.environ), str(place), PRELOAD_DEFAULT, imports=",".join(imports), on_unfit=unfit.append
+        )
         self._nursery.prepare()
         server = self._nursery._server
         if server is None:
-            raise ServiceError("there is no fork server here: processes cannot be forked")
+            why = unfit[0] if unfit else "processes cannot be forked"
+            raise ServiceError(f"there is no fork server here: {why}")
         self.chosen, self.left_out = server.chosen, server.left_out
 
     def once(self, script: Path) -> float:

@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     store = PrefixStore("bench", TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)))
     backend = default_backend()
-    group = ReconfigurableGroup("world", range(JOINER + 1), rank, backend)
+    group = ReconfigurableGroup("world", range(JOINER + 1), rank, backend, step=None, gate=None)
     communicator = Communicator(backend, rank, [group], group, store_of=lambda _generation: store)
     communicator.build(1)
     result = measure(rank, store, mebibytes << 20, rounds)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from swift.checkpoint.index import Damaged
 from swift.checkpoint.shard import Snapshot, read, sync_folder, write
@@ -58,6 +58,18 @@ class Unsaved:
     reason: str
 
 
+class Holder(Protocol):
+    """This process, as the one that holds the rank. (any thread)"""
+
+    @property
+    def fenced(self) -> bool:
+        """Somebody else holds it: what could not be written is his to write."""
+
+    @property
+    def entered(self) -> int:
+        """The generation in which this process acts. What is of a newer one is its heir's."""
+
+
 class CheckpointStore:
     """One rank's checkpoints.
 
@@ -67,7 +79,7 @@ class CheckpointStore:
     (rank) ``prune(keep, given_up_below)`` when others are complete, or given up
     """
 
-    def __init__(self, directory: str | os.PathLike[str], rank: int):
+    def __init__(self, directory: str | os.PathLike[str], rank: int, holder: Holder):
         self._directory = Path(directory)
         self._rank = rank
         self._process = secrets.token_hex(4)
@@ -77,10 +89,7 @@ class CheckpointStore:
         """The newest one that is durable."""
         self.unsaved: Unsaved | None = None
         """The newest one, if it cannot be written; it is tried again."""
-        self.fenced: Callable[[], bool] = lambda: False
-        """(any thread) Somebody else holds the rank: what could not be written is his to write."""
-        self.generation: Callable[[], int] = lambda: 0
-        """(any thread) In which this process acts. What is of a newer one is its heir's."""
+        self._holder = holder
 
     @property
     def directory(self) -> Path:
@@ -89,7 +98,7 @@ class CheckpointStore:
 
     def of_job(self, job: str) -> "CheckpointStore":
         """This rank's checkpoints of another job in the same place, to load from."""
-        return CheckpointStore(self._directory.with_name(job), self._rank)
+        return CheckpointStore(self._directory.with_name(job), self._rank, self._holder)
 
     def check(self) -> None:
         """(before the job begins) Raises UsageError if nothing can be written here."""
@@ -108,7 +117,7 @@ class CheckpointStore:
         version: int,
         state: Any,
         on_durable: Callable[[int], bool | None],
-        on_failed: Callable[[Unsaved], None] = lambda _unsaved: None,
+        on_failed: Callable[[Unsaved], None],
         generation: int | None = None,
     ) -> None:
         """Takes a snapshot of `state` now and writes it in the background; one write at a time. What was saved before
@@ -119,7 +128,7 @@ class CheckpointStore:
         self._call_off()
         snapshot = Snapshot(state)
         stall_s = time.monotonic() - began
-        of = self.generation() if generation is None else generation
+        of = self._holder.entered if generation is None else generation
 
         def attempt() -> None:
             began = time.monotonic()
@@ -137,7 +146,7 @@ class CheckpointStore:
             if self.unsaved != told:
                 on_failed(self.unsaved)
 
-        self._writing = _Writing(attempt, lambda: on_durable(version), failed, self.fenced)
+        self._writing = _Writing(attempt, lambda: on_durable(version), failed, self._holder)
 
     def _write(self, version: int, generation: int, snapshot: Snapshot) -> int:
         """The bytes of its files."""
@@ -152,7 +161,7 @@ class CheckpointStore:
             _remove(self._shards(folder, generation - 1, begun=True))
             part.mkdir()
             file_bytes = write(part, snapshot, version, self._rank)
-            if self.fenced():
+            if self._holder.fenced:
                 raise _FencedMeanwhile
             part.rename(shard)
             sync_folder(folder)
@@ -245,9 +254,9 @@ class CheckpointStore:
     def prune(self, keep: set[int], given_up_below: int = 0) -> None:
         """Removes this rank's shards of versions below the smallest one in `keep`, and of all those below
         `given_up_below` that are not in it: they will never be complete. Shards of a newer generation stay."""
-        if not keep or self.fenced():
+        if not keep or self._holder.fenced:
             return
-        below, generation = max(min(keep), given_up_below), self.generation()
+        below, generation = max(min(keep), given_up_below), self._holder.entered
         for path in self._versions():
             version, folder = int(path.name[1:]), path / f"rank{self._rank}"
             if version < below and version not in keep and not _is_linked(folder):
@@ -300,10 +309,10 @@ class _Writing:
         attempt: Callable[[], None],
         written: Callable[[], bool | None],
         failed: Callable[[str], None],
-        fenced: Callable[[], bool],
+        holder: Holder,
     ) -> None:
         self._attempt, self._written, self._failed = attempt, written, failed
-        self._fenced = fenced
+        self._holder = holder
         self._called_off = threading.Event()
         self.tried = threading.Event()
         """Once at least."""
@@ -351,7 +360,7 @@ class _Writing:
         while (left_s := until - time.monotonic()) > 0:
             if self._called_off.wait(min(left_s, 1.0)) or not threading.main_thread().is_alive():
                 return False
-        return not self._fenced()
+        return not self._holder.fenced
 
 
 def _words(error: BaseException) -> str:

@@ -118,7 +118,7 @@ class Nursery:
         *,
         imports: str = "",
         fork: bool = True,
-        on_unfit: Callable[[str], None] = lambda reason: None,
+        on_unfit: Callable[[str], None],
     ) -> None:
         """`imports`: what the script imports first; the fork server does so as well, as far as that is safe. `fork`:
         with a fork server. `on_unfit`: told once if the modules make that impossible, and why."""

@@ -89,7 +89,7 @@ class Channel:
         self.shapes = Shapes(store, self._origin, check)
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
-        self._capture: Capture | None = None
+        self._opened: Capture | None = None
         self._reader: LogReader | None = None
         self._cursors: dict[str, StreamCursor] = {}
         self._share: ReadFilter | None = None
@@ -103,7 +103,8 @@ class Channel:
         it has another state or the log begins anew."""
         self.records_read = 0
         self.microbatches_replayed = 0
-        self.witness: Witness | None = None
+        self._watched = False  # or it is known that nobody looks
+        self._witness: Witness | None = None
         self.rehearsing = False
         """The step under way is taken back (`swift.runtime.rehearsal`): nothing of it is logged."""
         self.profile = StepProfile(self._rank)
@@ -133,18 +134,37 @@ class Channel:
         """Of this rank's pipeline."""
         return self._assignment.at(pipeline_rank, self._origin)
 
+    def watch(self, witness: Witness | None) -> None:
+        """(before anything passes) Who is shown what passes; None: nobody."""
+        if self._watched:
+            raise AssertionError("Channel.watch was called before")
+        self._watched, self._witness = True, witness
+
+    @property
+    def witness(self) -> Witness | None:
+        if not self._watched:
+            raise AssertionError("Channel.watch was not called: nobody would see what passes")
+        return self._witness
+
     def open(self, writer: Writer) -> None:
-        self._capture = capture_for(writer, self._device)
+        """(once) What passes goes into this log."""
+        if self._opened is not None:
+            raise AssertionError("Channel.open: the log is open already")
+        self._opened = capture_for(writer, self._device)
+
+    @property
+    def _capture(self) -> Capture:
+        if self._opened is None:
+            raise AssertionError("Channel.open was not called: nothing would be logged")
+        return self._opened
 
     def settle(self) -> None:
         """After this the memory of all that was sent may be used again."""
-        if self._capture is not None:
-            self._capture.settle()
+        self._capture.settle()
 
     def drop_step(self) -> None:
         """What the step has lent is not looked at any more: whoever does the step again compares it."""
-        if self._capture is not None:
-            self._capture.drop()
+        self._capture.drop()
 
     def begin_step(self, step: int) -> None:
         self._step = self.randomness.step = step
@@ -196,8 +216,8 @@ class Channel:
     def beside(self, capture: Capture) -> "Channel":
         """Another one, for a stage that is replayed here for its owner; what it sends goes to `capture`."""
         other = copy.copy(self)
-        other._capture = capture
-        other.witness = None  # of this rank's own stages
+        other._opened = capture
+        other._witness = None  # it looks at this rank's own stages
         other._cursors = {}
         other.clock = ReplayClock()
         other.shapes = self.shapes.for_helper()
@@ -271,17 +291,19 @@ class Channel:
         self._record(self.stream(stage, "T"), key, target, now=True)
 
     def saw(self, kind: str, stage: int, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        if self.witness is not None:
-            self.witness.saw(kind, stage, microbatch, slot, tensor)
+        witness = self.witness
+        if witness is not None:
+            witness.saw(kind, stage, microbatch, slot, tensor)
 
     def lost(self, stage: int, loss: torch.Tensor) -> None:
         """What the loss function gave for the microbatch that was just computed."""
         self.saw(LOSS, stage, self._microbatch, 0, loss)
 
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        if self.witness is not None and self.witness.thorough:
+        witness = self.witness
+        if witness is not None and witness.thorough:
             place = (slot << 1) + (direction == BACKWARD)
-            self.witness.saw(SENT, stage, microbatch, place, tensor)
+            witness.saw(SENT, stage, microbatch, place, tensor)
         if self.off_log:
             return
         key = RecordKey(self._step, microbatch, slot)
@@ -314,7 +336,6 @@ class Channel:
 
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """``now``: it may change after the call."""
-        assert self._capture is not None
         self._check_whole()
         if self.rehearsing:
             return

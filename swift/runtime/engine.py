@@ -11,12 +11,10 @@ What a member says in a state it says again until the View moves on: the coordin
 """
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -42,6 +40,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.checkpointing import Saving
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.config import SessionConfig
+from swift.runtime.differences import Differences
 from swift.runtime.early_checkpoint import EarlyCheckpoint, UnloggedSteps
 from swift.runtime.ending import Ending
 from swift.runtime.errors import advice_on, let_go, words_of
@@ -57,8 +56,8 @@ from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer
 from swift.runtime.retries import Retries
 from swift.runtime.script import Script
 from swift.runtime.shared_replay.helper import MakeModule
+from swift.runtime.standing import Standing
 from swift.runtime.state import TrainerState
-from swift.runtime.updates import Standing
 from swift.runtime.witness import Witness
 
 TrainStep = Callable[[int], object]
@@ -88,11 +87,16 @@ class Engine:
         faults: FaultInjector,
         world: ReconfigurableGroup,
         assignment: Assignment,
-        audit: Audit | None = None,
-        lines: Lines | None = None,
+        *,
+        witness: Witness,
+        losses: Losses,
+        differences: Differences,
+        audit: Audit | None,
+        lines: Lines,
     ):
-        """`assignment`: of the full world, in which `rank` is the number of a slot."""
-        self.lines = lines or Lines(Path(os.devnull))
+        """`assignment`: of the full world, in which `rank` is the number of a slot. `audit`: None if there are no
+        replicas to compare with."""
+        self.lines = lines
         self._rank = rank
         self._config = config
         self._member = member
@@ -106,7 +110,7 @@ class Engine:
         self.log_servers: list[str] = []
         self._own_servers: dict[str, int] = {}  # those that keep what this rank writes, and their numbers
         self._world = world  # all ranks
-        self._audit = audit  # None: there are no replicas to compare with
+        self._audit = audit
         self.assignment = assignment
         """Of the generation whose groups are built; before there is one, of the full world."""
         self._slot = assignment.slots[rank]
@@ -120,18 +124,17 @@ class Engine:
         self._unlogged = UnloggedSteps(member)
         self._gradient_bytes: dict[int, int] = {}  # of each stage
         self._measures = Measures(channel, store)
-        self.losses = Losses(rank, config.non_finite_loss, lambda: channel.replaying)
-        self._witness = channel.witness = Witness(
-            self._differs, lambda: communicator.broken is not None, self.losses.look
-        )
-        self._rehearsal = Rehearsal(config.paranoid, channel, state, self._witness)
+        self.losses = losses
+        self._witness = witness
+        self._rehearsal = Rehearsal(config.paranoid, channel, state, witness, differences)
         beside = state.beside
         self._script = Script(
-            state.told, beside.transient, self._differs, warns=rank == 0, untellable=beside.untellable
+            state.told, beside.transient, differences.say, warns=rank == 0, untellable=beside.untellable
         )
         self._saving = Saving(rank, member, state, store, channel.logged_groups)
         self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._retries = Retries(rank)
+        state.updates.vote.bind(self.vote)
 
     def help_replay(self, make_module: MakeModule) -> None:
         """This rank can build any stage."""
@@ -427,11 +430,6 @@ class Engine:
             write_digests(self._state, f"rank{self._rank}-v{self._state.version}.json")
 
     # --- recovery ---
-
-    def _differs(self, step: int, words: str) -> None:
-        """(witness) Said at once, and once; durable when this returns."""
-        self._rehearsal.refuse(step, words)
-        self._member.client.differs(step, words)
 
     def _follow_plan(self, published: PublishedPlan, train_step: TrainStep) -> None:
         assert self._writer is not None

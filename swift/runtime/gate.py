@@ -8,15 +8,16 @@
 A replay has nobody to communicate with. What is neither answered nor refused would wait for ever.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from swift.errors import UsageError
-from swift.runtime.backends.base import Collective
+from swift.runtime.backends.base import Backend, Collective
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
+from swift.runtime.traffic import Group
 from swift.runtime.updates import Updates
 
 _INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gather"
@@ -25,17 +26,34 @@ _INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gath
 class Gate:
     """In front of the groups that a trainer may use.
 
-    (session) ``around`` the trainer's function, ``passing`` around what torch or the session communicates in it
-    (groups) ``collective``, ``message``; (torch, before it pickles) ``pickles``; (default group) ``new_group``
+    It is made before the groups, which are made before all that communicates over them: what is to know of it is
+    bound afterwards, once, and nothing passes before.
+
+    (session) ``bind`` → ``around`` the trainer's function, ``passing`` around what torch or the session communicates
+    in it
+    (groups) ``collective``, ``message``, ``used``, ``reducing``; (torch, before it pickles) ``pickles``; (default
+    group) ``new_group``
     """
 
-    def __init__(self, channel: Channel, updates: Updates):
-        self._channel = channel
-        self._updates = updates
+    def __init__(self) -> None:
+        self._bound: tuple[Channel, Updates] | None = None
         self._in_step = False
         self._passing = False
         self.over = False
         """`session.run` has returned."""
+
+    def bind(self, channel: Channel, updates: Updates) -> None:
+        """What results are recorded by, and what learns that a step has communicated."""
+        if self._bound is not None:
+            raise AssertionError("Gate.bind was called before")
+        self._bound = channel, updates
+
+    def _parts(self) -> tuple[Channel, Updates]:
+        if self._bound is None:
+            raise AssertionError(
+                "Gate.bind was not called: what passes a group would be neither known nor recorded"
+            )
+        return self._bound
 
     def around(self, train_step: Callable[[int], object]) -> Callable[[int], object]:
         def step(number: int) -> object:
@@ -63,7 +81,7 @@ class Gate:
 
     def collective(
         self,
-        group: ReconfigurableGroup,
+        group: Group,
         name: str,
         results: list[torch.Tensor],
         run: Collective,
@@ -83,9 +101,18 @@ class Gate:
                 f"a survivor; use {_INSTEAD}"
             )
 
-        with self._updates.spoiling():
-            self._channel.collective_into(name, results, lambda: group.run(run), group.ranks)
+        channel, updates = self._parts()
+        with updates.spoiling():
+            channel.collective_into(name, results, lambda: group.run(run), group.ranks)
         return True
+
+    def used(self) -> None:
+        """Torch, or the trainer, communicates over a group."""
+        self._parts()[1].communicates()
+
+    def reducing(self) -> None:
+        """A reduction that torch has asked for is under way."""
+        self._parts()[1].reducing()
 
     def message(self, name: str) -> None:
         """Raises UsageError for one of the trainer's own."""
@@ -122,3 +149,23 @@ class Gate:
                 f"dist.{name} outside of train_step: a process that replaces a lost rank comes there alone, and would "
                 "wait for ever; do it in train_step, or leave it out (DistributedDataParallel: use session.ddp)"
             )
+
+
+def groups_behind(
+    gate: Gate, rank: int, ranks_of: Mapping[str, tuple[int, ...]], backend: Backend
+) -> dict[str, ReconfigurableGroup]:
+    """The groups that a trainer, and torch, communicate over, by name. All that passes is known to the step; the
+    trainer's own is decided on in those that it is told to use. DDP's reducer must not see an error: its group swallows
+    them."""
+    return {
+        name: ReconfigurableGroup(
+            name,
+            ranks,
+            ranks.index(rank),
+            backend,
+            step=gate,
+            gate=gate if name in ("world", "pipeline") else None,
+            swallow=name == "data",
+        )
+        for name, ranks in ranks_of.items()
+    }

@@ -12,7 +12,7 @@ anything that came out of the collective is used: the step is dropped. FSDP2 doe
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from swift.runtime.backends.base import Backend, Circuit, Collective, Collective
 from swift.runtime.backends.ordered import Alone, operation
 from swift.runtime.backends.runner import Task
 from swift.runtime.tags import group_number
+from swift.runtime.traffic import Gate, Step
 
 _ONE_PART_EACH = frozenset(
     {
@@ -38,24 +39,6 @@ _ONE_PART_EACH = frozenset(
 """Collectives that have a part for every rank."""
 
 
-class Gate(Protocol):
-    """Decides on what a trainer communicates over a group (`swift.runtime.gate`)."""
-
-    def collective(
-        self,
-        group: "ReconfigurableGroup",
-        name: str,
-        results: list[torch.Tensor],
-        run: Collective,
-        *,
-        alike: bool,
-    ) -> bool: ...
-
-    def message(self, name: str) -> None: ...
-
-    def new_group(self) -> None: ...
-
-
 class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
 
@@ -67,17 +50,24 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, backend: Backend, *, swallow: bool = False
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        backend: Backend,
+        *,
+        step: Step | None,
+        gate: Gate | None,
+        swallow: bool = False,
     ):
+        """`step`: told what passes; None: only the session itself communicates over it. `gate`: of a group over which
+        trainers communicate, and torch beside them."""
         super().__init__(rank, len(ranks))
         self.label = name
         self.ranks = tuple(ranks)
         self.broken: Exception | None = None
-        self.reducing: Callable[[], None] = lambda: None  # called when a reduction of torch's is under way
-        self.used: Callable[[], None] = lambda: None  # called when torch, or a trainer, communicates over it
-        self.gate: Gate | None = (
-            None  # only of a group over which trainers communicate, and torch beside them
-        )
+        self._step = step
+        self.gate = gate
         self.backend = backend
         self._swallow = swallow
         self._quiet = False
@@ -124,7 +114,8 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
         if part is None:
             label = f"{self.label}[{','.join(map(str, indices))}]"
             ranks = [self.ranks[index] for index in indices]
-            part = ReconfigurableGroup(label, ranks, indices.index(self._own), self.backend)
+            own = indices.index(self._own)
+            part = ReconfigurableGroup(label, ranks, own, self.backend, step=None, gate=None)
             self._some[indices] = part
             if self._circuit is not None:
                 self._attach_part(part, indices)
@@ -208,7 +199,10 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
     def _messaging(self, kind: str) -> Circuit:
         if self.gate is not None:
             self.gate.message(kind)
-        return self._attached()
+        circuit = self._attached()
+        if self._step is not None:
+            self._step.used()
+        return circuit
 
     def _place(self, index: int) -> int:
         """Of the rank at this index of the group, among those that are in this generation. Raises RuntimeError."""
@@ -229,7 +223,8 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
             raise UsageError(
                 f"process group {self.label}: {name} has a part for ranks that are not there now"
             )
-        self.used()
+        if self._step is not None:
+            self._step.used()
         gate = self.gate if len(self.ranks) > 1 else None
         if gate is not None and gate.collective(self, name, result, run, alike=alike):
             return _CollectiveWork(None, result)
@@ -259,8 +254,8 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
         work = self._collective(name, result, run, alike=alike)
-        if not self._quiet:
-            self.reducing()
+        if not self._quiet and self._step is not None:
+            self._step.reducing()
         return work
 
     def _operation(self, options: Any) -> tuple[Op, Callable[[torch.Tensor], Any]]:

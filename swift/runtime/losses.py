@@ -6,8 +6,8 @@ trainer hands to `Session.check_loss`. It costs some microseconds a loss.
 
 import math
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 
@@ -18,19 +18,26 @@ _ELEMENTS_MAX = 1 << 16
 """A loss of each token, say, is looked at up to so many."""
 
 
+class Replays(Protocol):
+    """The channel."""
+
+    @property
+    def replaying(self) -> bool: ...
+
+
 class Losses:
     """One rank's. Trainer's thread only."""
 
-    def __init__(self, rank: int, choice: str, replaying: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, rank: int, choice: str, channel: Replays) -> None:
         self._rank = rank
         self._choice = choice
-        self._replaying = replaying
+        self._channel = channel
         self._bad_in = -2
         """The last step that had one."""
 
     def look(self, step: int, what: str, loss: torch.Tensor) -> None:
         """Raises NonFiniteLoss if the trainer chose that."""
-        if self._choice == "ignore" or self._replaying() or not _has_numbers(loss):
+        if self._choice == "ignore" or self._channel.replaying or not _has_numbers(loss):
             return
         worst = _worst(loss.detach())
         if math.isfinite(worst):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -32,11 +32,24 @@ RESAY_S = 0.5
 """How long a statement to the coordinator stands before it is said again (after a restart it is forgotten)."""
 
 
+class Holder(Protocol):
+    """Who holds the rank by this line (the engine). Called by the lease's and the watcher's threads."""
+
+    def interrupt(self, generation: int) -> None:
+        """A newer generation is published: the trainer's thread is to be freed from whatever it waits in."""
+
+    def measured(self) -> RankMeasured | None:
+        """What this rank has measured of its steps."""
+
+    def unsaved(self) -> pb.UnsavedCheckpoint | None:
+        """A checkpoint that this rank could not write yet."""
+
+
 class Member:
     """The line to the coordinator.
 
     (main thread) ``join`` → ``latest`` … ``enter(generation)`` once it acts on a generation … ``check()``
-    (watcher thread) on a newer generation: ``on_notice(generation)``, which must free the main thread
+    (watcher thread) on a newer generation: ``holder.interrupt(generation)``, which must free the main thread
     """
 
     def __init__(self, address: str, job: str, rank: int, incarnation: str):
@@ -47,18 +60,13 @@ class Member:
         self.version = 0  # for heartbeats
         self.replay: Callable[[], pb.ReplayProgress] | None = None
         """While this rank replays: how far it is."""
-        self.unsaved: Callable[[], pb.UnsavedCheckpoint | None] = lambda: None
-        """(lease thread) A checkpoint that this rank could not write yet."""
         self._entered = 0
         self._noticed = 0
-        self._on_notice: Callable[[int], None] = lambda _generation: None
         self._fenced = ""
         self._wanted: tuple[int, str] | None = (
             None  # an early checkpoint, until the coordinator has heard of it
         )
         self._wanting = threading.Lock()
-        self.measured: Callable[[], RankMeasured | None] = lambda: None
-        """(lease thread) What this rank has measured of its steps."""
         self._measured_at = 0.0
         self._said_unknown = False
         self.lease: dict[str, Any] = {}
@@ -72,7 +80,7 @@ class Member:
         world_size: int,
         config: Mapping[str, str],
         fingerprint: Mapping[str, str],
-        on_notice: Callable[[int], None],
+        holder: Holder,
     ) -> pb.View:
         """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on."""
         run, from_job = os.environ.get(ENV_RUN, ""), os.environ.get(ENV_FROM_JOB, "")
@@ -88,7 +96,7 @@ class Member:
             from_job=from_job,
             from_version=int(version) if version else None,
         )
-        self._on_notice = on_notice
+        self._holder = holder
         self._entered = self._noticed = view.generation
         interval_s = self.client.heartbeat(0).interval_s
         self.lease = {
@@ -124,21 +132,25 @@ class Member:
             self._noticed = max(self._noticed, view.generation + (1 if stop else 0))
             events.emit("notice", rank=self.identity.rank, generation=view.generation, reason=view.reason)
             # A thread of its own: the watcher must stay able to see the next View.
-            self._freeing = threading.Thread(target=self._on_notice, args=(self._noticed,), daemon=True)
+            self._freeing = threading.Thread(
+                target=self._holder.interrupt, args=(self._noticed,), daemon=True
+            )
             self._freeing.start()
 
     def _beat(self, interval_s: float) -> None:
         while not self._closed.wait(interval_s):
             try:
                 replay = self.replay
-                self.client.heartbeat(self.version, replay() if replay is not None else None, self.unsaved())
+                self.client.heartbeat(
+                    self.version, replay() if replay is not None else None, self._holder.unsaved()
+                )
                 self._say_wanted()
                 if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
                     self.say_measured()
             except Fenced as error:
                 self._fenced = str(error)
                 self._noticed += 1
-                self._on_notice(self._noticed)
+                self._holder.interrupt(self._noticed)
                 return
             except (ServiceError, UnknownJob) as error:
                 # Training does not need the coordinator; the next beat tries again.
@@ -173,7 +185,7 @@ class Member:
         """Raises Fenced; whatever else keeps the coordinator from hearing it is no reason for anything."""
         self._measured_at = time.monotonic()
         try:
-            measured = self.measured()
+            measured = self._holder.measured()
             if measured is not None:
                 self.client.measure(measured)
         except Fenced:

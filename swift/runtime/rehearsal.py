@@ -11,8 +11,8 @@ of its own) shows at once, without a failure: at the start the job is refused fo
 from collections.abc import Callable
 
 from swift import events
-from swift.errors import UsageError
 from swift.runtime.channel import Channel
+from swift.runtime.differences import Differences
 from swift.runtime.state import TrainerState
 from swift.runtime.witness import GRADIENT, Witness
 
@@ -24,24 +24,33 @@ class Rehearsed(Exception):
 class Rehearsal:
     """One rank's. All ranks arm in the same generation, so they rehearse the same step."""
 
-    def __init__(self, wanted: bool, channel: Channel, state: TrainerState, witness: Witness) -> None:
+    def __init__(
+        self,
+        wanted: bool,
+        channel: Channel,
+        state: TrainerState,
+        witness: Witness,
+        differences: Differences,
+    ) -> None:
         self._wanted = wanted
         self._channel = channel
         self._state = state
         self._witness = witness
-        self._due = self._at_start = False
-        state.updates.before_update = self._before_update
+        self._differences = differences
+        self._due = False
+        state.updates.before_update.bind(self._before_update)
 
     def arm(self, *, at_start: bool) -> None:
         """`at_start`: the job begins, so that it can be refused."""
-        self._due, self._at_start = self._wanted, at_start
+        self._due, self._differences.refusing = self._wanted, at_start
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Rehearses the step, if it is the one; `drop` takes it back."""
-        self._at_start = self._at_start and self._due
+        differences = self._differences
+        differences.refusing = differences.refusing and self._due
         if not self._due or self._channel.replaying:
             return
-        self._due, at_start, self._at_start = False, self._at_start, False
+        self._due, at_start, differences.refusing = False, differences.refusing, False
         self._channel.begin_step(step)
         self._witness.begin(step)
         self._witness.thorough = self._channel.rehearsing = True
@@ -54,12 +63,7 @@ class Rehearsal:
             self._channel.rehearsing = False
         drop()
         events.emit("rehearsed", rank=self._channel.rank, step=step)
-        self._at_start = at_start
-
-    def refuse(self, step: int, words: str) -> None:
-        """Something differs. Raises UsageError if the job can still be refused."""
-        if self._at_start:
-            raise UsageError(f"step {step} was computed twice from one state (paranoid), and {words}")
+        differences.refusing = at_start
 
     def _before_update(self) -> None:
         """(inside optimizer.step, gradients are reduced, nothing is applied)"""

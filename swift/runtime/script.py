@@ -56,7 +56,7 @@ class Script:
         differs: Callable[[int, str], None],
         *,
         warns: bool,
-        untellable: Callable[[], Mapping[str, Any]] = dict,
+        untellable: Callable[[], Mapping[str, Any]],
     ) -> None:
         """`told`: what the session knows. `transient`: names that need not outlive a failure. `differs(step, words)`:
         the job is not exact from there on. `warns`: this rank speaks for all. `untellable`: attributes of modules that

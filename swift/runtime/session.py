@@ -30,21 +30,24 @@ from swift.runtime.channel import Channel
 from swift.runtime.communicator import Communicator
 from swift.runtime.config import SessionConfig
 from swift.runtime.crossing import Crossing
+from swift.runtime.differences import Differences
 from swift.runtime.engine import Engine, TrainStep
 from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
-from swift.runtime.gate import Gate
+from swift.runtime.gate import Gate, groups_behind
 from swift.runtime.gradients import accumulating
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.launched import from_environment
 from swift.runtime.lines import Lines
+from swift.runtime.losses import Losses
 from swift.runtime.member import Member
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, is_ordered
 from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, inferred_whole, logged_loss
 from swift.runtime.state import TrainerState
+from swift.runtime.ties import Ties
 from swift.runtime.updates import Updates
-from swift.runtime.witness import watch_forwards
+from swift.runtime.witness import Witness, watch_forwards
 
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 ENV_PARANOID = "SWIFT_PARANOID"
@@ -65,11 +68,13 @@ class Session:
         """Ranks of the job."""
         self._backend = default_backend(self._service_ports)
         self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
-        self.groups = self._reconfigurable_groups()
+        self._gate = Gate()
+        self.groups = groups_behind(self._gate, rank, assignment.process_groups(rank), self._backend)
         """Process groups that outlive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
         (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
+        everybody = self.groups["world"].ranks
         # The session's own: votes, copies.
-        self._all = ReconfigurableGroup("all", self.groups["world"].ranks, rank, self._backend)
+        self._all = ReconfigurableGroup("all", everybody, rank, self._backend, step=None, gate=None)
         self._config = config
         self._member = member
         self._faults = FaultInjector(rank)
@@ -77,11 +82,7 @@ class Session:
         if assignment.dp_size > 1:
             ordered = is_ordered(config.reduction, assignment.dp_size)
             reducer = Reducer(self.groups["data"], self._contributions, ordered=ordered)
-        self._updates = Updates(config, reducer, self._faults, member.check)
-        self._state = TrainerState(config.seed, self._updates)
-        self._state.replicate = self.groups.get("replicate")
-        store = CheckpointStore(checkpoint_dir, rank)
-        store.fenced, store.generation = lambda: member.fenced, lambda: member.entered
+        store = CheckpointStore(checkpoint_dir, rank, member)
         try:
             store.check()
         except UsageError:
@@ -105,7 +106,20 @@ class Session:
             self._communicator.check_whole,
             RecoveryGroups.parse(config.groups),
         )
-        self._state.randomness = self._state.iterators.randomness = self._channel.randomness
+        losses = Losses(rank, config.non_finite_loss, self._channel)
+        differences = Differences(member.client)
+        witness = Witness(differences.say, lambda: self._communicator.broken is not None, losses.look)
+        self._channel.watch(witness)
+        self._updates = Updates(
+            config,
+            reducer,
+            self._faults,
+            ties=Ties(self._channel, self.groups["pipeline"]),
+            channel=self._channel,
+            check=member.check,
+            groups_whole=self._communicator.check_whole,
+        )
+        self._state = TrainerState(self._channel.randomness, self._updates, self.groups.get("replicate"))
         self._state.iterators.install()
         self._engine = Engine(
             rank,
@@ -118,18 +132,17 @@ class Session:
             self._faults,
             self._all,
             assignment,
-            self._make_audit(),
-            Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl")),
+            witness=witness,
+            losses=losses,
+            differences=differences,
+            audit=self._make_audit(),
+            lines=Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl")),
         )
-        self._updates.vote = self._engine.vote
-        self._gate = self._guarded_groups()
+        self._gate.bind(self._channel, self._updates)
+        _torch.before_pickling(self._gate.pickles)
         self._crossing = Crossing(self._channel, self._updates, self.groups)
-        self._updates.settle = self._channel.settle
-        self._updates.groups_whole = self._communicator.check_whole
-        self._updates.replaying = lambda: self._channel.replaying
         self._end_metrics = self._show_metrics(member.client.job)
-        member.measured, member.unsaved = self._engine.measured, self._engine.unsaved
-        member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine.interrupt)
+        member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine)
         self._engine.form()
 
     @classmethod
@@ -317,7 +330,7 @@ class Session:
         equal optimizers they stay equal. Call it on each of these ranks, in the same order, before `run`; the
         gradients need no `all_reduce`, and `clip_grad_norm_` counts the weight once.
         """
-        self._updates.ties.add(parameter, ranks)
+        self._updates.tie(parameter, ranks)
 
     def help_replay(self, make_module: Callable[[int], torch.nn.Module]) -> None:
         """Lets this rank help when another one's stage is replayed, instead of waiting for it.
@@ -481,25 +494,6 @@ class Session:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         progress = self._engine.progress
         return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
-
-    def _reconfigurable_groups(self) -> dict[str, ReconfigurableGroup]:
-        return {
-            # A broken message must end the schedule; DDP's reducer must not see an error.
-            name: ReconfigurableGroup(
-                name, ranks, ranks.index(self.rank), self._backend, swallow=name == "data"
-            )
-            for name, ranks in self._assignment.process_groups(self.rank).items()
-        }
-
-    def _guarded_groups(self) -> Gate:
-        """What is communicated over the groups, by torch, by the trainer and by the session, is known to the step."""
-        for group in self.groups.values():
-            group.reducing = self._updates.reducing
-            group.used = self._updates.communicates
-        gate = self.groups["world"].gate = self.groups["pipeline"].gate = Gate(self._channel, self._updates)
-        _torch.before_pickling(gate.pickles)
-        self._updates.ties.open(self._channel, self.groups["pipeline"])
-        return gate
 
     @contextmanager
     def _around_call(self, schedule: int) -> Iterator[None]:

@@ -61,11 +61,13 @@ class Stopped(NamedTuple):
 class TrainerState:
     """The stages, optimizers and registered objects of one rank."""
 
-    def __init__(self, seed: int, updates: Updates) -> None:
-        self.randomness = Randomness(seed)
+    def __init__(
+        self, randomness: Randomness, updates: Updates, replicate: ReconfigurableGroup | None = None
+    ) -> None:
+        """`randomness`: the channel's. `replicate`: the replicas of this rank's shard, if there are shards."""
+        self.randomness = randomness
         self.updates = updates
-        self.replicate: ReconfigurableGroup | None = None
-        """The replicas of this rank's shard, if there are shards."""
+        self.replicate = replicate
         self.stages: list[Any] = []
         self.schedules: list[Any] = []
         self.objects: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """One weight that several stages have (tied embeddings): its gradient is the sum over them, in rank order.
 
-(session) ``open``; (trainer) ``session.tie(parameter, ranks)`` on each of these ranks
+(trainer) ``session.tie(parameter, ranks)`` on each of these ranks
 (session, first start) ``align``: all begin with the first one's value
 (updates) ``sum`` before the norm is taken and before the update, once; ``stepped`` behind it
 
@@ -39,22 +39,13 @@ class Tie:
 class Ties:
     """Those of one rank, in the order in which they were made: it is the same on all ranks that share one."""
 
-    def __init__(self, *, early: bool) -> None:
-        """`early`: gradients are applied while backward still runs."""
-        self._early = early
-        self._ties: list[Tie] = []
-
-    def open(self, channel: Channel, pipeline: ReconfigurableGroup) -> None:
+    def __init__(self, channel: Channel, pipeline: ReconfigurableGroup) -> None:
         self._channel = channel
         self._pipeline = pipeline
+        self._ties: list[Tie] = []
 
     def add(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
         """Raises UsageError."""
-        if self._early:
-            raise UsageError(
-                "session.tie with updates='wait_free': gradients are applied before those of other stages are there; "
-                "use updates='after_backward'"
-            )
         if sharded.is_sharded(parameter):
             raise UsageError("session.tie was given a sharded parameter; leave it out of fully_shard")
         if any(tie.parameter is parameter for tie in self._ties):

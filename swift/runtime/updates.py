@@ -17,38 +17,25 @@ generation is held; in its vote each rank says whether it needs that, and what o
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from swift import events
-from swift.errors import UsageError
 from swift.optim.journal import Journal, UndoResult
+from swift.runtime import wait_free
 from swift.runtime.ballot import ballot, outcome
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
+from swift.runtime.hook import Hook
 from swift.runtime.reducer import Reducer, Reduction
+from swift.runtime.standing import Standing
 from swift.runtime.ties import Ties
 
 # Buckets that are reduced at once: more hide no more latency, and each holds its buffers.
 _IN_FLIGHT = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """What a rank can say of itself to the planner."""
-
-    version: int | None
-    undo_to: int | None = None
-    undo_exact: bool = False
-    forward_to: int | None = None
-    forward_by_all: bool = False
-
-    def words(self) -> dict[str, int | None]:
-        return {"version": self.version, "undo_to": self.undo_to, "forward_to": self.forward_to}
 
 
 class _Bucket:
@@ -64,6 +51,16 @@ class _Bucket:
         self.awaited: set[torch.nn.Parameter] = set()
 
 
+class Lends(Protocol):
+    """What updates need of the channel."""
+
+    @property
+    def replaying(self) -> bool: ...
+
+    def settle(self) -> None:
+        """After this the memory of all that was sent may be used again."""
+
+
 class Updates:
     """The optimizers of one rank.
 
@@ -77,21 +74,27 @@ class Updates:
         config: SessionConfig,
         reducer: Reducer | None,
         faults: FaultInjector,
+        *,
+        ties: Ties,
+        channel: Lends,
         check: Callable[[], None],
+        groups_whole: Callable[[], None],
     ):
+        """`reducer`: None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
+        published, `groups_whole` RuntimeError once a connection is broken.
+        """
         self._config = config
         self._reducer = reducer
         self._faults = faults
-        self._check = check  # raises Interrupted once a newer generation is published
-        self.vote: Callable[[], None] = lambda: None  # given by the engine
-        self.before_update: Callable[[], None] = lambda: None  # given by the engine
-        self.settle: Callable[[], None] = lambda: None  # given by the session
-        self.groups_whole: Callable[[], None] = lambda: (
-            None
-        )  # given by the session; raises if a connection broke
-        self.replaying: Callable[[], bool] = lambda: False  # given by the session
+        self._channel = channel
+        self._check = check
+        self._groups_whole = groups_whole
+        self.vote: Hook[[], None] = Hook("Updates.vote")
+        """(engine) Returns if the update is to be applied, or stays applied."""
+        self.before_update: Hook[[], None] = Hook("Updates.before_update")
+        """(rehearsal) Gradients are reduced, nothing is applied."""
         self.wait_free = config.updates == "wait_free" and reducer is not None
-        self.ties = Ties(early=self.wait_free)
+        self.ties = ties
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._buckets: list[_Bucket] = []
@@ -147,6 +150,12 @@ class Updates:
         self._buckets.sort(key=lambda bucket: self.journals.index(bucket.journal))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
+    def tie(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
+        """As `Session.tie`."""
+        if self.wait_free:
+            raise wait_free.no_tie()
+        self.ties.add(parameter, pipeline_ranks)
+
     def reduced_elsewhere(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """DDP or FSDP averages the gradients of these."""
         self._elsewhere.update(parameters)
@@ -163,7 +172,7 @@ class Updates:
             self.ready_in_backward(stage)  # what was frozen until now may be trained from here on
         self.ties.begin_step()
         # A replay has nobody to vote with; what this process has learned counts there.
-        self._begin_journals(held=self._needs_hold if self.replaying() else self.hold_next)
+        self._begin_journals(held=self._needs_hold if self._channel.replaying else self.hold_next)
         for bucket in self._buckets:
             bucket.reduction, bucket.reduced = None, False
             bucket.awaited = {p for p in bucket.parameters if p in self._hooked and p.requires_grad}
@@ -261,7 +270,7 @@ class Updates:
         bucket = self._buckets[self._finished]
         self._finish(bucket)
         self._finished += 1
-        self.settle()
+        self._channel.settle()
         bucket.journal.apply(bucket.index)
         if self._finished == (len(self._buckets) + 1) // 2:
             self._fault("update")
@@ -290,7 +299,7 @@ class Updates:
                 self.commit()
         self.stepped += 1
         self._needs_hold = self._needs_hold or self.stepped > 1
-        self.settle()
+        self._channel.settle()
         self.begun = not self.held
         journal.again()
         if len(journal.buckets) == 1 and not journal.complete:
@@ -308,7 +317,7 @@ class Updates:
     def _averaged(self, closure: Any, optimizer: torch.optim.Optimizer) -> Any:
         """An optimizer that computes gradients in its step, and looks at the loss, sees the averages."""
         reducer = self._reducer
-        if reducer is None or self.replaying():
+        if reducer is None or self._channel.replaying:
             return closure
 
         def averaged() -> Any:
@@ -329,11 +338,11 @@ class Updates:
         self.check_whole()
         if self.committed:
             return
-        if not self.replaying():
+        if not self._channel.replaying:
             for optimizer, journal in zip(self.optimizers, self.journals, strict=True):
                 if not journal.applied:
                     self._average(optimizer)  # a replica that has updated waits for it
-        if not self.stepped and not self._version and not self.replaying():
+        if not self.stepped and not self._version and not self._channel.replaying:
             print(
                 "swift: step 0 has ended without optimizer.step(); that is well if it was skipped on purpose, or if "
                 "gradients are accumulated over several steps",
@@ -344,7 +353,7 @@ class Updates:
 
     def commit(self) -> None:
         """Returns once every rank has all its gradients reduced; see `Engine.vote` for what it does else."""
-        if self._reducer is not None and not self.replaying():
+        if self._reducer is not None and not self._channel.replaying:
             if self.wait_free:
                 self._fault("optimizer")
             self.vote()
@@ -377,7 +386,7 @@ class Updates:
         """Raises what has broken the step under way, if anything has."""
         if self.spoiled is not None:
             raise self.spoiled
-        self.groups_whole()
+        self._groups_whole()
 
     @contextmanager
     def spoiling(self) -> Iterator[None]:
@@ -406,7 +415,7 @@ class Updates:
         self._fault("reduce")
 
     def _fault(self, phase: str) -> None:
-        if not self.replaying():
+        if not self._channel.replaying:
             self._faults.at(phase, self._version)
 
     # --- wait-free ---
@@ -429,10 +438,7 @@ class Updates:
             return
         bucket = self._bucket_of.get(parameter)
         if bucket is not None and parameter not in bucket.awaited:
-            raise UsageError(
-                "a second backward pass in a step with updates='wait_free', whose first one was applied; put all but "
-                "the last one in `with session.accumulating():`, or use updates='after_backward'"
-            )
+            raise wait_free.no_second_backward()
         if bucket is not None:
             self._ready([parameter], stage.grad_scale)
 
@@ -497,20 +503,5 @@ class Updates:
 
     def check_complete(self, objects: dict[str, Any]) -> None:
         """Raises UsageError for what cannot go together with wait-free updates."""
-        if not self.wait_free:
-            return
-        if self._elsewhere:
-            raise UsageError(
-                "updates='wait_free' with DistributedDataParallel or FSDP: they reduce by themselves; use "
-                "session.pipeline_stage(module) without them, or updates='after_backward'"
-            )
-        if not all(journal.early for journal in self.journals):
-            raise UsageError(
-                "updates='wait_free' with a step pre-hook on the optimizer, which must see all gradients before any "
-                "update; use updates='after_backward'"
-            )
-        if any(isinstance(value, torch.amp.GradScaler) for value in objects.values()):
-            raise UsageError(
-                "updates='wait_free' with a gradient scaler: gradients are applied before they could be "
-                "unscaled; use updates='after_backward'"
-            )
+        if self.wait_free:
+            wait_free.check(self.journals, objects, elsewhere=bool(self._elsewhere))

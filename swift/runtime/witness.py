@@ -63,8 +63,8 @@ class Witness:
     def __init__(
         self,
         differs: Callable[[int, str], None],
-        broken: Callable[[], bool] = lambda: False,
-        look: Callable[[int, str, torch.Tensor], None] = lambda step, what, loss: None,
+        broken: Callable[[], bool],
+        look: Callable[[int, str, torch.Tensor], None],
     ) -> None:
         """`differs(step, words)` is called once. `broken`: what a step computes is worth nothing any more.
         `look(step, what, loss)`: at every loss of a step."""
@@ -160,7 +160,7 @@ class HasWitness(Protocol):
 
     @property
     def witness(self) -> Witness | None:
-        """None: not yet."""
+        """None: nobody looks."""
 
 
 def tensors_of(values: Any) -> Iterable[torch.Tensor]:

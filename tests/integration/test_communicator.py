@@ -24,7 +24,7 @@ WORKER = textwrap.dedent(
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()
-    group = ReconfigurableGroup("world", range(4), rank, backend)
+    group = ReconfigurableGroup("world", range(4), rank, backend, step=None, gate=None)
     comm = Communicator(backend, rank, [group], group)
     entered = 1
 

@@ -17,7 +17,7 @@ EVERYTHING = textwrap.dedent(
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
-    group = ReconfigurableGroup("default", range(world), rank, backend)
+    group = ReconfigurableGroup("default", range(world), rank, backend, step=None, gate=None)
     comm = Communicator(backend, rank, [group], group)
     wrong = []
 

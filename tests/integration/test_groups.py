@@ -24,7 +24,7 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
     torch.set_num_threads(1)
     backend = GlooBackend()
-    group = ReconfigurableGroup("data", range(world), rank, backend)
+    group = ReconfigurableGroup("data", range(world), rank, backend, step=None, gate=None)
     comm = Communicator(backend, rank, [group], group)
     reducer = Reducer(group, lambda: world, ordered=ordered)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
@@ -83,7 +83,7 @@ DDP_LIVES_ON = textwrap.dedent(
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
-    group = ReconfigurableGroup("data", [0, 1], rank, backend, swallow=True)
+    group = ReconfigurableGroup("data", [0, 1], rank, backend, step=None, gate=None, swallow=True)
     comm = Communicator(backend, rank, [group], group)
     torch.manual_seed(7)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))

@@ -17,10 +17,14 @@ from swift.launch.worker import Assignment
 
 @pytest.fixture(params=["fork", "spawn"])
 def nursery(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nursery]:
-    nursery = Nursery(dict(os.environ), str(tmp_path), "json", fork=request.param == "fork")
+    told: list[str] = []
+    nursery = Nursery(
+        dict(os.environ), str(tmp_path), "json", fork=request.param == "fork", on_unfit=told.append
+    )
     nursery.prepare()
     yield nursery
     nursery.close()
+    assert told == []
 
 
 def wait_warm(nursery: Nursery, *children: Child) -> None:

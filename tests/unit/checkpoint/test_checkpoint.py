@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from swift.checkpoint.state import empty_tensors, join, split
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import ServiceError, UsageError
+from tests.unit.checkpoint.holding import Holding, unexpected
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
@@ -103,8 +104,8 @@ def test_what_people_keep_comes_back_with_its_type(value: Any) -> None:
     ],
 )
 def test_strides_come_back_where_they_can(tensor: torch.Tensor, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, rank=0)
-    store.save(1, {"x": tensor}, lambda _version: None)
+    store = CheckpointStore(tmp_path, 0, Holding())
+    store.save(1, {"x": tensor}, lambda _version: None, unexpected)
     store.wait()
     again = store.load(1)["x"]
     assert torch.equal(again, tensor)
@@ -123,26 +124,26 @@ def trained() -> dict[str, Any]:
 
 
 def test_a_saved_version_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    store, state = CheckpointStore(tmp_path, rank=3), trained()
+    store, state = CheckpointStore(tmp_path, 3, Holding()), trained()
     durable: list[int] = []
-    store.save(7, state, durable.append)
+    store.save(7, state, durable.append, unexpected)
     expected = join(*reversed(split(state)))
     store.wait()
     assert durable == [7]
-    assert same(CheckpointStore(tmp_path, rank=3).load(7), expected)
+    assert same(CheckpointStore(tmp_path, 3, Holding()).load(7), expected)
 
 
 def test_training_may_go_on_while_a_version_is_written(tmp_path: Path) -> None:
-    store, tensor = CheckpointStore(tmp_path, rank=0), torch.ones(1 << 20)
-    store.save(1, {"x": tensor}, lambda _version: None)
+    store, tensor = CheckpointStore(tmp_path, 0, Holding()), torch.ones(1 << 20)
+    store.save(1, {"x": tensor}, lambda _version: None, unexpected)
     tensor.zero_()
     store.wait()
     assert torch.equal(store.load(1)["x"], torch.ones(1 << 20))
 
 
 def test_a_shard_without_its_last_file_is_not_whole(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, rank=0)
-    store.save(1, trained(), lambda _version: None)
+    store = CheckpointStore(tmp_path, 0, Holding())
+    store.save(1, trained(), lambda _version: None, unexpected)
     store.wait()
     (index,) = tmp_path.glob("v00000001/rank0/*/index.jsonl")
     index.unlink()
@@ -151,8 +152,8 @@ def test_a_shard_without_its_last_file_is_not_whole(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, rank=0)
-    store.save(1, {"x": torch.zeros(1 << 12)}, lambda _version: None)
+    store = CheckpointStore(tmp_path, 0, Holding())
+    store.save(1, {"x": torch.zeros(1 << 12)}, lambda _version: None, unexpected)
     store.wait()
     (data,) = tmp_path.glob("v00000001/rank0/*/tensors.safetensors")
     content = bytearray(data.read_bytes())
@@ -163,10 +164,10 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
-    stores = [CheckpointStore(tmp_path, rank) for rank in range(2)]
+    stores = [CheckpointStore(tmp_path, rank, Holding()) for rank in range(2)]
     for version in (0, 10, 20):
         for store in stores:
-            store.save(version, {"v": version}, lambda _version: None)
+            store.save(version, {"v": version}, lambda _version: None, unexpected)
             store.wait()
     stores[0].prune({10, 20})
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.glob("v*/rank*")) == [
@@ -180,4 +181,4 @@ def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="name one you can write"):
-        CheckpointStore("/proc/self/checkpoints", rank=0).check()
+        CheckpointStore("/proc/self/checkpoints", 0, Holding()).check()

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 
 from swift.checkpoint.dtypes import DTYPES
 from swift.checkpoint.index import DATA, INDEX, digest
-from swift.checkpoint.store import CheckpointStore
+from swift.checkpoint.store import CheckpointStore, Unsaved
 from swift.errors import ServiceError, UsageError
+from tests.unit.checkpoint.holding import Holding, unexpected
 
 # torch's own words on complex32.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -58,15 +59,15 @@ def states() -> dict[str, Any]:
 
 def saved(directory: Path, state: Any, generation: int = 1) -> Path:
     """The folder of rank 0's version 1."""
-    store = CheckpointStore(directory, rank=0)
-    store.save(1, state, lambda _version: None, generation=generation)
+    store = CheckpointStore(directory, 0, Holding())
+    store.save(1, state, lambda _version: None, unexpected, generation=generation)
     store.wait()
     (shard,) = directory.glob(f"v00000001/rank0/g{generation}-*")
     return shard
 
 
 def load(directory: Path) -> Any:
-    return CheckpointStore(directory, rank=0).load(1)
+    return CheckpointStore(directory, 0, Holding()).load(1)
 
 
 def bits(value: Any) -> bytes:
@@ -116,7 +117,7 @@ def test_others_can_take_the_weights_out(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, state: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        CheckpointStore(tmp_path, rank=0).save(1, state, lambda _version: None)
+        CheckpointStore(tmp_path, 0, Holding()).save(1, state, lambda _version: None, unexpected)
 
 
 def test_a_state_that_is_nested_too_deep_is_refused_when_it_is_saved(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_state_that_is_nested_too_deep_is_refused_when_it_is_saved(tmp_path: P
         for _ in range(depth):
             state = [state]
         with pytest.raises(UsageError, match="nested"):
-            CheckpointStore(tmp_path, rank=0).save(1, state, lambda _version: None)
+            CheckpointStore(tmp_path, 0, Holding()).save(1, state, lambda _version: None, unexpected)
 
 
 class Opens:
@@ -368,10 +369,10 @@ def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path, level: str
     path = tmp_path / "job" / level
     path.parent.mkdir(parents=True)
     path.symlink_to(tmp_path / "other" / level, target_is_directory=True)
-    store = CheckpointStore(tmp_path / "job", rank=0)
-    store.generation = lambda: 9
+    store = CheckpointStore(tmp_path / "job", 0, Holding(entered=9))
     durable: list[int] = []
-    store.save(1, {"a": torch.ones(4)}, durable.append)
+    failed: list[Unsaved] = []
+    store.save(1, {"a": torch.ones(4)}, durable.append, failed.append)
     store.settle()
     assert durable == []
     assert store.unsaved is not None
@@ -392,16 +393,20 @@ def test_the_heirs_is_loaded_whatever_a_zombie_writes_later(tmp_path: Path) -> N
 
 
 def test_a_zombie_that_is_fenced_while_it_writes_publishes_nothing(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, rank=0)
     asked: list[int] = []
 
-    def fenced() -> bool:
-        asked.append(1)
-        return True
+    class Fenced(Holding):
+        @property
+        def fenced(self) -> bool:
+            asked.append(1)
+            return True
 
-    store.fenced = fenced
+        @fenced.setter
+        def fenced(self, _value: bool) -> None: ...
+
+    store = CheckpointStore(tmp_path, 0, Fenced())
     told: list[int] = []
-    store.save(1, {"x": torch.ones(4)}, told.append, generation=1)
+    store.save(1, {"x": torch.ones(4)}, told.append, unexpected, generation=1)
     store.settle()
     store.close()
     assert asked
@@ -410,12 +415,11 @@ def test_a_zombie_that_is_fenced_while_it_writes_publishes_nothing(tmp_path: Pat
 
 
 def test_a_zombie_removes_nothing_of_its_heir(tmp_path: Path) -> None:
-    zombie = CheckpointStore(tmp_path, rank=0)
-    zombie.generation = lambda: 3
+    zombie = CheckpointStore(tmp_path, 0, Holding(entered=3))
     heirs = saved(tmp_path, {"x": torch.zeros(4)}, generation=4)
     begun = heirs.with_name(".g4-0123-7")
     begun.mkdir()
-    zombie.save(1, {"x": torch.ones(4)}, lambda _version: None)
+    zombie.save(1, {"x": torch.ones(4)}, lambda _version: None, unexpected)
     zombie.wait()
     zombie.prune({5}, 9)
     assert heirs.is_dir()
@@ -434,7 +438,7 @@ def test_what_an_earlier_job_left_is_neither_used_nor_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = saved(tmp_path, {"x": torch.zeros(4)}, generation=9)
-    store = CheckpointStore(tmp_path, rank=0)
+    store = CheckpointStore(tmp_path, 0, Holding())
     store.set_aside()
     assert "earlier job" in capsys.readouterr().err
     saved(tmp_path, {"x": torch.ones(4)}, generation=1)

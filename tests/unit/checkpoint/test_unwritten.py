@@ -12,6 +12,7 @@ import torch
 from swift.checkpoint import store as module
 from swift.checkpoint.store import CheckpointStore, Unsaved
 from swift.errors import ServiceError
+from tests.unit.checkpoint.holding import Holding, unexpected
 
 _PATIENCE_S = 30.0
 STATE = {"x": torch.arange(1 << 12)}
@@ -24,7 +25,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[CheckpointStore]:
-    one = CheckpointStore(tmp_path, rank=0)
+    one = CheckpointStore(tmp_path, 0, Holding())
     yield one
     one.close()
 
@@ -72,9 +73,9 @@ def test_it_is_told_again_until_somebody_hears_it_or_a_newer_one_is_saved(store:
             again.set()
         return False
 
-    store.save(1, STATE, nobody_hears)
+    store.save(1, STATE, nobody_hears, unexpected)
     assert again.wait(_PATIENCE_S)
-    store.save(2, STATE, lambda version: told.append(version) or len(told) % 2 == 0)  # type: ignore[func-returns-value]
+    store.save(2, STATE, lambda version: told.append(version) or len(told) % 2 == 0, unexpected)  # type: ignore[func-returns-value]
     store.settle()
     assert told[:3] == [1, 1, 1]
     assert set(told[told.index(2) :]) == {2}
@@ -137,9 +138,8 @@ def test_whoever_needs_it_hears_of_the_first_failure_and_it_is_not_tried_again(
     assert told.durable == []
 
 
-def test_whoever_is_fenced_leaves_it_to_his_heir(tmp_path: Path, store: CheckpointStore) -> None:
-    told = Told()
-    store.fenced = lambda: True
+def test_whoever_is_fenced_leaves_it_to_his_heir(tmp_path: Path) -> None:
+    told, store = Told(), CheckpointStore(tmp_path, 0, Holding(fenced=True))
     in_the_way(tmp_path, 1)
     told.save(store, 1)
     store.settle()
@@ -216,7 +216,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip(f"no file system may be mounted: {mounted.stderr.decode().strip()}")
     try:
-        store, told = CheckpointStore(tmp_path, rank=0), Told()
+        store, told = CheckpointStore(tmp_path, 0, Holding()), Told()
         told.save(store, 1)
         store.wait()
         large = {"x": torch.ones(1 << 20, dtype=torch.uint8)}
@@ -224,7 +224,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         store.settle()
         assert store.unsaved is not None
         assert "No space left on device" in store.unsaved.reason
-        assert CheckpointStore(tmp_path, rank=0).load(1).keys() == STATE.keys()
+        assert CheckpointStore(tmp_path, 0, Holding()).load(1).keys() == STATE.keys()
         subprocess.run(["mount", "-o", "remount,size=8m", str(tmp_path)], check=True)
         told.until_durable(1, 2)
         assert torch.equal(store.load(2)["x"], large["x"])
@@ -233,10 +233,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_what_a_killed_process_had_begun_goes_with_the_next_write_or_the_version(
-    tmp_path: Path, store: CheckpointStore
-) -> None:
-    store.generation = lambda: 5
+def test_what_a_killed_process_had_begun_goes_with_the_next_write_or_the_version(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 0, Holding(entered=5))
     own, heir, other = (
         tmp_path / "v00000001" / name for name in ("rank0/.g4-0123-1", "rank0/.g6-0123-1", "rank1/.g4-0123-1")
     )
@@ -273,16 +271,17 @@ def test_pruning_removes_what_is_given_up_and_never_what_is_complete(
 def test_pruning_where_nothing_is_any_more(tmp_path: Path) -> None:
     directory = tmp_path / "file"
     directory.write_text("")
-    CheckpointStore(directory, rank=0).prune({0}, 0)
-    CheckpointStore(tmp_path / "gone", rank=0).prune({0}, 0)
+    CheckpointStore(directory, 0, Holding()).prune({0}, 0)
+    CheckpointStore(tmp_path / "gone", 0, Holding()).prune({0}, 0)
 
 
 def test_a_process_ends_although_it_could_not_write(tmp_path: Path) -> None:
     in_the_way(tmp_path, 1)
     program = (
         "from swift.checkpoint.store import CheckpointStore\n"
-        f"store = CheckpointStore({str(tmp_path)!r}, rank=0)\n"
-        "store.save(1, {'x': 1}, print)\n"
+        "from tests.unit.checkpoint.holding import Holding\n"
+        f"store = CheckpointStore({str(tmp_path)!r}, 0, Holding())\n"
+        "store.save(1, {'x': 1}, print, print)\n"
         "store.settle()\n"
         "assert store.unsaved\n"
     )

@@ -29,10 +29,10 @@ from swift.runtime.shared_replay import helper as helping
 from swift.runtime.shared_replay.helper import Helper
 from swift.runtime.shared_replay.owner import Owner
 from swift.runtime.stage import LoggedPipelineStage, logged_loss
-from swift.runtime.state import TrainerState
 from swift.runtime.tensors import owned_bytes, same_bits
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.test_gradient_chain import in_parallel
+from tests.unit.runtime.wired import state_of
 
 RANKS, WIDTH, ROWS = 3, 8, 4
 STEPS = range(5, 8)
@@ -141,7 +141,8 @@ class Rank:
             lambda: None,
         )
         self.captured = Captured()
-        self.channel._capture = self.captured
+        self.channel._opened = self.captured
+        self.channel.watch(None)
         updates: Any = SimpleNamespace(wait_free=False, begin_step=lambda _v: None, optimizers=[])
         indices, of = placed(schedule, rank)
         self.stages = [self._stage(make(index), index, of, updates) for index in indices]
@@ -150,7 +151,7 @@ class Rank:
         several = len(indices) > 1
         self.schedule = schedule(self.stages if several else self.stage, microbatches, loss_fn=loss_fn)
         _torch.wrap_loss(self.schedule, logged_loss(self.stages, self.channel))
-        self.state = TrainerState(3, updates)
+        self.state = state_of(3, updates)
         self.state.stages, self.state.schedules, self.state.version = self.stages, [self.schedule], 9
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
         self.losses: dict[int, list[float]] = {}

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from swift.runtime.config import SessionConfig
-from swift.runtime.faults import FaultInjector
 from swift.runtime.stage import WholeModule
-from swift.runtime.state import TrainerState
-from swift.runtime.updates import Updates
 from tests.unit.optim import models
 from tests.unit.optim.test_journal import Lazy
 from tests.unit.runtime.test_replica import copy, same
+from tests.unit.runtime.wired import state_of, updates_of
 
 B, D = 4, 5
 
@@ -112,8 +110,9 @@ class Rank:
         torch.manual_seed(0)
         self.module, self.reducer = Part(), AgreeingReducer()
         config = SessionConfig(replicas=2, updates="wait_free", bucket_bytes=4 * D * D + 1)
-        self.updates = Updates(config, self.reducer, FaultInjector(0), lambda: None)  # type: ignore[arg-type]
-        self.state = TrainerState(0, self.updates)
+        self.updates = updates_of(config, self.reducer, vote=self._vote)
+        self.fails = False
+        self.state = state_of(0, self.updates)
         unit = WholeModule(self.module)
         self.updates.ready_in_backward(unit)
         self.state.stages.append(unit)
@@ -176,17 +175,18 @@ class Rank:
         self.state.undo()
         return self
 
-    def _voted(self) -> None:
-        self.updates.voting = True
-        assert self.updates.journals[0].complete
-        raise Lost
+    def _vote(self) -> None:
+        if self.fails:
+            self.updates.voting = True
+            assert self.updates.journals[0].complete
+            raise Lost
 
     def all_undone(self) -> "Rank":
         """In the vote; the plan does not go on with the step."""
-        self.updates.vote = self._voted
+        self.fails = True
         with pytest.raises(Lost):
             self.finish(self.begin())
-        self.updates.vote = lambda: None
+        self.fails = False
         self.state.drop_step()
         self.state.undo()
         return self

@@ -17,7 +17,7 @@ from swift.errors import UsageError
 from swift.runtime.beside import Beside
 from swift.runtime.stage import Inference, WholeModule
 from swift.runtime.state import TrainerState
-from tests.unit.runtime.test_state import make_updates
+from tests.unit.runtime.wired import state_of, updates_of
 
 
 class Mode(enum.Enum):
@@ -95,7 +95,7 @@ class Odd(nn.Module):
 
 def make() -> tuple[TrainerState, Odd, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    state, module = TrainerState(1, make_updates()), Odd()
+    state, module = state_of(1, updates_of()), Odd()
     state.add_stage(WholeModule(module))
     optimizer = torch.optim.AdamW(module.linear.parameters())
     state.updates.add(optimizer)
@@ -199,7 +199,7 @@ class Normed(nn.Module):
 def normed() -> tuple[TrainerState, Normed, torch.optim.Optimizer]:
     module = Normed()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    state = TrainerState(1, make_updates())
+    state = state_of(1, updates_of())
     state.add_stage(WholeModule(module))
     state.updates.add(optimizer)
     state.check_complete()
@@ -342,7 +342,7 @@ def test_buffers_that_a_forward_makes_are_made_for_others() -> None:
 
 
 def test_a_lazy_module_is_refused_in_one_line() -> None:
-    state = TrainerState(1, make_updates())
+    state = state_of(1, updates_of())
     with pytest.raises(UsageError, match="lazy module has no shape yet; call the module once"):
         state.add_stage(WholeModule(nn.LazyLinear(3)))
 
@@ -363,7 +363,7 @@ class Keeps(torch.optim.SGD):
 
 def test_attributes_of_an_optimizer_are_state() -> None:
     def made() -> tuple[TrainerState, Any]:
-        state, module = TrainerState(1, make_updates()), Counting()
+        state, module = state_of(1, updates_of()), Counting()
         state.add_stage(WholeModule(module))
         optimizer = Keeps(module.parameters())
         state.updates.add(optimizer)

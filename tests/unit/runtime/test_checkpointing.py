@@ -11,13 +11,12 @@ from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import Unsaved
 from swift.control.plans import PublishedPlan
 from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
-from swift.recovery import Assignment, Plan, RecoveryGroups
+from swift.recovery import Plan, RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.checkpointing import Saving
 from swift.runtime.config import SessionConfig
-from swift.runtime.engine import Engine
-from swift.runtime.state import TrainerState
-from swift.runtime.updates import Updates
+from swift.runtime.hook import Hook
+from tests.unit.runtime.wired import engine_of, state_of, updates_of
 
 
 class Store:
@@ -78,8 +77,7 @@ class Client:
 def saving(
     store: Store, client: Client, wanted: str = "", complete: Sequence[int] = (), given_up: int = 0
 ) -> Saving:
-    nothing: Any = None
-    state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
+    state = state_of(1, updates_of())
     state.version = 17
     view = pb.View(
         generation=9,
@@ -199,7 +197,6 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
     replaying: bool, saves: bool, wanted: list[int]
 ) -> None:
     """A version in between, of one who is off the log, would be completed by others that are not."""
-    nothing: Any = None
 
     def ignored(*_: Any, **__: Any) -> None:
         pass
@@ -216,7 +213,7 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
     )
     state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict, told=list, code=list)
     state.beside = SimpleNamespace(transient=set(), untellable=dict)
-    state.updates = SimpleNamespace(end_step=ignored)
+    state.updates = SimpleNamespace(end_step=ignored, vote=Hook("vote"), before_update=Hook("before_update"))
 
     def end_step() -> None:
         state.version += 1
@@ -229,17 +226,8 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         watcher=SimpleNamespace(latest=None, wait_for=lambda _t, _s: pb.View(generation=9)),
     )
     store: Any = Store()
-    engine = Engine(
-        2,
-        SessionConfig(checkpoint_every=5),
-        member,
-        nothing,
-        channel,
-        state,
-        store,
-        nothing,
-        nothing,
-        Assignment.grid(4),
+    engine = engine_of(
+        2, SessionConfig(checkpoint_every=5), member=member, channel=channel, state=state, store=store
     )
     plan = Plan(target_version=12, ranks=(), collective_source=-1, reason="", saves=saves)
     engine._plan = PublishedPlan(generation=9, plan=plan, sources={})

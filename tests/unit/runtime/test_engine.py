@@ -18,13 +18,13 @@ from swift.errors import (
     SwiftError,
     UsageError,
 )
-from swift.recovery import Assignment, Plan, RankPlan, RecoveryGroups, Strategy
+from swift.recovery import Plan, RankPlan, RecoveryGroups, Strategy
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
 from swift.runtime.engine import Engine, own_servers
 from swift.runtime.member import Member
-from swift.runtime.state import TrainerState
-from swift.runtime.updates import Updates
+from tests.unit.runtime import wired
+from tests.unit.runtime.wired import state_of, updates_of
 
 SERVERS = [("l0:1", ""), ("l1:1", ""), ("l2:1", "")]
 
@@ -70,13 +70,9 @@ class Told:
 
 
 def engine_of(told: Told) -> Engine:
-    nothing: Any = None
-    member: Any = nothing
-    state = TrainerState(1, Updates(SessionConfig(), None, nothing, lambda: None))
+    state = state_of(1, updates_of(vote=None, before_update=None))
     channel: Any = SimpleNamespace(logged_groups=LoggedGroups(1, RecoveryGroups()))
-    engine = Engine(
-        1, SessionConfig(), member, nothing, channel, state, nothing, nothing, nothing, Assignment.grid(4)
-    )
+    engine = wired.engine_of(1, SessionConfig(), member=None, channel=channel, state=state)
     engine._member = type("Member", (), {"client": told})()  # type: ignore[assignment]
     return engine
 

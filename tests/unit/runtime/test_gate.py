@@ -15,13 +15,13 @@ from swift.runtime import _torch
 from swift.runtime.backends.base import Collective
 from swift.runtime.backends.ordered import Alone
 from swift.runtime.channel import Channel
-from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.gate import Gate
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.tensors import byte_view, dtype_name
-from swift.runtime.updates import Updates
+from swift.runtime.ties import Ties
 from tests.local_backend import LocalBackend
+from tests.unit.runtime.wired import updates_of
 
 RANKS = (0, 1, 2, 3)
 
@@ -31,6 +31,8 @@ class Log:
 
     def __init__(self) -> None:
         self.streams: dict[str, dict[RecordKey, torch.Tensor]] = {}
+
+    def settle(self) -> None: ...
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, **_: object) -> None:
         self.streams.setdefault(stream, {})[key] = tensor.clone()
@@ -59,6 +61,9 @@ class Group(ReconfigurableGroup):
 
     connected = True
 
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, gate: Gate | None = None) -> None:
+        super().__init__(name, ranks, rank, LocalBackend(), step=gate, gate=gate)
+
     def run(self, run: Collective) -> None:
         if not self.connected:
             raise AssertionError("a replay has nobody to communicate with")
@@ -68,7 +73,13 @@ class Group(ReconfigurableGroup):
 class Rank:
     """One of four, with a group of all and one of two."""
 
-    def __init__(self, log: Log, rank: int = 0, sources: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        log: Log,
+        rank: int = 0,
+        sources: tuple[int, ...] | None = None,
+        pipeline: ReconfigurableGroup | None = None,
+    ) -> None:
         """`sources`: it replays."""
         self.channel = Channel(
             rank,
@@ -80,14 +91,16 @@ class Rank:
             lambda: None,
             lambda: None,
         )
-        self.channel._capture = log  # type: ignore[assignment]
-        updates = Updates(SessionConfig(), None, FaultInjector(rank), lambda: None)
-        self.gate = Gate(self.channel, updates)
-        self.all = Group("default", RANKS, rank, LocalBackend())
-        self.some = Group("pipeline", (0, 2), RANKS[:3:2].index(rank), LocalBackend())
+        self.channel._opened = log  # type: ignore[assignment]
+        self.channel.watch(None)
+        self.gate = Gate()
+        self.all = Group("default", RANKS, rank, self.gate)
+        self.some = Group("pipeline", (0, 2), RANKS[:3:2].index(rank), self.gate)
+        ties = Ties(self.channel, pipeline or self.some)
+        self.updates = updates_of(rank=rank, ties=ties, channel=self.channel)
+        self.gate.bind(self.channel, self.updates)
         self.some._own = rank
         for group in (self.all, self.some):
-            group.gate = self.gate
             group.connected = sources is None
         if sources is not None:
             self.channel.begin_replay(log, 0, sources)  # type: ignore[arg-type]
@@ -194,7 +207,7 @@ def test_outside_of_a_step_a_replacement_would_be_alone() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    group = ReconfigurableGroup("default", (0,), 0, LocalBackend())
+    group = ReconfigurableGroup("default", (0,), 0, LocalBackend(), step=None, gate=None)
     group.gate = Rank(Log()).gate
     with pytest.raises(RuntimeError, match="ended generation"):
         group.barrier()

@@ -24,7 +24,7 @@ def on_all(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
     backend, store, found = LocalBackend(), HashStore(), {}
 
     def one(rank: int) -> None:
-        group = ReconfigurableGroup("world", RANKS, rank, backend)
+        group = ReconfigurableGroup("world", RANKS, rank, backend, step=None, gate=None)
         fabric = backend.open()
         own = PRESENT.index(rank)
         group.attach(fabric.connect(store, own, len(PRESENT), timedelta(seconds=30)), PRESENT)

@@ -63,6 +63,7 @@ def channel(ring: Ring) -> Channel:
         lambda: None,
     )
     channel.open(cast(Any, ring))
+    channel.watch(None)
     channel.begin_step(7)
     return channel
 

@@ -13,7 +13,7 @@ from swift.runtime import _torch
 from swift.runtime.rng import Randomness
 from swift.runtime.stage import WholeModule
 from swift.runtime.state import TrainerState
-from tests.unit.runtime.test_state import make_updates
+from tests.unit.runtime.wired import state_of, updates_of
 
 
 class Noisy(Dataset[Any]):
@@ -66,7 +66,7 @@ def afterwards() -> Any:
 
 def make(eager: bool, others: dict[str, Any] | None = None, **options: Any) -> tuple[TrainerState, Data]:
     torch.manual_seed(3)
-    state = TrainerState(1, make_updates())
+    state = state_of(1, updates_of())
     state.randomness = state.iterators.randomness = Randomness(5, dp_rank=1)
     state.iterators.install()
     module = nn.Linear(1, 1)

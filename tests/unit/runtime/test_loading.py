@@ -18,6 +18,7 @@ from swift.runtime.loading import load_module, load_optimizer
 from swift.runtime.manifest import Manifest, manifest_of
 from swift.runtime.receive_buffers import Destination
 from swift.runtime.tensors import same_bits
+from tests.unit.checkpoint.holding import Holding, unexpected
 
 EACH: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -71,8 +72,8 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def through_a_checkpoint(state: Any, into: Any, tmp_path: Path) -> Any:
-    store = CheckpointStore(tmp_path, rank=0)
-    store.save(3, state, lambda _version: None)
+    store = CheckpointStore(tmp_path, 0, Holding())
+    store.save(3, state, lambda _version: None, unexpected)
     store.wait()
     return store.load(3)
 

@@ -1,5 +1,7 @@
 """A loss that is not finite."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,9 +14,9 @@ BAD = torch.tensor(float("nan"))
 GOOD = torch.tensor(1.5)
 
 
-def witness_of(choice: str, **options: object) -> Witness:
-    losses = Losses(3, choice, **options)  # type: ignore[arg-type]
-    return Witness(lambda step, words: None, look=losses.look)
+def witness_of(choice: str, *, replaying: bool = False) -> Witness:
+    losses = Losses(3, choice, SimpleNamespace(replaying=replaying))
+    return Witness(lambda step, words: None, lambda: False, losses.look)
 
 
 def test_it_is_said_where_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,12 +51,12 @@ def test_what_a_module_returns_as_its_loss_counts_and_nothing_else_does() -> Non
     witness.saw(OUTPUT, 0, 0, 1, torch.tensor(3))
     with torch.no_grad():
         witness.saw(LOSS, 0, 0, 0, BAD)  # a validation
-    witness_of("fail", replaying=lambda: True).saw(LOSS, 0, 0, 0, BAD)  # it went on, the first time
+    witness_of("fail", replaying=True).saw(LOSS, 0, 0, 0, BAD)  # it went on, the first time
     with pytest.raises(NonFiniteLoss, match="output 1 of the module"):
         witness.saw(OUTPUT, 0, 1, 1, BAD)
 
 
 def test_what_comes_of_a_lost_peer_is_no_loss() -> None:
-    losses = Losses(0, "fail")
+    losses = Losses(0, "fail", SimpleNamespace(replaying=False))
     broken = Witness(lambda step, words: None, lambda: True, losses.look)
     broken.saw(LOSS, 0, 0, 0, BAD)

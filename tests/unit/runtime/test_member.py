@@ -7,6 +7,7 @@ import pytest
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import ServiceError, SwiftError, UnknownJob
 from swift.runtime.member import ENV_HAS_RUN, Member
+from tests.unit.runtime.wired import Nobody
 
 
 class Asked:
@@ -42,6 +43,7 @@ def asking(rank: int, *answers: SwiftError | None) -> tuple[Member, Asked]:
     asked: Any = Asked(member, *answers)
     member.client = asked
     member._measured_at = float("inf")
+    member._holder = Nobody()
     watcher: Any = None
     member.watcher = watcher
     member._say_wanted = lambda: None  # type: ignore[method-assign]
@@ -81,5 +83,5 @@ def test_a_job_that_has_run_does_not_begin_anew_because_it_was_forgotten(
     monkeypatch.setenv(ENV_HAS_RUN, has_run)
     member, asked = asking(1, answer)
     with pytest.raises(error, match="any more" if error is UnknownJob else "no answer"):
-        member.join(2, {}, {}, lambda _generation: None)
+        member.join(2, {}, {}, Nobody())
     assert asked.calls == calls

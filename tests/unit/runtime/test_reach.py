@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def test_a_step_is_found_behind_what_the_session_wraps_around_it(capsys: pytest.
         (Calls().train_step, "self.count"),
         (functools.partial(adds, {}), "totals, totals.all"),
     ):
-        assert changes(Gate(cast(Any, None), cast(Any, None)).around(given), capsys=capsys) == name
+        assert changes(Gate().around(given), capsys=capsys) == name
 
 
 def test_what_lies_where_a_parameter_lies_is_captured_with_it(capsys: pytest.CaptureFixture[str]) -> None:

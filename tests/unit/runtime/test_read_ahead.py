@@ -61,6 +61,7 @@ def replaying(reader: LogReader) -> Channel:
     found = Channel(
         2, Assignment.grid(4), 3, torch.device("cpu"), FaultInjector(2), HashStore, lambda: None, lambda: None
     )
+    found.watch(None)
     found.begin_replay(reader, 0, ())
     return found
 

@@ -23,14 +23,13 @@ from swift.runtime.communicator import Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
 from swift.runtime.restore import Restorer
-from swift.runtime.state import TrainerState
 from swift.runtime.strategies import replica
-from swift.runtime.updates import Updates
+from tests.unit.runtime.wired import state_of, updates_of
 
 
 def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> None:
-    updates = Updates(SessionConfig(), None, FaultInjector(0), lambda: None)
-    state = TrainerState(1, updates)
+    updates = updates_of()
+    state = state_of(1, updates)
     state.present = True
 
     def fails() -> list[Any]:
@@ -340,7 +339,7 @@ def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], che
     monkeypatch.setattr(own_streams, "LogReader", lambda servers, job: log)
     received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="", witnesses=log.witnesses)
     monkeypatch.setattr(replica, "receive_state", lambda *given, **named: received)
-    state = TrainerState(1, Updates(SessionConfig(), None, FaultInjector(0), lambda: None))
+    state = state_of(1, updates_of())
     state.version, state.present = 3, True
     state.stages = [SimpleNamespace(stage_index=1)]
     state.destinations = state.shared_dict = dict  # type: ignore[method-assign, assignment]

@@ -10,11 +10,10 @@ from torch.nn.utils import prune
 
 from swift.errors import ReplicaDiffers, ServiceError, UsageError
 from swift.runtime.audit import _DIGEST_BYTES, _SIZE_BYTES, Audit, _digest
-from swift.runtime.config import SessionConfig
-from swift.runtime.faults import FaultInjector
 from swift.runtime.stage import WholeModule
+from swift.runtime.standing import Standing
 from swift.runtime.state import TrainerState
-from swift.runtime.updates import Standing, Updates
+from tests.unit.runtime.wired import state_of, updates_of
 
 
 class Stage:
@@ -65,13 +64,9 @@ class Model(nn.Module):
         return self.norm(self.linear(x))
 
 
-def make_updates() -> Updates:
-    return Updates(SessionConfig(), None, FaultInjector(0), lambda: None)
-
-
 def make() -> tuple[TrainerState, Stage, torch.optim.Optimizer, Counter]:
     torch.manual_seed(0)
-    state, stage, counter = TrainerState(1, make_updates()), Stage(Model()), Counter()
+    state, stage, counter = state_of(1, updates_of()), Stage(Model()), Counter()
     optimizer = torch.optim.AdamW(stage.submod.parameters())
     state.stages.append(stage)
     state.schedules.append(Schedule(stage))
@@ -287,7 +282,7 @@ def test_an_object_that_cannot_be_taken_back_is_refused() -> None:
 def make_several() -> tuple[TrainerState, list[nn.Module]]:
     """A GAN's: two whole modules, an optimizer each."""
     torch.manual_seed(0)
-    state, modules = TrainerState(1, make_updates()), [nn.Linear(2, 3), Model()]
+    state, modules = state_of(1, updates_of()), [nn.Linear(2, 3), Model()]
     for module in modules:
         state.add_stage(WholeModule(module))
         state.updates.add(torch.optim.Adam(module.parameters()))
@@ -347,7 +342,7 @@ def test_parameters_that_a_step_makes_or_removes_are_refused() -> None:
         lambda module: module.append(nn.Linear(2, 2)),
         lambda module: prune.l1_unstructured(module[0], "weight", 0.5),
     ):
-        state = TrainerState(1, make_updates())
+        state = state_of(1, updates_of())
         stage = Stage(nn.Sequential(nn.Linear(2, 2)))
         state.stages.append(stage)
         state.remember()

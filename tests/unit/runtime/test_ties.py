@@ -10,11 +10,13 @@ from swift.errors import UsageError
 from swift.runtime import tags
 from swift.runtime.backends.base import Collective
 from swift.runtime.backends.ordered import Alone
+from swift.runtime.config import SessionConfig
 from swift.runtime.crossing import Crossing
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.ties import Ties
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_gate import Log, Rank
+from tests.unit.runtime.wired import updates_of
 
 RANKS = (0, 1, 2, 3)
 
@@ -23,7 +25,7 @@ class Group(ReconfigurableGroup):
     """Every other rank says what this one says, but for `others`, which change what comes of it."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int):
-        super().__init__(name, ranks, rank, LocalBackend())
+        super().__init__(name, ranks, rank, LocalBackend(), step=None, gate=None)
         self.asked = 0
         self.others: Callable[[list[torch.Tensor]], None] = lambda _said: None
 
@@ -46,11 +48,10 @@ class Tied:
     """One of four ranks with one tied weight and one of its own."""
 
     def __init__(self, rank: int = 0, log: Log | None = None, sources: tuple[int, ...] | None = None) -> None:
-        self.rank = Rank(log or Log(), rank, sources)
         self.group = Group("pipeline", RANKS, rank)
-        self.updates = self.rank.gate._updates
+        self.rank = Rank(log or Log(), rank, sources, self.group)
+        self.updates = self.rank.updates
         self.ties: Ties = self.updates.ties
-        self.ties.open(self.rank.channel, self.group)
         self.shared = torch.nn.Parameter(torch.full((3,), 2.0))
         self.own = torch.nn.Parameter(torch.ones(2))
         self.optimizer = torch.optim.SGD([self.shared, self.own], lr=1.0)
@@ -175,7 +176,7 @@ def test_what_cannot_be_tied_is_refused() -> None:
     with pytest.raises(UsageError, match="no optimizer of this rank holds"):
         tied.ties.check([tied.own])
     with pytest.raises(UsageError, match="wait_free"):
-        Ties(early=True).add(tied.own, RANKS)
+        updates_of(SessionConfig(replicas=2, updates="wait_free"), object()).tie(tied.own, RANKS)
     with pytest.raises(UsageError, match="LBFGS"):
         tied.ties.check_closure([tied.shared])
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from swift.errors import UsageError
 from swift.runtime.config import SessionConfig
-from swift.runtime.faults import FaultInjector
 from swift.runtime.stage import WholeModule
-from swift.runtime.updates import Standing, Updates
+from swift.runtime.standing import Standing
+from tests.unit.runtime.wired import updates_of
 
 
 class Reduction:
@@ -49,8 +49,7 @@ class World:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
         config = SessionConfig(replicas=2, bucket_bytes=1, **settings)
-        self.updates = Updates(config, reducer or HalvingReducer(), FaultInjector(0), lambda: None)  # type: ignore[arg-type]
-        self.updates.vote = self.vote
+        self.updates = updates_of(config, reducer or HalvingReducer(), vote=self.vote)
         self.votes: list[Standing] = []
         self.fails: Exception | None = None
         self.unit = WholeModule(self.model)

@@ -16,13 +16,16 @@ from swift.runtime.witness import (
     digest_of,
     watch_forwards,
 )
+from tests.unit.runtime.wired import ignored
 
 
 class Said:
     def __init__(self) -> None:
         self.words: list[tuple[int, str]] = []
         self.broken = False
-        self.witness = Witness(lambda step, words: self.words.append((step, words)), lambda: self.broken)
+        self.witness = Witness(
+            lambda step, words: self.words.append((step, words)), lambda: self.broken, ignored
+        )
 
 
 def test_a_step_done_again_is_compared_once_and_named() -> None:

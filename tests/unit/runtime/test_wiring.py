@@ -1,0 +1,181 @@
+"""What one part of a session needs of another one is there, or is missed aloud."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swift._pb import coordinator_pb2 as pb
+from swift.recovery import Assignment
+from swift.runtime.channel import FORWARD, Channel
+from swift.runtime.config import SessionConfig
+from swift.runtime.faults import FaultInjector
+from swift.runtime.gate import Gate
+from swift.runtime.groups import ReconfigurableGroup
+from swift.runtime.hook import Hook
+from swift.runtime.member import Member
+from swift.runtime.session import Session
+from swift.runtime.updates import Updates
+from tests.integration.logserver_world import REPOSITORY
+from tests.local_backend import LocalBackend
+from tests.unit.runtime.test_updates import HalvingReducer
+from tests.unit.runtime.wired import engine_of, ignored, state_of, updates_of
+
+TIMEOUT_S = 60.0
+
+
+def test_a_hook_that_is_bound_to_nothing_names_itself() -> None:
+    hook: Hook[[int], int] = Hook("Part.hook")
+    with pytest.raises(AssertionError, match=r"^Part\.hook is bound to nothing$"):
+        hook(1)
+    hook.bind(lambda number: number + 1)
+    assert hook(1) == 2
+    with pytest.raises(AssertionError, match=r"^Part\.hook is bound already$"):
+        hook.bind(lambda number: number)
+    assert hook(1) == 2
+
+
+def stepped(updates: Updates) -> torch.nn.Parameter:
+    """A parameter of 1.0 whose update was asked for."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    updates.add(optimizer)
+    updates.begin_step(0)
+    parameter.grad = torch.ones(2)
+    try:
+        optimizer.step()
+    finally:
+        assert parameter.tolist() == [1.0, 1.0]
+    return parameter
+
+
+def test_no_update_is_applied_without_a_vote() -> None:
+    config = SessionConfig(replicas=2)
+    with pytest.raises(AssertionError, match=r"Updates\.vote is bound to nothing"):
+        stepped(updates_of(config, HalvingReducer(), vote=None))
+    with pytest.raises(AssertionError, match=r"Updates\.before_update is bound to nothing"):
+        stepped(updates_of(config, HalvingReducer(), before_update=None))
+
+
+def test_the_engine_is_what_an_update_is_put_to_the_vote_by() -> None:
+    updates = updates_of(vote=None, before_update=None)
+    channel: Any = SimpleNamespace(logged_groups=None)
+    engine_of(0, SessionConfig(), member=None, channel=channel, state=state_of(1, updates))
+    for hook in (updates.vote, updates.before_update):
+        with pytest.raises(AssertionError, match="is bound already"):
+            hook.bind(ignored)
+
+
+def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
+    gate = Gate()
+    group = ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), step=gate, gate=gate)
+    group._circuit = object()  # type: ignore[assignment]
+    words = r"Gate\.bind was not called"
+    with gate.step():
+        for call in (
+            lambda: group.allreduce([torch.ones(1)], torch.distributed.AllreduceOptions()),
+            lambda: gate.collective(group, "all_reduce", [torch.ones(1)], ignored, alike=True),
+            gate.reducing,
+        ):
+            with pytest.raises(AssertionError, match=words):
+                call()
+    with gate.passing(), pytest.raises(AssertionError, match=words):
+        group.send([torch.ones(1)], 1)
+    gate.bind(SimpleNamespace(), updates_of())  # type: ignore[arg-type]
+    gate.used()
+    with pytest.raises(AssertionError, match="called before"):
+        gate.bind(SimpleNamespace(), updates_of())  # type: ignore[arg-type]
+
+
+def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
+    store: Any = None
+    channel = Channel(
+        0, Assignment.grid(2), 3, torch.device("cpu"), FaultInjector(0), store, ignored, ignored
+    )
+    channel.begin_step(0)
+    with pytest.raises(AssertionError, match=r"Channel\.watch was not called"):
+        channel.sent(0, FORWARD, 0, 0, torch.ones(1))
+    channel.watch(None)
+    for call in (
+        lambda: channel.sent(0, FORWARD, 0, 0, torch.ones(1)),
+        channel.settle,
+        channel.drop_step,
+    ):
+        with pytest.raises(AssertionError, match=r"Channel\.open was not called"):
+            call()
+    with pytest.raises(AssertionError, match=r"Channel\.watch was called before"):
+        channel.watch(None)
+
+
+# -- a whole session ------------------------------------------------------------------------------------------
+
+
+class Coordinator:
+    """Its client and its watcher, of a job that has finished."""
+
+    address, job = "127.0.0.1:1", "j"
+
+    def __init__(self) -> None:
+        self.latest = pb.View(job="j", generation=3, state=pb.FINISHED, world_size=1)
+
+    def join(self, *_: object, **__: object) -> pb.View:
+        return self.latest
+
+    def heartbeat(self, *_: object) -> Any:
+        return SimpleNamespace(interval_s=TIMEOUT_S)
+
+    def watch(self, saw: Any) -> "Coordinator":
+        self.saw = saw
+        return self
+
+    def wait_for(self, predicate: Any, timeout_s: float | None) -> pb.View:
+        return self.latest
+
+    def close(self) -> None: ...
+
+
+def build(directory: str) -> None:
+    """(in a process of its own: torch has one default group) Every part of it is bound to what it needs."""
+    coordinator, member = Coordinator(), Member("127.0.0.1:1", "j", 0, "i")
+    member.client.close()
+    member.client = coordinator  # type: ignore[assignment]
+    session = Session(
+        rank=0,
+        assignment=Assignment.grid(1),
+        member=member,
+        checkpoint_dir=directory,
+        config=SessionConfig(strategy="replay"),
+    )
+    hooks = [hook for part in vars(session).values() for hook in _hooks(part)]
+    assert len(hooks) == 2
+    for hook in hooks:
+        with pytest.raises(AssertionError, match="is bound already"):
+            hook.bind(ignored)
+    assert session._engine._witness is session._channel.witness
+    assert session._state.randomness is session._state.iterators.randomness is session._channel.randomness
+    for name, group in session.groups.items():
+        assert group._step is session._gate
+        assert group.gate is (session._gate if name in ("world", "pipeline") else None)
+    session._gate.used()
+    # The notice frees the trainer's thread: the communicator hears of it.
+    coordinator.saw(pb.View(job="j", generation=5, state=pb.PLANNING))
+    deadline = time.monotonic() + TIMEOUT_S
+    while session._communicator._newest != 5:
+        assert time.monotonic() < deadline, "nobody is told of a newer generation"
+        time.sleep(0.005)
+    member.enter(5)
+    session.close()
+
+
+def _hooks(part: object) -> list[Hook[..., Any]]:
+    return [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Hook)]
+
+
+def test_a_session_leaves_nothing_unbound(tmp_path: Path) -> None:
+    program = f"from tests.unit.runtime.test_wiring import build; build({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * TIMEOUT_S, cwd=REPOSITORY)

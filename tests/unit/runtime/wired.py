@@ -1,0 +1,94 @@
+"""Parts of a session for tests: each with stand-ins, that do nothing, for what it needs."""
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from swift.recovery import Assignment
+from swift.runtime.config import SessionConfig
+from swift.runtime.differences import Differences
+from swift.runtime.engine import Engine
+from swift.runtime.faults import FaultInjector
+from swift.runtime.lines import Lines
+from swift.runtime.losses import Losses
+from swift.runtime.rng import Randomness
+from swift.runtime.state import TrainerState
+from swift.runtime.ties import Ties
+from swift.runtime.updates import Lends, Updates
+from swift.runtime.witness import Witness
+
+
+class Still:
+    """A channel that lends nothing."""
+
+    replaying = False
+
+    def settle(self) -> None: ...
+
+
+def ignored(*_: object, **__: object) -> None: ...
+
+
+def updates_of(
+    config: SessionConfig | None = None,
+    reducer: Any = None,
+    *,
+    rank: int = 0,
+    ties: Ties | None = None,
+    channel: Lends | None = None,
+    vote: Any = ignored,
+    before_update: Any = ignored,
+) -> Updates:
+    """`vote`, `before_update`: None: the test binds it, or leaves it out."""
+    updates = Updates(
+        config or SessionConfig(),
+        reducer,
+        FaultInjector(rank),
+        ties=ties or Ties(cast(Any, None), cast(Any, None)),
+        channel=channel or Still(),
+        check=ignored,
+        groups_whole=ignored,
+    )
+    if vote is not None:
+        updates.vote.bind(vote)
+    if before_update is not None:
+        updates.before_update.bind(before_update)
+    return updates
+
+
+def state_of(seed: int = 1, updates: Updates | None = None) -> TrainerState:
+    return TrainerState(Randomness(seed), updates or updates_of())
+
+
+class Nobody:
+    """Who holds a rank by a line to the coordinator, and has nothing to say."""
+
+    def interrupt(self, generation: int) -> None: ...
+
+    def measured(self) -> None: ...
+
+    def unsaved(self) -> None: ...
+
+
+def engine_of(
+    rank: int, config: SessionConfig, *, member: Any, channel: Any, state: Any, store: Any = None
+) -> Engine:
+    """Without a communicator, faults or groups."""
+    nothing: Any = None
+    return Engine(
+        rank,
+        config,
+        member,
+        nothing,
+        channel,
+        state,
+        store,
+        nothing,
+        nothing,
+        Assignment.grid(4),
+        witness=Witness(ignored, lambda: False, ignored),
+        losses=Losses(rank, config.non_finite_loss, channel),
+        differences=Differences(nothing),
+        audit=None,
+        lines=Lines(Path(os.devnull)),
+    )
