@@ -190,6 +190,10 @@ class Member:
     def close(self, group: str) -> None:
         self._groups.pop(group).fabric.close()
 
+    def runners_left(self) -> int:
+        """Threads of backends that are still in an operation of a group that has ended."""
+        return sum(thread.name.startswith("swift-") for thread in threading.enumerate())
+
     def store_works(self, group: str) -> bool:
         """A connection of this process that is not the fabric's."""
         store = self._groups[group].store
