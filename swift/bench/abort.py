@@ -59,7 +59,12 @@ def measure(rounds: int) -> dict[str, Any]:
 
     def begin(path: str) -> None:
         command = [sys.executable, "-P", "-m", "swift.bench.abort_ranks", path, str(store.port)]
-        processes.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **LOOPBACK}))
+        processes.append(
+            subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", **LOOPBACK},
+            )
+        )
 
     freed: dict[str, list[float]] = {name: [] for name in _WAITING}
     connected: list[float] = []

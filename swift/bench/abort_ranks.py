@@ -48,31 +48,39 @@ class Group:
         self.connections: Connections | None = None
         self.circuit: Circuit | None = None
         self.own = self.size = 0
+        self.entered = threading.Event()
+        """The backend is about to be called: what it is to be given has been computed."""
 
     def connect(self, own: int, size: int) -> None:
         self.own, self.size = own, size
+        self.entered.set()
         self.connections = self.fabric.connect(self.store, own, size, CONNECT_TIMEOUT)
         self.circuit = self.connections.circuit(range(size), 0, "all")
         self.fabric.settle()
 
     def half_connect(self, own: int, size: int) -> None:
         """Others find this member in the store, and it never connects: it waits until it is lost."""
+        self.entered.set()
         self.fabric.connect(_Halfway(self.store), own, size, CONNECT_TIMEOUT)
 
     def collective(self, run: Callable[[Collectives], None]) -> None:
         assert self.circuit is not None
+        self.entered.set()
         self.circuit.submit(run).wait()
 
     # --- operations: what each gives is digested ---
 
     def send(self, to: int, tag: int, seed: int, numel: int) -> str:
         assert self.circuit is not None
-        self.circuit.send([values(seed, numel)], to, tag).wait()
+        tensor = values(seed, numel)
+        self.entered.set()
+        self.circuit.send([tensor], to, tag).wait()
         return ""
 
     def recv(self, source: int, tag: int, numel: int) -> str:
         assert self.circuit is not None
         room = torch.empty(numel)
+        self.entered.set()
         self.circuit.recv([room], source, tag).wait()
         return digest(room)
 
@@ -159,11 +167,13 @@ class Member:
         self._groups[group] = Group(self._backend.open(), self._meeting, group)
 
     def start(self, group: str, operation: str, **arguments: Any) -> None:
-        """Begins an operation of `Group`, in a thread that stands for the trainer's."""
+        """Begins an operation of `Group`, in a thread that stands for the trainer's. Returns once it is entered."""
         self._aborted_t, self._outcome = None, {}
+        self._groups[group].entered.clear()
         run = getattr(self._groups[group], operation)
         self._thread = threading.Thread(target=self._run, args=(run, arguments), daemon=True)
         self._thread.start()
+        self._groups[group].entered.wait()
 
     def _run(self, run: Callable[..., str | None], arguments: dict[str, Any]) -> None:
         outcome: dict[str, Any]
