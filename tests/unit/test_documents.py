@@ -1,0 +1,114 @@
+"""What the documents name exists: links, anchors, files, commands and their flags."""
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swift import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = ("swift", "services", "tests", "scripts", "docs", "examples", "proto")
+# Files that a run or an installation makes, by the names that documents give them.
+MADE = re.compile(r"_kernels_|_ring\.so|docs/compatibility")
+
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def prose(text: str) -> list[str]:
+    """Its lines outside of code blocks."""
+    lines, code = [], False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not code:
+            lines.append(line)
+    return lines
+
+
+def code_blocks(text: str) -> list[str]:
+    """The lines inside of them; a line that ends with a backslash goes on in the next one."""
+    blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+
+
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = [line.lstrip("#").strip() for line in prose(document.read_text()) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_document
+def test_links_lead_somewhere(document: Path) -> None:
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            missing.append(target)
+    assert missing == []
+
+
+@every_document
+def test_files_that_are_named_exist(document: Path) -> None:
+    """In the changelog they may be gone: it tells of what was."""
+    if document.name == "CHANGELOG.md":
+        pytest.skip("it tells of what was")
+    pattern = rf"`((?:{'|'.join(FOLDERS)})/[\w./*-]+)`"
+    missing = []
+    for name in re.findall(pattern, document.read_text()):
+        there = any(ROOT.glob(name)) if "*" in name else (ROOT / name).exists()
+        if not there and not MADE.search(name):
+            missing.append(name)
+    assert missing == []
+
+
+@functools.cache
+def help_of(command: str) -> str:
+    words = [sys.executable, "-m", "swift.cli", *command.split(), "--help"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@every_document
+def test_commands_and_their_flags_exist(document: Path) -> None:
+    """Of each line in a code block that calls swift-ft."""
+    known = {*cli.PROGRAMS, *cli.OTHERS}
+    for line in code_blocks(document.read_text()):
+        called = re.search(r"(?:^|[$>] +|bin/)swift-ft ([a-z]+)(.*)", line.strip())
+        if called is None:
+            continue
+        command, rest = called[1], called[2].split("#")[0]
+        assert command in known, line
+        used = {word.partition("=")[0] for word in rest.split() if re.match(r"--[a-z]", word)}
+        if not used:
+            continue
+        if command == "bench":
+            command = " ".join(["bench", *[word for word in rest.split()[:1] if not word.startswith("-")]])
+        flags = set(re.findall(r"--[a-z][\w-]*", help_of(command)))
+        assert used <= flags, (line, used - flags)
+
+
+@every_document
+def test_commands_in_the_text_exist(document: Path) -> None:
+    known = {*cli.PROGRAMS, *cli.OTHERS}
+    called = re.findall(r"`swift-ft ([a-z]+)", "\n".join(prose(document.read_text())))
+    assert set(called) <= known
+
+
+@every_document
+def test_scripts_that_are_called_exist(document: Path) -> None:
+    called = re.findall(r"(?:^|[\s`])scripts/(\w+)", document.read_text(), flags=re.MULTILINE)
+    assert [name for name in called if not (ROOT / "scripts" / name).exists()] == []
+
+
+def test_the_readme_names_every_document() -> None:
+    readme = (ROOT / "README.md").read_text()
+    names = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.name != "README.md"]
+    assert [name for name in names if f"]({name}" not in readme] == []
