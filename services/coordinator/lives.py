@@ -79,7 +79,7 @@ def note_stop(row: JobRow, run: str) -> bool:
 
 
 def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> str:
-    """What the new start goes by. The log begins anew as well, on the servers that there are now. In words."""
+    """The new start takes the settings of `join`, and its log begins anew. Returns the changes, for people."""
     changed = [
         f"{key} is {_value(now, key)} instead of {_value(before, key)}"
         for before, now in ((row.config, join.config), (row.fingerprint, join.fingerprint))

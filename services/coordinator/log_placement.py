@@ -116,7 +116,7 @@ class Places:
         return True, lost
 
     def lose(self, lost: Mapping[int, str]) -> dict[int, str]:
-        """In words."""
+        """Gives these servers up (number -> why). Returns what to tell people of each."""
         row = self._row
         for number, why in lost.items():
             self._replace(number, lost=why)

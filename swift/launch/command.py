@@ -169,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
         metavar="N",
-        help="How many dead processes this launcher replaces, all in all (default %(default)s). A process that ends by "
+        help="How many dead processes this launcher replaces in total (default %(default)s). A process that ends by "
         "itself three times before a new version is reached ends the job whatever this says.",
     )
     ours.add_argument(

@@ -415,7 +415,7 @@ class Engine:
             self._audit.compare(self._script.amiss)
         # On the way to a target that all save, no other version of this history is ever complete.
         passing = replaying and self._plan is not None and self._plan.plan.saves
-        # Compared or not: only who knows of it saves it.
+        # An early checkpoint, too: ranks that have not heard of it do not save it.
         if not passing and (self._early.due(version) or due):
             self._saving.save()
         assert self._writer is not None

@@ -88,8 +88,8 @@ class OwnStreams:
             writer.expect(stream, sound, server)
 
     def _held(self, server: str, streams: list[str], from_step: int) -> dict[str, dict[RecordKey, bytes]]:
-        """By stream, what a server has of it, where that is not damaged. Raises LogUnavailable: what does not answer
-        has not nothing."""
+        """By stream, what a server has of it, where that is not damaged. Raises LogUnavailable: a server that does not
+        answer may still have records."""
         held: dict[str, dict[RecordKey, bytes]] = {}
         reader = LogReader([server], self._member.client.job)
         try:
