@@ -53,7 +53,7 @@ class CheckpointTracker:
         if durable.sender.rank in shards:
             return None
         shards = row.shards[durable.version] = shards | {durable.sender.rank}
-        if len(shards) < row.world_size:
+        if row.lacks(shards):
             for version in sorted(row.shards)[:-KEPT_SHARDS]:
                 del row.shards[version]
             return False

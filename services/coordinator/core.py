@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.coordinator import commands as m
-from services.coordinator import exactness
+from services.coordinator import exactness, vacancies
 from services.coordinator.checkpoints import GIVEN_UP
 from services.coordinator.command_checks import (
     check_change,
@@ -170,12 +170,14 @@ class Job(Transitions):
             return []
         first = row.revision == 0
         note_run(row, join.run, join.rank)
+        row.members += 1
         row.holders[join.rank] = Holder(
             rank=join.rank,
             incarnation=join.incarnation,
             pid=join.pid,
             host=join.host,
             since_generation=row.generation,
+            member=row.members,
         )
         self.leases.hear(join.rank, now)
         self.places.seat(join.rank, join.host)
@@ -272,7 +274,7 @@ class Job(Transitions):
 
     def _run_if_ready(self, now: float) -> list[Effect]:
         row = self.row
-        if len(row.ready) < row.world_size or row.granted < row.generation:
+        if row.lacks(row.ready) or row.granted < row.generation:
             return []
         if len(set(row.ready.values())) > 1:
             return self.become_failed(f"ranks begin at different versions: {versions_words(row.ready)}")
@@ -328,7 +330,7 @@ class Job(Transitions):
         if finish.called is not None:
             row.called[rank] = finish.called
         ends = self.endings.hear(finish)
-        if len(row.finished) < row.world_size:
+        if row.lacks(row.finished):
             told = [self._event("rank_finished", rank=rank)]
             if ends:
                 told.append(
@@ -466,7 +468,7 @@ class Job(Transitions):
         row.sources = sources if row.plan is not None and row.plan.reads_log else {}
         if row.plan is None:
             return self.become_failed(reason)
-        row.plan = exactness.named(row, row.plan)
+        row.plan = vacancies.named(row, exactness.named(row, row.plan))
         if not row.plan.gives_up_log:
             return self.become_recovering()
         give_up_log(row, row.plan)
@@ -493,4 +495,4 @@ class Job(Transitions):
     # --- ---
 
     def _all_reported(self) -> bool:
-        return len(self.row.reports) == self.row.world_size
+        return not self.row.lacks(self.row.reports)

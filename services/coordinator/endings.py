@@ -66,7 +66,7 @@ class Endings:
         if end is None:  # of most jobs, always
             self._stands_since = None
             return ""
-        late = [rank for rank in range(row.world_size) if rank not in row.finished]
+        late = [rank for rank in row.slots() if rank not in row.finished]
         stands = (
             row.state is State.RUNNING
             and end.version in row.finished.values()

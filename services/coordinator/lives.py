@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.coordinator import commands as m
+from services.coordinator import vacancies
 from services.coordinator.commands import Refusal, Refused
 from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.setbacks import RUNS_KEPT
@@ -59,6 +60,13 @@ def check_start(row: JobRow, join: m.Join) -> None:
                 f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.rank} "
                 f"says {now}: make them equal, or start it under another name",
             )
+    newest = max(row.checkpoints, default=-1)
+    if lacking := vacancies.gone_for_good(row, newest):
+        raise Refusal(
+            Refused.MISMATCH,
+            f"job {row.job} is over and cannot go on from its checkpoint of version {newest}: {lacking}; start it "
+            "under another name",
+        )
     if not 0 <= join.rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
 
@@ -99,6 +107,7 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
     row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""
     row.groups, row.groups_since = join.config.get("groups", ""), 0
     row.groups_next, row.groups_from = "", {}
+    row.vacant = {}
     if log_servers:
         row.log_servers = [replace(server, fresh=True) for server in log_servers]
         row.placement = {}

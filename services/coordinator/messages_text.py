@@ -20,8 +20,8 @@ def waiting_for(row: JobRow) -> str:
     if row.state in (State.FORMING, State.FENCING) and row.granted < row.generation and not waits:
         waits.append(f"the log servers to hold generation {row.generation}")
     if row.state in (State.FORMING, State.FENCING, State.PLANNING):
-        missing = (rank for rank in range(row.world_size) if rank not in row.holders)
-        waits += _ranks(missing, row.world_size - len(row.holders), "to join")
+        missing = (rank for rank in row.slots() if rank not in row.holders)
+        waits += _ranks(missing, row.wanted - len(row.holders), "to join")
     if row.state is State.PLANNING:
         silent = sorted(set(row.holders) - set(row.reports))
         waits += _ranks(silent, len(silent), "to report")

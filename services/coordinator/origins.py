@@ -11,6 +11,7 @@ that, it begins there again. After that it goes on from its own checkpoints, and
 """
 
 from services.coordinator import commands as m
+from services.coordinator import vacancies
 from services.coordinator.commands import Refusal, Refused
 from services.coordinator.lives import LASTING
 from services.coordinator.row import JobRow, Origin
@@ -50,6 +51,8 @@ def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Or
         raise _refusal(
             f"--from-version {version}: the complete checkpoints of job {other_name} are of version {there}"
         )
+    if lacking := vacancies.gone_for_good(other, version):
+        raise _refusal(f"--from-job {other_name} --from-version {version}: {lacking}")
     inexact = other.inexact_since is not None and other.inexact_since <= version
     return Origin(job=other_name, version=version, inexact=other.inexact_reason if inexact else "")
 

@@ -247,6 +247,7 @@ TABLES: Mapping[str, tuple[Callable[[str], Any], FromJson]] = {
     "run_of": (int, _same),
     "shards": (int, frozenset),
     "groups_from": (int, _same),
+    "vacant": (int, _same),
 }
 """Field -> how its keys and its values are read."""
 

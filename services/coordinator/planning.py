@@ -33,7 +33,10 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
 
 def assignment_of(row: JobRow) -> Assignment:
     """Of this generation. Raises ValueError, in one line, if nothing can be built on what its ranks have told."""
-    return Assignment.told(num_stages=row.num_stages, stages=row.stages, shards=row.stage_shards)
+    members = {slot: holder.member for slot, holder in row.holders.items()}
+    return Assignment.told(
+        num_stages=row.num_stages, stages=row.stages, shards=row.stage_shards, members=members
+    )
 
 
 def stages_problem(row: JobRow) -> str:

@@ -51,11 +51,7 @@ class Regroup:
         """True: with the newest complete checkpoint the wanted groups have come into force."""
         row = self._row
         newest = max(row.checkpoints, default=-1)
-        if (
-            not row.groups_next
-            or len(row.groups_from) < row.world_size
-            or max(row.groups_from.values()) > newest
-        ):
+        if not row.groups_next or row.lacks(row.groups_from) or max(row.groups_from.values()) > newest:
             return False
         self._put_in_force(newest)
         return True

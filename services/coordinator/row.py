@@ -4,7 +4,7 @@ What a View shows is a function of this row, so nothing can be shown that is not
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field, fields
 
 from services.coordinator.tables import Table
@@ -53,6 +53,8 @@ class Holder:
     pid: int
     host: str
     since_generation: int
+    member: int = 0
+    """The id of this process, which no other one of the job ever has."""
     gone: bool = False
     """Exited with code 0 after it said Finish."""
 
@@ -140,6 +142,10 @@ class JobRow:
 
     holders: dict[int, Holder] = field(default_factory=Table)
     """The live holder of each rank."""
+    members: int = 0
+    """How many processes have joined: the id of the latest one."""
+    vacant: dict[int, int | None] = field(default_factory=Table)
+    """Slots that nobody holds, nor is to hold -> the version since when; None: since the recovery under way."""
     fenced: list[Holder] = field(default_factory=list)
     """Incarnations that must not run."""
     num_stages: int = 0
@@ -230,6 +236,19 @@ class JobRow:
         if type(value) is dict and name in TABLE_FIELDS:
             value = Table(value)
         object.__setattr__(self, name, value)
+
+    def slots(self) -> Iterator[int]:
+        """Those that a process holds, or is to hold, by number."""
+        return (slot for slot in range(self.world_size) if slot not in self.vacant)
+
+    @property
+    def wanted(self) -> int:
+        """So many processes the job has, once all have joined."""
+        return self.world_size - len(self.vacant)
+
+    def lacks(self, said: Sized) -> bool:
+        """Not all of them have said so yet. `said`: by rank, of those alone."""
+        return len(said) < self.wanted
 
     def living(self) -> list[int]:
         """The log servers that are in use."""

@@ -50,7 +50,7 @@ class Setbacks:
         row = self._row
         if row.state is not State.RUNNING or not (row.setbacks or row.refusals or row.exits):
             return False
-        if any(self._steps.version(rank) <= row.reached for rank in range(row.world_size)):
+        if any(self._steps.version(rank) <= row.reached for rank in row.slots()):
             return False
         row.setbacks, row.refusals, row.exits = 0, 0, {}
         return True

@@ -65,6 +65,7 @@ class MemoryStore:
         return {key: stored for key, stored in sorted(self.rows.items()) if key.startswith(prefix)}
 
     async def commit(self, transaction: Transaction) -> int:
+        """As `MetadataStore.commit`."""
         for key, expected in transaction.expected.items():
             there = self.rows.get(key)
             _check(key, 0 if there is None else there.revision, expected)

@@ -6,7 +6,7 @@ Each changes the row; `Job.step` finds what has changed.
 from collections.abc import Mapping, Sequence
 
 from services.coordinator import commands as m
-from services.coordinator import endings, exactness
+from services.coordinator import endings, exactness, vacancies
 from services.coordinator.checkpoints import CheckpointTracker
 from services.coordinator.commands import Effect
 from services.coordinator.leases import Leases
@@ -60,6 +60,7 @@ class Transitions:
         """All ranks are ready: the recovery, if there was one, is over and forgotten."""
         self._enter(State.RUNNING)
         inexact = self._inexact(exactness.settle(self.row))
+        vacancies.settle(self.row, max(self.row.ready.values()))
         forget_recovery(self.row)
         self.suspicions.clear()
         self.steps.restart(self.row.ready, now)
@@ -104,6 +105,11 @@ class Transitions:
         return events
 
     def _anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        vacant = vacancies.vacate(self.row, dead)
+        events = [self._event("left_vacant", rank=slot) for slot in vacant]
+        return [*self._begin_anew(dead, reason), *events]
+
+    def _begin_anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         if self.row.state is State.FORMING:
             return self.become_forming(dead, reason)
         return self.become_fencing(dead, reason)

@@ -20,6 +20,7 @@ def view_of(row: JobRow) -> pb.View:
         state=pb.State.Value(row.state),
         world_size=row.world_size,
         members=[_member(row.holders[rank]) for rank in sorted(row.holders)],
+        vacant=sorted(row.vacant),
         fenced=[_member(holder) for holder in row.fenced],
         plan=_plan_of(row),
         log_servers=row.addresses(),
@@ -126,7 +127,13 @@ def _unsaved(unsaved: Unsaved | None) -> pb.UnsavedCheckpoint | None:
 
 
 def _member(holder: Holder) -> pb.Member:
-    return pb.Member(rank=holder.rank, incarnation=holder.incarnation, pid=holder.pid, host=holder.host)
+    return pb.Member(
+        rank=holder.rank,
+        incarnation=holder.incarnation,
+        pid=holder.pid,
+        host=holder.host,
+        id=holder.member,
+    )
 
 
 def _addresses(row: JobRow, numbers: list[int]) -> list[str]:

@@ -57,6 +57,7 @@ def lines(status: pb.StatusReply) -> list[str]:
         if rank.HasField("unsaved"):
             said += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
         out.append(said)
+    out += [f"rank {slot}: its slot is vacant" for slot in view.vacant]
     out += [
         f"rank {one.rank} said {one.age_s:.0f} s ago: {one.reason}" for one in status.suspicions if one.told
     ]
@@ -78,7 +79,8 @@ def goes_on_words(view: pb.View) -> str:
         pb.STOPPED: f"; started again it goes on at step {newest}",
         pb.FINISHED: f"; started again with more steps it goes on at step {newest}",
     }
-    return f"newest checkpoint: version {newest}{again.get(view.state, '')}"
+    # Without a part of a slot that is vacant it may not be started again.
+    return f"newest checkpoint: version {newest}{'' if view.vacant else again.get(view.state, '')}"
 
 
 def _late_words(late: Sequence[pb.Suspicion]) -> list[str]:

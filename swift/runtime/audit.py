@@ -44,7 +44,7 @@ class Audit:
             place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
             others = [
                 rank
-                for rank, digests in zip(self._group.ranks, gathered, strict=True)
+                for rank, digests in zip(self._group.present, gathered, strict=True)
                 if not torch.equal(digests[place], own[place])
             ]
             if others:

@@ -7,6 +7,7 @@ from swift.errors import UsageError
 from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
+from swift.names import leaves_vacant
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.types import STRATEGIES
 
@@ -141,4 +142,5 @@ class SessionConfig:
             "helpers": str(self.helpers),
             "last_checkpoint": str(self.last_checkpoint),
             **({"paranoid": "True"} if self.paranoid else {}),
+            **({"leave_vacant": "1"} if leaves_vacant() else {}),
         }

@@ -50,7 +50,7 @@ from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.lines import Lines
 from swift.runtime.losses import Losses
 from swift.runtime.measures import Measures, progress
-from swift.runtime.member import RESAY_S, Member, own_servers
+from swift.runtime.member import RESAY_S, Member, is_filled, own_servers
 from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import FLUSH_TIMEOUT_S, Restorer
 from swift.runtime.retries import Retries
@@ -157,12 +157,11 @@ class Engine:
                     self._view = view
                     self._communicator.stand_alone()
                     return  # this process has come for one that was lost after the end
-                elif view.state in (pb.FORMING, pb.RECOVERING) and len(view.members) == len(
-                    self.assignment.slots
-                ):
+                elif view.state in (pb.FORMING, pb.RECOVERING) and is_filled(view):
                     self._open_log(view)
-                    self._communicator.build(view.generation)
-                    self._view, self._plan = view, of_view(view)
+                    assignment = self.assignment.held_by({member.rank: member.id for member in view.members})
+                    self._communicator.build(view.generation, assignment.occupied)
+                    self._view, self._plan, self.assignment = view, of_view(view), assignment
                     return
                 else:
                     self._member.await_change(view)

@@ -80,6 +80,11 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
         self._connections: Connections | None = None
         _torch.give_placeholder(self, name, backend)
 
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are in this generation, ascending."""
+        return tuple(self.ranks[index] for index in self._present)
+
     def attach(self, connections: Connections, present: Sequence[int]) -> None:
         """`present`: the ranks of this group that are in the generation, in their order: the members of
         `connections`."""

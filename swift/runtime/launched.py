@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from swift.errors import UsageError
-from swift.names import check_job
+from swift.names import ENV_LEAVE_VACANT, check_job, leaves_vacant
 from swift.recovery import Assignment
 from swift.runtime.config import SessionConfig
 
@@ -45,6 +45,8 @@ def from_environment(config: SessionConfig) -> Launched:
         assignment = Assignment.grid(world_size, replicas=config.replicas, shards=config.shards)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if leaves_vacant() and (assignment.stage_groups > 1 or assignment.shards > 1):
+        raise UsageError(f"{ENV_LEAVE_VACANT}: slots are left vacant in jobs of replicas of one stage only")
     return Launched(
         rank=rank,
         assignment=assignment,

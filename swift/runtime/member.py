@@ -259,3 +259,8 @@ def own_servers(view: pb.View, rank: int) -> dict[str, int]:
     number under the same address: Views may be skipped, so nobody need have seen it go."""
     numbers = {place.address: n for n, place in enumerate(view.log_places) if not place.lost}
     return {s: numbers[s] for logs in view.log_copies if logs.rank == rank for s in logs.servers}
+
+
+def is_filled(view: pb.View) -> bool:
+    """Every slot has a member, or is vacant."""
+    return len(view.members) + len(view.vacant) == view.world_size

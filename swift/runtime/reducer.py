@@ -30,8 +30,15 @@ class Reduction:
     """One bucket's gradients under way."""
 
     def __init__(
-        self, group: ReconfigurableGroup, bucket: Bucket, flat: torch.Tensor, sizes: list[int], ordered: bool
+        self,
+        group: ReconfigurableGroup,
+        bucket: Bucket,
+        flat: torch.Tensor,
+        sizes: list[int],
+        contributions: int,
+        ordered: bool,
     ):
+        self.contributions = contributions
         self.bucket = bucket
         self.flat = flat
         self.sizes = sizes
@@ -81,7 +88,7 @@ class Reducer:
         kept = self._buffers.get((used.dtype, sum(sizes)))
         flat = kept.pop() if kept else torch.empty(sum(sizes), dtype=used.dtype)
         torch.cat(parts, out=flat)
-        reduction = Reduction(self._group, bucket, flat, sizes, self._ordered)
+        reduction = Reduction(self._group, bucket, flat, sizes, self._contributions(), self._ordered)
         self.seconds += time.monotonic() - began
         return reduction
 
@@ -107,7 +114,7 @@ class Reducer:
             values.append(part.view_as(parameter))
         if targets:
             with torch.no_grad():
-                torch._foreach_div_(values, self._contributions())
+                torch._foreach_div_(values, reduction.contributions)
                 torch._foreach_copy_(targets, values)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor | float:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swift import events
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
+from swift.names import ENV_LEAVE_VACANT, leaves_vacant
 from swift.recovery import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.strategies import may_copy
@@ -253,6 +254,10 @@ class Session:
                 raise UsageError(
                     "DistributedDataParallel over a group that is not made again after a failure; use "
                     "session.ddp(module) in its place"
+                )
+            if leaves_vacant():
+                raise UsageError(
+                    f"{ENV_LEAVE_VACANT}: DistributedDataParallel divides by the ranks of a full world"
                 )
             self._updates.reduced_elsewhere(stage.submod.parameters())
         elif self._updates.wait_free:

@@ -16,7 +16,7 @@ def said(*, seconds_left: float | None = 3.24, replays: bool = True) -> pb.Statu
         generation=3,
         reason="rank 1 was killed by signal 9",
         waiting_for="ranks 0, 1 to be ready",
-        members=[pb.Member(rank=0, pid=70, host="a01"), pb.Member(rank=1, pid=81, host="a02")],
+        members=[pb.Member(rank=0, pid=70, host="a01", id=1), pb.Member(rank=1, pid=81, host="a02", id=2)],
         checkpoints=[0, 5],
         plan=pb.Plan(reason="target version 15: KEEP on rank 0; REPLAY on rank 1", target_version=15),
     )
@@ -40,6 +40,16 @@ def test_for_people() -> None:
         "rank 1: process 81 on a02, version 7, heard 0.1 s ago; replays: version 7 of 15, about 3.2 s left",
         "rank 0 said 2 s ago: its neighbour is gone",
     ]
+
+
+def test_a_vacant_slot_is_named_and_a_new_start_is_not_promised() -> None:
+    told = said(replays=False)
+    told.view.state = pb.FINISHED
+    told.view.vacant.append(2)
+    told.view.plan.Clear()
+    lines = status.lines(told)
+    assert "rank 2: its slot is vacant" in lines
+    assert "newest checkpoint: version 5" in lines
 
 
 def test_nobody_listens_to_the_ranks_of_a_job_that_is_over() -> None:
@@ -110,7 +120,8 @@ def test_for_programs() -> None:
     assert shown["view"]["generation"] == 3
     assert shown["view"]["inexact_since"] is None
     assert shown["view"]["log_servers"] == []
-    assert shown["view"]["members"][1] == {"rank": 1, "incarnation": "", "pid": 81, "host": "a02"}
+    member = {"rank": 1, "incarnation": "", "pid": 81, "host": "a02", "id": 2}
+    assert shown["view"]["members"][1] == member
 
 
 def test_every_field_of_every_message_is_there() -> None:

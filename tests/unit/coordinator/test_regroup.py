@@ -18,7 +18,7 @@ from services.coordinator.commands import Refusal
 from services.coordinator.parts import encode
 from services.coordinator.planning import decide, give_up_log
 from services.coordinator.regroup import Regroup
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import Holder, JobRow, State
 from services.coordinator.step_watchdog import StepClock
 from services.coordinator.timing import Timing
 from swift.recovery import Plan, RecoveryGroups, Report, Strategy, StreamSummary
@@ -41,6 +41,10 @@ def row_of(groups: str = "0,1,2,3") -> JobRow:
         num_stages=RANKS,
         stages={rank: [rank] for rank in range(RANKS)},
         stage_shards=dict.fromkeys(range(RANKS), 0),
+        holders={
+            rank: Holder(rank=rank, incarnation=f"a{rank}", pid=1, host="", since_generation=1, member=rank)
+            for rank in range(RANKS)
+        },
         checkpoints=[0],
         groups=groups,
     )
@@ -325,7 +329,7 @@ def test_a_job_with_replicas_gets_them_when_all_dp_ranks_log_by_them() -> None:
 def test_several_stages_on_a_rank_have_one_group_of_all_or_none() -> None:
     row = row_of("0-3")
     row.stages = {0: [0, 2], 1: [1, 3]}
-    row.world_size = 2
+    row.world_size, row.holders = 2, {rank: row.holders[rank] for rank in (0, 1)}
     regroup = Regroup(row)
     with pytest.raises(Refusal, match="part stages 0 and 2, which are lost together with rank 0"):
         regroup.ask(m.ChangeGroups(groups="0-1,2-3"))

@@ -16,7 +16,7 @@ from services.coordinator import commands as m
 from services.coordinator.checkpoints import CheckpointTracker
 from services.coordinator.planning import decide, give_up_log
 from services.coordinator.regroup import Regroup
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import Holder, JobRow, State
 from services.coordinator.step_watchdog import StepClock
 from swift.log.gaps import gaps
 from swift.log.record import RecordKey
@@ -45,6 +45,10 @@ def row_of(groups: str) -> JobRow:
         num_stages=STAGES,
         stages={rank: [rank // DP_SIZE] for rank in range(RANKS)},
         stage_shards=dict.fromkeys(range(RANKS), 0),
+        holders={
+            rank: Holder(rank=rank, incarnation=f"a{rank}", pid=1, host="", since_generation=1, member=rank)
+            for rank in range(RANKS)
+        },
         checkpoints=[0],
         groups=str(RecoveryGroups.parse(groups)),
     )

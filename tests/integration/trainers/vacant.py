@@ -1,0 +1,102 @@
+"""Replicas of one stage, of which one is lost for good: `vacant.py session STEPS` in a job, and beside it
+`vacant.py reference STEPS FIRST OUT`, plain torch in one process: means over three origins in the steps below FIRST,
+over the first and the last of them from there on.
+
+Both write a digest of weights and optimizer state for every step: `{step: digest}`.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ORIGINS, LOST = 3, 1
+WIDTH, BATCH = 24, 8
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+
+
+def loss_of(model: nn.Module, step: int, origin: int) -> Tensor:
+    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + origin))
+    return (model(batch) - batch.roll(1, 0)).square().mean()
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    states = [optimizer.state[parameter] for parameter in model.parameters()]
+    tensors = [*model.parameters(), *(state[name] for state in states for name in sorted(state))]
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+class Position:
+    """Of the data: the step is what its batches are made of."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def in_a_job(steps: int) -> None:
+    import swift
+
+    with swift.Session.from_env(seed=1, checkpoint_every=4, replicas=ORIGINS, bucket_bytes=2048) as session:
+        model, plain, scheduler = made()
+        session.module(model)
+        optimizer = session.optimizer(plain)
+        position = Position()
+        session.register(loader=position, scheduler=scheduler)
+        found: dict[int, str] = {}
+
+        def train_step(step: int) -> None:
+            optimizer.zero_grad()
+            loss_of(model, position.step, session.dp_rank).backward()
+            position.step += 1
+            optimizer.step()
+            scheduler.step()
+            found[step] = bits(model, optimizer)
+
+        session.transient("found")
+        session.run(train_step, num_steps=steps)
+        Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
+
+
+def reference(steps: int, first: int) -> dict[int, str]:
+    torch.set_num_threads(1)
+    model, optimizer, scheduler = made()
+    parameters = list(model.parameters())
+    found: dict[int, str] = {}
+    for step in range(steps):
+        origins = [origin for origin in range(ORIGINS) if step < first or origin != LOST]
+        sums: list[Any] = []
+        for origin in origins:
+            grads = torch.autograd.grad(loss_of(model, step, origin), parameters)
+            sums = (
+                list(grads) if not sums else [total + grad for total, grad in zip(sums, grads, strict=True)]
+            )
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = total / len(origins)
+        optimizer.step()
+        scheduler.step()
+        found[step] = bits(model, optimizer)
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "session":
+        in_a_job(int(sys.argv[2]))
+    else:
+        Path(sys.argv[4]).write_text(json.dumps(reference(int(sys.argv[2]), int(sys.argv[3]))))
