@@ -81,14 +81,16 @@ class Appends:
         job.reset_generation = recovered.meta.reset_generation
         job.reset_number = recovered.meta.reset_number
         job.trimmed_below_step = job.trim_wanted = job.trim_recorded = recovered.meta.trimmed_below_step
-        for found in recovered.streams:
-            stream = job.stream(found.name)
-            stream.first = found.first
-            stream.durable = stream.appended = found.next_sequence
-            stream.quarantined = found.quarantined
-            for entry in found.entries:
+        for recovered_stream in recovered.streams:
+            stream = job.stream(recovered_stream.name)
+            stream.first = recovered_stream.first
+            stream.durable = stream.appended = recovered_stream.next_sequence
+            stream.quarantined = recovered_stream.quarantined
+            for entry in recovered_stream.entries:
                 stream.add(entry)
-            stream.holes = [hole for hole in found.holes if hole.below_step > job.trimmed_below_step]
+            stream.holes = [
+                hole for hole in recovered_stream.holes if hole.below_step > job.trimmed_below_step
+            ]
             stream.check()
             self._state.space.added(job.name, stream.bytes)
         self._state.touch(job.name, now)

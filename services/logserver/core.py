@@ -216,7 +216,7 @@ class LogCore:
     ) -> tuple[list[IndexEntry], int, Refusal | None]:
         """The durable records of a step >= ``from_step`` among the next ``count`` that are there at or behind
         ``sequence``; the sequence behind all that was looked at; and what keeps a reader from going on there."""
-        found: list[IndexEntry] = []
+        entries: list[IndexEntry] = []
         at = max(sequence, stream.first)
         for number in stream.order.some(at, count):
             if number >= stream.durable:
@@ -226,16 +226,16 @@ class LogCore:
             wanted = entry.key.step >= from_step
             hole = stream.hole_in(at, number + 1 if wanted else number, from_step)
             if hole is not None:
-                return found, at, Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
+                return entries, at, Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
             if wanted:
-                found.append(entry)
+                entries.append(entry)
             at = number + 1
         else:
             is_end = stream.order.last is None or at > stream.order.last
         hole = stream.hole_in(at, stream.durable, from_step) if is_end else None
         if hole is not None:
-            return found, at, Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
-        return found, at, None
+            return entries, at, Refusal(Reason.CORRUPT, f"{stream.name}: {hole.reason}")
+        return entries, at, None
 
     # -- dropping -------------------------------------------------------------------------------------
 

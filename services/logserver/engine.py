@@ -103,13 +103,21 @@ class LogEngine:
                 continue
             self._appends.take_over(recovered, self._clock())
             job = self.state.core.job(recovered.name)
-            for found in recovered.streams:
-                stream = job.stream(found.name)
-                if found.torn_bytes:
-                    events.emit("torn_tail", job=job.name, stream=found.name, bytes=found.torn_bytes)
+            for recovered_stream in recovered.streams:
+                stream = job.stream(recovered_stream.name)
+                if recovered_stream.torn_bytes:
+                    events.emit(
+                        "torn_tail",
+                        job=job.name,
+                        stream=recovered_stream.name,
+                        bytes=recovered_stream.torn_bytes,
+                    )
                 if stream.corrupt_reason:
                     events.emit(
-                        "stream_corrupt", job=job.name, stream=found.name, reason=stream.corrupt_reason
+                        "stream_corrupt",
+                        job=job.name,
+                        stream=recovered_stream.name,
+                        reason=stream.corrupt_reason,
                     )
             events.emit(
                 "recovered",

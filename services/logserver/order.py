@@ -58,8 +58,8 @@ class Ordered:
         numbers, there = self._numbers, self._there
         at = bisect_left(numbers, begin, self._head)
         while at < len(numbers):
-            found = [number for number in numbers[at : at + count] if number in there]
-            if found:
-                return found
+            present = [number for number in numbers[at : at + count] if number in there]
+            if present:
+                return present
             at += count
         return []

@@ -153,9 +153,9 @@ class Reading:
         if stream is None:
             return plan, sequence, None
         share = _share_of(request)
-        found, behind, refusal = self._state.core.look(stream, sequence, request.from_step, _LOOKED_AT_ONCE)
+        entries, behind, refusal = self._state.core.look(stream, sequence, request.from_step, _LOOKED_AT_ONCE)
         size = 0
-        for entry in found:
+        for entry in entries:
             if size >= MESSAGE_BYTES:
                 return plan, entry.sequence, None
             if share is None or share.has(entry.key):

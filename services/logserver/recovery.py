@@ -69,9 +69,9 @@ class Recovery:
         self._book.take(self._job, meta, granted)
         streams = []
         for name in sorted({*names, *meta.streams}):
-            found, segments = self._stream(name, meta.streams.get(name, StreamMeta()))
-            take(name, found, segments)
-            streams.append(found)
+            stream, segments = self._stream(name, meta.streams.get(name, StreamMeta()))
+            take(name, stream, segments)
+            streams.append(stream)
         return RecoveredJob(self._job, meta, streams)
 
     @contextmanager
@@ -118,11 +118,11 @@ class Recovery:
         return names
 
     def _segment_names(self, folder: Path) -> list[str]:
-        found = [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
-        for name in found:
+        names = [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
+        for name in names:
             if int(name.removesuffix(SUFFIX)) > SEQUENCE_MAX:
                 raise self._damaged(f"{folder.name}/{name} is named after a record that there cannot be")
-        return found
+        return names
 
     def _stream(self, name: str, meta: StreamMeta) -> tuple[RecoveredStream, list[Segment]]:
         folder = self._folder / name

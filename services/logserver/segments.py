@@ -177,9 +177,9 @@ def _overwrite(file: File, offset: int, frame: Sequence[Bytes], *, last: bool = 
 
 
 def _last_bytes(parts: Sequence[Bytes], size: int) -> bytes:
-    found = b""
+    tail = b""
     for part in reversed(parts):
-        if len(found) == size:
+        if len(tail) == size:
             break
-        found = bytes(memoryview(part)[max(0, len(part) - (size - len(found))) :]) + found
-    return found
+        tail = bytes(memoryview(part)[max(0, len(part) - (size - len(tail))) :]) + tail
+    return tail

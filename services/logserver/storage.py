@@ -116,9 +116,9 @@ class DirectoryStorage:
         try:
             if not is_dir:
                 raise JobDamaged(name, f"{self.directory / name} is not a directory")
-            found = of.job(partial(self._take, name))
-            self._metas[name] = found.meta
-            return found
+            recovered = of.job(partial(self._take, name))
+            self._metas[name] = recovered.meta
+            return recovered
         except JobDamaged as damaged:
             reason = str(damaged)
         except OSError as error:
@@ -128,13 +128,13 @@ class DirectoryStorage:
         self._let_go(name)
         return RecoveredJob(name, apart=reason)
 
-    def _take(self, job: str, name: str, found: RecoveredStream, segments: list[Segment]) -> None:
+    def _take(self, job: str, name: str, stream: RecoveredStream, segments: list[Segment]) -> None:
         """(at the start) A stream is ours from now on."""
         self._streams[job, name] = segments
         for segment in segments:
             if segment.file is not None:
                 self._open[segment] = (job, name)
-        self.remove(job, name, found.first)
+        self.remove(job, name, stream.first)
         try:
             self._seal_idle({(job, name)})
         except OSError as error:  # on a full disk they stay open

@@ -96,15 +96,15 @@ class Pair:
 
 def captured(steps: int, size: int) -> list[dict[str, Any]]:
     """Every tensor as its name, element type and bytes."""
-    found = []
+    tensors = []
     for dtype in DTYPES:
         for name in ("transformer", "MLP, ReLU", "MLP, GELU"):
             pair = Pair(name, DTYPES[dtype])
             pair.train(steps)
             for direction, tensor in pair.capture(size).items():
                 body = owned_bytes(tensor)[2]
-                found.append({"tensor": f"{name} {direction}", "dtype": dtype, "body": body})
-    return found
+                tensors.append({"tensor": f"{name} {direction}", "dtype": dtype, "body": body})
+    return tensors
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -153,8 +153,8 @@ def evaluate(measured: dict[str, Any]) -> dict[str, Any]:
         raw = tensor["body"].nbytes
 
         def rate(what: str, number: int = number, codec: str = codec, raw: int = raw) -> float | None:
-            found = measured["seconds"].get((number, codec, what), [])[1:]
-            return raw / 1e6 / statistics.median(found) if found else None
+            seconds = measured["seconds"].get((number, codec, what), [])[1:]
+            return raw / 1e6 / statistics.median(seconds) if seconds else None
 
         ratio, compress = raw / stored, rate("compress")
         assert compress is not None

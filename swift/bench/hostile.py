@@ -244,9 +244,14 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
     """The verdict of a run (PASS, FAIL or INCONCLUSIVE), its reason, and the numbers that it rests on."""
-    one, other = seen.quiet_s
-    quiet = [*one, *other]
-    phases = {"quiet, one half": one, "quiet, other half": other, "quiet": quiet, "hostile": seen.hostile_s}
+    first_half, second_half = seen.quiet_s
+    quiet = [*first_half, *second_half]
+    phases = {
+        "quiet, one half": first_half,
+        "quiet, other half": second_half,
+        "quiet": quiet,
+        "hostile": seen.hostile_s,
+    }
     ms = {
         name: {
             "count": len(values),
@@ -298,7 +303,7 @@ def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
         "quiet_halves_ratio": halves,
         "memory_rule": config.memory.words(),
         "memory": asdict(memory),
-        "memory_series": [(round(one.at_s, 1), one.bytes) for one in seen.memory],
+        "memory_series": [(round(sample.at_s, 1), sample.bytes) for sample in seen.memory],
         "attacks": seen.attacks,
         "stop_s": seen.stop_s,
         "records": len(quiet) + len(seen.hostile_s),

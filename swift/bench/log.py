@@ -214,13 +214,13 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
         before = server.cpu_seconds()
         for worker in workers:
             worker.begin()
-        found = [worker.result() for worker in workers]
+        results = [worker.result() for worker in workers]
         gigabytes = count * size * len(streams) / 1e9
-        seconds = max(f["ended"] for f in found) - min(f["began"] for f in found)
-        rates = [count * size / 1e6 / (f["ended"] - f["began"]) for f in found]
+        seconds = max(f["ended"] for f in results) - min(f["began"] for f in results)
+        rates = [count * size / 1e6 / (f["ended"] - f["began"]) for f in results]
         return {
             "rate": gigabytes * 1e3 / seconds,
-            "client_cpu": sum(f["cpu"] for f in found) / gigabytes,
+            "client_cpu": sum(f["cpu"] for f in results) / gigabytes,
             "server_cpu": (server.cpu_seconds() - before) / gigabytes,
             "slowest_over_fastest": min(rates) / max(rates),
         }
@@ -260,19 +260,19 @@ def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str
 
 def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
     """Medians over rounds, ratios within them, and the goals."""
-    found: dict[str, Any] = {"bytes": total, "rounds": len(rounds), "limits_mb_s": {}, "cases": {}}
+    result: dict[str, Any] = {"bytes": total, "rounds": len(rounds), "limits_mb_s": {}, "cases": {}}
     for name in rounds[0]["limits"]:
-        found["limits_mb_s"][name] = statistics.median(r["limits"][name] for r in rounds)
+        result["limits_mb_s"][name] = statistics.median(r["limits"][name] for r in rounds)
     for name, first in rounds[0]["cases"].items():
         case = {key: statistics.median(r["cases"][name][key] for r in rounds) for key in first}
         limit = DISK_READ if name.startswith("read") else DISK_WRITE
         for key, against in (("of_disk", limit), ("of_wire", WIRE), ("of_grpc", GRPC)):
             case[key] = statistics.median(r["cases"][name]["rate"] / r["limits"][against] for r in rounds)
-        found["cases"][name] = case
+        result["cases"][name] = case
     alone, together = f"append {SHARED_SIZE}", f"append {SHARED_SIZE}, {WRITERS} writers"
     values = {
-        "append": found["cases"][alone]["of_disk"],
-        "read": found["cases"][f"read {SHARED_SIZE}"]["of_disk"],
+        "append": result["cases"][alone]["of_disk"],
+        "read": result["cases"][f"read {SHARED_SIZE}"]["of_disk"],
         "writers": statistics.median(
             r["cases"][together]["rate"] / r["cases"][alone]["rate"] for r in rounds
         ),
@@ -281,14 +281,14 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
     for name, against in (("wire", WIRE), ("flight", FLIGHT)):
         if against in rounds[0]["limits"]:
             values[name] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][against] for r in rounds)
-    found["goals"] = {
+    result["goals"] = {
         name: {"at_least": GOALS[name], "value": value, "met": value >= GOALS[name]}
         for name, value in values.items()
     }
     for name, most in CPU_GOALS.items():
-        value = found["cases"][alone][name]
-        found["goals"][name] = {"at_most": most, "value": value, "met": value <= most}
-    return found
+        value = result["cases"][alone][name]
+        result["goals"][name] = {"at_most": most, "value": value, "met": value <= most}
+    return result
 
 
 def table(result: dict[str, Any]) -> str:

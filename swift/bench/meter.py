@@ -127,14 +127,14 @@ class Threads:
             except OSError:
                 continue  # it has just ended
             self._names[thread] = self._name(python.get(thread))
-        found: defaultdict[str, float] = defaultdict(float)
+        seconds_of: defaultdict[str, float] = defaultdict(float)
         for thread, seconds in now.items():
             if thread != main:
-                found[self._names[thread]] += seconds - self._before.get(thread, 0.0)
+                seconds_of[self._names[thread]] += seconds - self._before.get(thread, 0.0)
         main_seconds = now[main or 0] - self._before.get(main or 0, 0.0)
-        found[ENDED] = max(0.0, process - self._process - main_seconds - sum(found.values()))
+        seconds_of[ENDED] = max(0.0, process - self._process - main_seconds - sum(seconds_of.values()))
         self._before, self._process = now, process
-        return dict(found)
+        return dict(seconds_of)
 
     def _name(self, python: str | None) -> str:
         if python is None:

@@ -145,10 +145,10 @@ def descendants() -> set[int]:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it has just ended
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
+    pids = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids - {os.getpid()}
 
 
 def user_seconds(core: int) -> tuple[float, float]:
@@ -203,14 +203,14 @@ class Bench:
 
     def round(self, order: Sequence[str]) -> dict[str, dict[str, float]]:
         """Every mode once, in this order, and then an empty log."""
-        found = {}
+        slices = {}
         for mode in order:
             all_before, own_before = user_seconds(self._core)
             began = time.monotonic()
-            found[mode] = self._slice(mode)
+            slices[mode] = self._slice(mode)
             took = time.monotonic() - began
             all_after, own_after = user_seconds(self._core)
-            found[mode]["foreign_share"] = (all_after - all_before - own_after + own_before) / took
+            slices[mode]["foreign_share"] = (all_after - all_before - own_after + own_before) / took
         for rank, job in ((self._trainer, TRAINER_JOB), (self._load, LOAD_JOB)):
             admin.reset(self._server.address, job, GENERATION, TIMEOUT_S, number=self._resets)
             kept = sum(stream.records for stream in admin.inventory(self._server.address, job, TIMEOUT_S))
@@ -218,7 +218,7 @@ class Bench:
             rank.ask(do="clear")
         self._resets += 1
         self._settle()
-        return found
+        return slices
 
     def _slice(self, mode: str) -> dict[str, float]:
         if mode != "load":
@@ -251,12 +251,12 @@ def measure(case: Case, arguments: Any) -> dict[str, Any]:
         rounds: list[dict[str, dict[str, float]]] = []
         disturbed: list[float] = []
         while len(rounds) < arguments.rounds and len(rounds) + len(disturbed) < TRIES * arguments.rounds:
-            found = bench.round(orders[len(rounds) % len(orders)])
-            share = max(one["foreign_share"] for one in found.values())
+            slices = bench.round(orders[len(rounds) % len(orders)])
+            share = max(one["foreign_share"] for one in slices.values())
             if share > DISTURBED_SHARE:
                 disturbed.append(share)
             else:
-                rounds.append(found)
+                rounds.append(slices)
         return {
             "disturbed": disturbed,
             "wanted": arguments.rounds,
@@ -323,20 +323,20 @@ HEAD = (
 )
 
 
-def row(found: dict[str, Any]) -> str:
+def row(case: dict[str, Any]) -> str:
     """One case as a line of text."""
-    spare, counted = "yes" if found["spare_core"] else "no", f"{found['rounds']}+{found['disturbed']}"
-    front = f"{found['step']:<5} {found['dtype']:<8} {spare:<5} {found['rate_mb_s']:>4}  {counted:>6}  "
-    said = f"at most {found['goal']}: {found['verdict']}" if found["goal"] is not None else ""
-    if "ratios" not in found:
-        return f"{front}somebody else computed on the trainer's core in every round; {said}".rstrip("; ")
-    beside_off, beside_load = found["ratios"]["on/off"]["median"], found["ratios"]["load/off"]["median"]
-    own = found["ratios"]["on/load"]
-    late = "" if found["kept_up"] else f" (the log was {found['drain_s']:.2f} s behind)"
+    spare, counted = "yes" if case["spare_core"] else "no", f"{case['rounds']}+{case['disturbed']}"
+    front = f"{case['step']:<5} {case['dtype']:<8} {spare:<5} {case['rate_mb_s']:>4}  {counted:>6}  "
+    goal = f"at most {case['goal']}: {case['verdict']}" if case["goal"] is not None else ""
+    if "ratios" not in case:
+        return f"{front}somebody else computed on the trainer's core in every round; {goal}".rstrip("; ")
+    beside_off, beside_load = case["ratios"]["on/off"]["median"], case["ratios"]["load/off"]["median"]
+    own = case["ratios"]["on/load"]
+    late = "" if case["kept_up"] else f" (the log was {case['drain_s']:.2f} s behind)"
     return (
-        f"{front}{found['step_ms']['off']:>6.1f} ms  {beside_off:>6.3f} {beside_load:>8.3f}  "
+        f"{front}{case['step_ms']['off']:>6.1f} ms  {beside_off:>6.3f} {beside_load:>8.3f}  "
         f"{own['median']:>7.3f}  {own['low']:.3f} - {own['high']:.3f} "
-        f"{own['quartiles'][0]:.3f} - {own['quartiles'][1]:.3f}  {found['trainer_cpu_s_per_gb']:>8.2f}  {said}{late}"
+        f"{own['quartiles'][0]:.3f} - {own['quartiles'][1]:.3f}  {case['trainer_cpu_s_per_gb']:>8.2f}  {goal}{late}"
     ).rstrip()
 
 

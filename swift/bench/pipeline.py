@@ -97,13 +97,13 @@ class PipelineRanks:
         self.about = self._hear()
 
     def _hear(self) -> list[dict[str, Any]]:
-        found = []
+        answers = []
         for _, heard in self._lines:
-            said = heard.readline()
-            if not said:
+            line = heard.readline()
+            if not line:
                 raise ServiceError("a rank of the benchmark is gone; its output stands above")
-            found.append(json.loads(said))
-        return found
+            answers.append(json.loads(line))
+        return answers
 
     def slice(self, *, metered: bool) -> list[dict[str, Any]]:
         """What each rank says of the next slice."""
@@ -176,10 +176,10 @@ def descendants(root: int) -> set[int]:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it has just ended
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {root}
+    pids = {root}
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids - {root}
 
 
 # --- one size ---
@@ -205,7 +205,7 @@ def measure(
             (place / name).mkdir()
         plain = plain_job(place / "plain", config, stack)
         session, beside = session_job(place / "session", config, stack)
-        found = []
+        rounds_measured = []
         for number in range(rounds + 1):
             a_round = {}
             for mode in orders[number % len(orders)]:
@@ -216,8 +216,8 @@ def measure(
                 spent = {name: after[name] - before[name] for name in beside}
                 readings = [about["reading_s"] for about in job.about]
                 a_round[mode] = of_slice(ranks, readings, {} if mode == "plain" else spent, slice_steps)
-            found.append(a_round)
-        return found[1:]  # the first one was a warm-up
+            rounds_measured.append(a_round)
+        return rounds_measured[1:]  # the first one was a warm-up
 
 
 def _cpu_s(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
@@ -300,21 +300,21 @@ def _largest(part: tuple[str, float]) -> tuple[bool, float]:
     return part[0] == REST, -part[1]
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result as text: steps, CPU, and a line for each part of the overhead."""
     cores = len(os.sched_getaffinity(0))
-    step, cpu, ratio = found["step_ms"], found["cpu_ms"], found["ratio"]
+    step, cpu, ratio = result["step_ms"], result["cpu_ms"], result["ratio"]
     plain = cpu["plain"]
     rows = [
-        f"{found['size']}: a step of {step['plain']:.1f} ms plain, {step['session']:.1f} ms under a session; "
+        f"{result['size']}: a step of {step['plain']:.1f} ms plain, {step['session']:.1f} ms under a session; "
         f"ratio {ratio['median']:.3f} (95 %: {ratio['low']:.3f} - {ratio['high']:.3f})",
         f"CPU of all processes: {plain:.1f} ms a step plain, {cpu['session']:.1f} ms under a session "
-        f"({found['cpu_ratio']:.3f}), {cpu['metered']:.1f} ms metered; {cores} cores have {cores} ms a millisecond",
+        f"({result['cpu_ratio']:.3f}), {cpu['metered']:.1f} ms metered; {cores} cores have {cores} ms a millisecond",
         "",
         f"{'what the overhead is made of':<64} {'CPU ms':>8} {'of it':>6} {'of plain':>9}",
     ]
-    whole = found["overhead_cpu_ms"]
-    for part, ms in (*found["parts_cpu_ms"].items(), ("together", whole)):
+    whole = result["overhead_cpu_ms"]
+    for part, ms in (*result["parts_cpu_ms"].items(), ("together", whole)):
         rows.append(f"{part:<64} {ms:>8.2f} {100 * ms / whole:>5.0f}% {100 * ms / plain:>8.1f}%")
     return "\n".join(rows)
 

@@ -101,12 +101,12 @@ def _sizes(text: str | None, stages: int) -> list[int]:
     if text is None:
         return [1] if stages % 2 else [1, 2]
     try:
-        found = [int(part) for part in text.split(",")]
+        sizes = [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--group-stages takes numbers such as 1,2, not {text}") from None
-    if any(size < 1 or size >= stages or stages % size for size in found):
+    if any(size < 1 or size >= stages or stages % size for size in sizes):
         raise UsageError(f"--group-stages {text}: each divides the {stages} stages into two groups or more")
-    return found
+    return sizes
 
 
 # --- what comes out ---
@@ -154,20 +154,20 @@ def table(result: Mapping[str, Any]) -> str:
         f"{'w':>3}{'d':>3}{'step':>11}{'replayed':>11}{'ratio':>8}{'bound':>8}{'over':>7}{'goal':>7}"
         f"{'for the log':>13}{'the line':>10}{'then':>9}  paced by",
     ]
-    for one in result["cases"]:
-        then = "" if one["then_s"] is None else f"{one['then_s'] * 1000:.0f} ms"
+    for case in result["cases"]:
+        then = "" if case["then_s"] is None else f"{case['then_s'] * 1000:.0f} ms"
         lines.append(
-            f"{one['group_stages']:>3}{one['workers']:>3}"
-            f"{one['step_s'] * 1000:>8.1f} ms{one['replayed_step_s'] * 1000:>8.1f} ms"
-            f"{one['ratio']:>8.3f}{one['bound']:>8.3f}{one['over_bound']:>7.2f}{one['goal']:>7.2f}"
-            f"{one['waited_for_log_share']:>13.0%}{_line_share(one):>10.0%}{then:>9}  {one['bottleneck']}"
-            f"{'' if one['met'] else '  NOT MET'}"
+            f"{case['group_stages']:>3}{case['workers']:>3}"
+            f"{case['step_s'] * 1000:>8.1f} ms{case['replayed_step_s'] * 1000:>8.1f} ms"
+            f"{case['ratio']:>8.3f}{case['bound']:>8.3f}{case['over_bound']:>7.2f}{case['goal']:>7.2f}"
+            f"{case['waited_for_log_share']:>13.0%}{_line_share(case):>10.0%}{then:>9}  {case['bottleneck']}"
+            f"{'' if case['met'] else '  NOT MET'}"
         )
     return "\n".join(lines)
 
 
-def _line_share(one: Mapping[str, Any]) -> float:
-    return float(one["split"]["line"]) / (sum(one["split"].values()) or 1.0)
+def _line_share(case: Mapping[str, Any]) -> float:
+    return float(case["split"]["line"]) / (sum(case["split"].values()) or 1.0)
 
 
 # --- one run ---

@@ -80,7 +80,7 @@ def judge(config: SoakConfig, account: Account, broken: str) -> dict[str, Any]:
     if broken:
         verdict, reason = "FAIL", broken
     elif flat is False:
-        growing = ", ".join(f"{one.role} {_growth(one)}" for one in memory if one.flat is False)
+        growing = ", ".join(f"{judged.role} {_growth(judged)}" for judged in memory if judged.flat is False)
         verdict, reason = "FAIL", f"memory is not flat: {growing}"
     elif missing:
         verdict, reason = "INCONCLUSIVE", f"no {' and no '.join(missing)} was killed: give more --minutes"
@@ -108,13 +108,13 @@ def judge(config: SoakConfig, account: Account, broken: str) -> dict[str, Any]:
         "kept_bytes_max": account.kept_bytes_max,
         "rate_mb_s": account.acked_bytes / 1e6 / account.seconds if account.seconds else 0.0,
         "memory_rule": config.memory.words(),
-        "memory": [asdict(one) for one in memory],
+        "memory": [asdict(judged) for judged in memory],
         "series": account.series(),
     }
 
 
-def _growth(one: soak_memory.Judged) -> str:
-    return f"{one.percent_per_minute:+.1f} % a minute, {one.thirds_percent:+.0f} % from first to last third"
+def _growth(judged: soak_memory.Judged) -> str:
+    return f"{judged.percent_per_minute:+.1f} % a minute, {judged.thirds_percent:+.0f} % from first to last third"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -134,11 +134,11 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"{'memory':<22}{'median MiB':>10}{'% a minute':>12}{'last third':>12}{'seen s':>8}{'lives':>7}",
     ]
-    for one in result["memory"]:
-        said = {True: "flat", False: "grows", None: "not judged"}[one["flat"]]
+    for judged in result["memory"]:
+        said = {True: "flat", False: "grows", None: "not judged"}[judged["flat"]]
         lines.append(
-            f"{one['role']:<22}{one['median_bytes'] / (1 << 20):10.0f}{one['percent_per_minute']:+12.2f}"
-            f"{one['thirds_percent']:+11.1f}%{one['observed_s']:8.0f}{one['lives']:7d}  {said}"
+            f"{judged['role']:<22}{judged['median_bytes'] / (1 << 20):10.0f}{judged['percent_per_minute']:+12.2f}"
+            f"{judged['thirds_percent']:+11.1f}%{judged['observed_s']:8.0f}{judged['lives']:7d}  {said}"
         )
     return "\n".join([*lines, result["memory_rule"], "", f"{result['verdict']}: {result['reason']}"])
 

@@ -84,10 +84,10 @@ def judge_all(samples: Mapping[str, Sequence[Sample]], rule: Rule) -> list[Judge
 
 def verdict(judged: Iterable[Judged]) -> bool | None:
     """False: some role grows. None: none does, but too little was seen of one."""
-    found = [one.flat for one in judged]
-    if False in found:
+    answers = [role.flat for role in judged]
+    if False in answers:
         return False
-    return None if None in found or not found else True
+    return None if None in answers or not answers else True
 
 
 def warm_lives(samples: Iterable[Sample], warm_up_s: float) -> list[list[Sample]]:

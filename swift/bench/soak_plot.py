@@ -48,13 +48,13 @@ def draw(result: Mapping[str, Any]) -> str:
 
 def rates(acked: Sequence[tuple[float, int]], over_s: float) -> list[Point]:
     """MB/s between samples that are `over_s` apart, at the middle of them."""
-    found: list[Point] = []
+    points: list[Point] = []
     last = acked[0] if acked else (0.0, 0)
     for at, size in acked:
         if at - last[0] >= over_s:
-            found.append(((at + last[0]) / 2, (size - last[1]) / 1e6 / (at - last[0])))
+            points.append(((at + last[0]) / 2, (size - last[1]) / 1e6 / (at - last[0])))
             last = (at, size)
-    return found
+    return points
 
 
 def _lives(samples: Sequence[tuple[float, int, int]]) -> list[list[Point]]:

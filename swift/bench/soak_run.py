@@ -232,7 +232,7 @@ class Soak:
         self._account.acked_bytes += (step - stream.acked) * STEP_BYTES
         stream.acked = step
         self._progress_at = self._now_s
-        kept = sum(one.acked - self._trimmed for one in self._streams) * STEP_BYTES
+        kept = sum(other.acked - self._trimmed for other in self._streams) * STEP_BYTES
         self._account.kept_bytes_max = max(self._account.kept_bytes_max, kept)
 
     def _on_counts(self, stream: _Stream, message: dict[str, Any]) -> None:
@@ -375,13 +375,17 @@ class Soak:
         self._tick(kills=False)
 
     def _check_inventory(self) -> None:
-        found = self._ask(lambda: admin.inventory(self._server.address, JOB, CALL_TIMEOUT_S))
-        by_name = {one.stream: one for one in found}
+        inventories = self._ask(lambda: admin.inventory(self._server.address, JOB, CALL_TIMEOUT_S))
+        by_name = {inventory.stream: inventory for inventory in inventories}
         for stream in self._streams:
-            one = by_name.get(stream.name)
+            inventory = by_name.get(stream.name)
             wanted = stream.acked * len(RECORD_BYTES)
             kept = (stream.acked - self._trimmed) * len(RECORD_BYTES)
-            if one is None or one.corrupt or (one.next_sequence, one.records) != (wanted, kept):
+            if (
+                inventory is None
+                or inventory.corrupt
+                or (inventory.next_sequence, inventory.records) != (wanted, kept)
+            ):
                 raise Broken(
-                    f"{stream.name}: {kept} records up to {wanted} were acknowledged; the log says {one}"
+                    f"{stream.name}: {kept} records up to {wanted} were acknowledged; the log says {inventory}"
                 )

@@ -155,7 +155,7 @@ class Bench:
     def result(self) -> dict[str, Any]:
         """The case in numbers: ms of a plain step, and medians of the other times over it."""
         plain = self.seconds["plain"]
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "optimizer": self.case.optimizer,
             "implementation": self.case.implementation,
             "dtype": self.case.dtype,
@@ -165,23 +165,23 @@ class Bench:
         for what, seconds in self.seconds.items():
             if what != "plain":
                 ratios = [value / base for value, base in zip(seconds, plain, strict=True)]
-                found[what] = statistics.median(ratios)
-        found |= self._kept_and_error()
-        found["goals_met"] = {
-            name: found[name] <= goal
+                result[what] = statistics.median(ratios)
+        result |= self._kept_and_error()
+        result["goals_met"] = {
+            name: result[name] <= goal
             for name, goal in GOALS.items()
             if name != "journal" or self.case.implementation != "for-loop"
         }
-        return found
+        return result
 
     def _kept_and_error(self) -> dict[str, Any]:
         """One more step with a copy besides."""
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         for mode in ("arithmetic", "exact"):
             journal = self._journals[mode]
             journal.begin(self._step + 1)
             journal.apply_rest()
-            found[f"bytes_{mode}"] = journal.extra_bytes / self.elements
+            figures[f"bytes_{mode}"] = journal.extra_bytes / self.elements
             journal.undo()
             self._level()
             journal.measure = True
@@ -191,15 +191,15 @@ class Bench:
             journal.measure = False
             if mode == "exact" and result.exact_share != 1.0:
                 raise ServiceError(f"{self.case}: the exact undo was not exact")
-            found[f"error_{mode}"] = {
+            figures[f"error_{mode}"] = {
                 "ulps_max": result.ulps_max,
                 "ulps_mean": result.ulps_mean,
                 "exact_share": result.exact_share,
                 "over_step": result.step_error,
             }
         passing = self._journals["exact"].passing_bytes
-        found["passing_bytes_exact"] = passing / self.elements
-        return found
+        figures["passing_bytes_exact"] = passing / self.elements
+        return figures
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -236,18 +236,18 @@ HEAD = (
 )
 
 
-def row(found: dict[str, Any]) -> str:
+def row(case: dict[str, Any]) -> str:
     """One case as a line of text."""
 
     def ratio(name: str, goal: str | None = None) -> str:
-        met = found["goals_met"].get(goal or name, True)
-        return f"{found[name]:6.2f}{' ' if met else '*'}"
+        met = case["goals_met"].get(goal or name, True)
+        return f"{case[name]:6.2f}{' ' if met else '*'}"
 
-    error = found["error_arithmetic"]
+    error = case["error_arithmetic"]
     return (
-        f"{found['optimizer']:<9} {found['dtype']:<8} {found['implementation']:<8} {found['step_ms']:8.2f} "
+        f"{case['optimizer']:<9} {case['dtype']:<8} {case['implementation']:<8} {case['step_ms']:8.2f} "
         f"{ratio('journal')}  {ratio('recording_arithmetic', '')} {ratio('recording_exact', '')}  "
-        f"{ratio('undo_arithmetic')} {ratio('undo_exact')}  {found['bytes_exact']:5.2f}  "
+        f"{ratio('undo_arithmetic')} {ratio('undo_exact')}  {case['bytes_exact']:5.2f}  "
         f"{error['ulps_max']:7.0f} {error['ulps_mean']:6.3f}"
     )
 

@@ -182,13 +182,13 @@ class _Described:
 
 def _described(skeleton: Any) -> dict[str, _Described]:
     """name -> what the skeleton says of the tensor, or of the array's bytes. What else it says is `join`'s to check."""
-    found: dict[str, _Described] = {}
+    described: dict[str, _Described] = {}
     for leaf in _leaves(skeleton, 0):
         name = leaf["tensor"] if "tensor" in leaf else leaf["array"]
-        if not isinstance(name, str) or name in found:
+        if not isinstance(name, str) or name in described:
             raise Damaged(f"two tensors are called {str(name)[:80]!r}")
-        found[name] = _tensor(leaf, name) if "tensor" in leaf else _array(leaf, name)
-    return found
+        described[name] = _tensor(leaf, name) if "tensor" in leaf else _array(leaf, name)
+    return described
 
 
 def _tensor(leaf: Mapping[str, Any], name: str) -> _Described:
@@ -258,10 +258,10 @@ def _json(text: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value_of = dict(pairs)
+    if len(value_of) != len(pairs):
         raise Damaged("the index has a key twice")
-    return found
+    return value_of
 
 
 def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:

@@ -127,11 +127,11 @@ def stride_told(tensor: torch.Tensor) -> list[int]:
 
 def contiguous_strides(shape: Any) -> tuple[int, ...]:
     """As torch gives them to a new tensor."""
-    found, step = [], 1
+    strides, step = [], 1
     for size in reversed(tuple(shape)):
-        found.append(step)
+        strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def _split_array(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -142,11 +142,11 @@ def _split_array(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
     data = np.frombuffer(array.tobytes(order), dtype=np.uint8).copy()  # type: ignore[arg-type]
     kind = "scalar" if isinstance(value, np.generic) else "array"
     dtype = _told(array.dtype, path)
-    found = {kind: path, "dtype": dtype, "shape": list(array.shape), "order": order, "bytes": data.size}
+    described = {kind: path, "dtype": dtype, "shape": list(array.shape), "order": order, "bytes": data.size}
     if kind == "scalar":
-        return {**found, "scalar": data.tobytes().hex()}
+        return {**described, "scalar": data.tobytes().hex()}
     _name(torch.from_numpy(data), path, tensors)
-    return found
+    return described
 
 
 def _told(dtype: Any, path: str) -> Any:
@@ -169,10 +169,10 @@ def _key(key: Any, path: str) -> Any:
 def _hashable(value: Any, path: str) -> Any:
     """A key, or an element of a set: no tensor."""
     tensors: dict[str, torch.Tensor] = {}
-    found = _split(value, path, tensors)
+    skeleton = _split(value, path, tensors)
     if tensors:
         raise Inexpressible(f"the state at {path} has a tensor as a key, or in a set; use str or int")
-    return found
+    return skeleton
 
 
 def _word(key: Any) -> str:
@@ -240,10 +240,10 @@ _TORCH_TYPES = {
 
 def _dtype(name: str) -> torch.dtype:
     """(Not looked up in torch, which imports what it is asked for.)"""
-    found = _TORCH_TYPES.get(name)
-    if found is None:
+    dtype = _TORCH_TYPES.get(name)
+    if dtype is None:
         raise ValueError(f"no dtype {name!r}")
-    return found
+    return dtype
 
 
 def leaves(skeleton: Any) -> Iterator[dict[str, Any]]:
@@ -261,13 +261,13 @@ def leaves(skeleton: Any) -> Iterator[dict[str, Any]]:
 
 def empty_tensors(skeleton: Any) -> dict[str, torch.Tensor]:
     """Uninitialised tensors for every tensor that the skeleton names, with its strides."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for leaf in leaves(skeleton):
         if "array" in leaf:
-            found[leaf["array"]] = torch.empty(leaf["bytes"], dtype=torch.uint8)
+            tensors[leaf["array"]] = torch.empty(leaf["bytes"], dtype=torch.uint8)
         else:
-            found[leaf["tensor"]] = empty_like(leaf)
-    return found
+            tensors[leaf["tensor"]] = empty_like(leaf)
+    return tensors
 
 
 def empty_like(leaf: dict[str, Any]) -> torch.Tensor:

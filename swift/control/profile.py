@@ -38,14 +38,14 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Pro
         raise UsageError(
             f"job {job} has {dp_size} data-parallel ranks to a stage: it recovers by copying, and needs no plan"
         )
-    measured = {said.rank: from_message(said.measured) for said in reply.ranks}
+    measured = {rank.rank: from_message(rank.measured) for rank in reply.ranks}
     missing = [rank for rank in range(reply.world_size) if rank not in measured]
     if missing:
         names = ", ".join(map(str, missing))
         raise ServiceError(
             f"job {job}: {'rank' if len(missing) == 1 else 'ranks'} {names} measured no step yet; ask again later"
         )
-    several = [rank for rank, said in measured.items() if len(said.stages) != 1]
+    several = [rank for rank, measurement in measured.items() if len(measurement.stages) != 1]
     if several:
         count = len(measured[several[0]].stages)
         raise UsageError(
@@ -57,7 +57,7 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Pro
         raise ServiceError(
             f"job {job}: stages {stages} were measured, which are no pipeline; ask again later"
         )
-    hosts = {said.rank: said.host for said in reply.ranks}
+    hosts = {rank.rank: rank.host for rank in reply.ranks}
     return _Made(
         job, reply, [measured[rank] for rank in ranks], [hosts[rank] for rank in ranks], given
     ).profile()
@@ -80,12 +80,12 @@ class _Made:
 
     def profile(self) -> tuple[Profile, list[str]]:
         ranks, given = self._ranks, self._given
-        microbatches = {said.microbatches for said in ranks}
+        microbatches = {measurement.microbatches for measurement in ranks}
         if len(microbatches) > 1:
             raise ServiceError(
                 f"job {self._job}: ranks count {', '.join(map(str, sorted(microbatches)))} microbatches a step"
             )
-        stages = [said.stages[0] for said in ranks]
+        stages = [measurement.stages[0] for measurement in ranks]
         forward, backward = self._boundaries()
         sizes, rate = self._checkpoints()
         profile = Profile(
@@ -94,11 +94,11 @@ class _Made:
             microbatches=microbatches.pop(),
             forward_s=tuple(stage.forward_s for stage in stages),
             backward_s=tuple(stage.backward_s for stage in stages),
-            update_s=tuple(said.update_s for said in ranks),
-            step_s=median(said.step_s for said in ranks),
+            update_s=tuple(measurement.update_s for measurement in ranks),
+            step_s=median(measurement.step_s for measurement in ranks),
             forward_bytes=forward,
             backward_bytes=backward,
-            other_bytes=sum(said.other_bytes for said in ranks),
+            other_bytes=sum(measurement.other_bytes for measurement in ranks),
             machine_of_stage=self._machines,
             log_write_bytes_per_s=self._write_rate(),
             log_read_bytes_per_s=self._read_rate(),
@@ -106,7 +106,7 @@ class _Made:
             checkpoint_interval_steps=int(self._reply.config.get("checkpoint_every", "0")),
             checkpoint_bytes=sizes,
             checkpoint_bytes_per_s=rate,
-            checkpoint_stall_s=max(said.checkpoint_stall_s or 0.0 for said in ranks),
+            checkpoint_stall_s=max(measurement.checkpoint_stall_s or 0.0 for measurement in ranks),
             machine_mtbf_s=(self._mtbf_s(),) * (self._machines[-1] + 1),
             fixed_s=self._fixed_s(),
             parallel=self._parallel(),
@@ -131,8 +131,8 @@ class _Made:
         """Bytes of a step over each boundary, forward and backward."""
         last = len(self._ranks) - 1
         forward, backward = [0] * last, [0] * last
-        for source, said in enumerate(self._ranks):
-            for sent in said.stages[0].sent:
+        for source, measurement in enumerate(self._ranks):
+            for sent in measurement.stages[0].sent:
                 to = sent.destination
                 if abs(to - source) > 1:
                     self._assumed.append(
@@ -147,14 +147,14 @@ class _Made:
         """Bytes of each stage; bytes per second of a machine, whose ranks save side by side."""
         sizes: list[int] = []
         of_machine: dict[int, list[tuple[int, float]]] = {}
-        for stage, said in enumerate(self._ranks):
-            if said.checkpoint_bytes is None or said.checkpoint_s is None:
+        for stage, measurement in enumerate(self._ranks):
+            if measurement.checkpoint_bytes is None or measurement.checkpoint_s is None:
                 raise ServiceError(
                     f"job {self._job}: stage {stage} has saved no checkpoint yet; ask again later"
                 )
-            sizes.append(said.checkpoint_bytes)
+            sizes.append(measurement.checkpoint_bytes)
             of_machine.setdefault(self._machines[stage], []).append(
-                (said.checkpoint_bytes, said.checkpoint_s)
+                (measurement.checkpoint_bytes, measurement.checkpoint_s)
             )
         rates = [
             sum(size for size, _ in saved) / max(*(seconds for _, seconds in saved), 1e-6)
@@ -167,10 +167,12 @@ class _Made:
         if self._given.log_write_bytes_per_s is not None:
             return self._given.log_write_bytes_per_s
         of_machine: dict[int, float] = {}
-        for machine, said in zip(self._machines, self._ranks, strict=True):
-            of_machine[machine] = of_machine.get(machine, 0.0) + (said.log_write_bytes_per_s or 0.0)
-        if any(said.log_full for said in self._ranks):
-            full = [m for m, said in zip(self._machines, self._ranks, strict=True) if said.log_full]
+        for machine, measurement in zip(self._machines, self._ranks, strict=True):
+            of_machine[machine] = of_machine.get(machine, 0.0) + (measurement.log_write_bytes_per_s or 0.0)
+        if any(measurement.log_full for measurement in self._ranks):
+            full = [
+                m for m, measurement in zip(self._machines, self._ranks, strict=True) if measurement.log_full
+            ]
             return max(min(of_machine[machine] for machine in full), 1.0)
         most = max(of_machine.values())
         why = f"it took {most:.3g}, and nobody waited for it" if most else "nothing was logged"
@@ -180,9 +182,9 @@ class _Made:
         """Of all that have replayed last: bytes over the seconds for which they waited for them."""
         if self._given.log_read_bytes_per_s is not None:
             return self._given.log_read_bytes_per_s
-        size = sum(said.log_read_bytes or 0 for said in self._ranks)
+        size = sum(measurement.log_read_bytes or 0 for measurement in self._ranks)
         if size:
-            waited_s = sum(said.log_read_wait_s or 0.0 for said in self._ranks)
+            waited_s = sum(measurement.log_read_wait_s or 0.0 for measurement in self._ranks)
             return max(size / waited_s, 1.0) if waited_s > size / RATE_MAX else RATE_MAX
         return self._default("log.read_bytes_per_s", DEFAULT_RATE, "--log-read-rate", "nothing was replayed")
 
@@ -204,7 +206,8 @@ class _Made:
             self._assumed.append("nobody helps a replay (else --network-rate)")
             return None
         return Parallel(
-            copies_max=copies, gradient_bytes=tuple(said.stages[0].gradient_bytes for said in self._ranks)
+            copies_max=copies,
+            gradient_bytes=tuple(measurement.stages[0].gradient_bytes for measurement in self._ranks),
         )
 
     def _default(self, field: str, value: float, flag: str, why: str) -> float:

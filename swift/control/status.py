@@ -49,19 +49,21 @@ def lines(status: pb.StatusReply) -> list[str]:
     members = {member.rank: member for member in view.members}
     for rank in status.ranks:
         who = members.get(rank.rank, pb.Member())
-        said = f"rank {rank.rank}: {'was ' if over else ''}process {who.pid} on {who.host}, version {rank.version}"
+        line = f"rank {rank.rank}: {'was ' if over else ''}process {who.pid} on {who.host}, version {rank.version}"
         if not over:
-            said += f", heard {rank.lease_age_s:.1f} s ago"
+            line += f", heard {rank.lease_age_s:.1f} s ago"
         if rank.HasField("replay"):
-            said += f"; {replay_words(rank.replay)}"
+            line += f"; {replay_words(rank.replay)}"
         if rank.HasField("unsaved"):
-            said += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
-        out.append(said)
+            line += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
+        out.append(line)
     out += [f"rank {slot}: its slot is vacant" for slot in view.vacant]
     out += [
-        f"rank {one.rank} said {one.age_s:.0f} s ago: {one.reason}" for one in status.suspicions if one.told
+        f"rank {suspicion.rank} said {suspicion.age_s:.0f} s ago: {suspicion.reason}"
+        for suspicion in status.suspicions
+        if suspicion.told
     ]
-    return out + _late_words([one for one in status.suspicions if not one.told])
+    return out + _late_words([suspicion for suspicion in status.suspicions if not suspicion.told])
 
 
 def goes_on_words(view: pb.View) -> str:
@@ -85,7 +87,7 @@ def goes_on_words(view: pb.View) -> str:
 
 def _late_words(late: Sequence[pb.Suspicion]) -> list[str]:
     """Who waits for a rank that hangs is as late as that rank: so nobody is accused where several are late."""
-    words = [f"rank {one.rank}: {one.reason}" for one in late]
+    words = [f"rank {suspicion.rank}: {suspicion.reason}" for suspicion in late]
     return words if len(late) < 2 else [*words, "one of these hangs, or something that they all wait for"]
 
 

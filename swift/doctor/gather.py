@@ -50,8 +50,8 @@ def software() -> Software:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found = importlib.util.find_spec("swift")
-    folder = Path(found.origin).parent / "optim" if found is not None and found.origin else Path()
+    package = importlib.util.find_spec("swift")
+    folder = Path(package.origin).parent / "optim" if package is not None and package.origin else Path()
     return Software(
         python=sys.version_info[:3],
         packages=versions,
@@ -284,7 +284,7 @@ def peer(kind: str, address: str, timeout_s: float) -> Peer:
 def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certificate]:
     """The files that the TLS variables name: who may read them, until when they are good, whether a key fits."""
     named = {variable: environment[variable] for variable in TLS_VARIABLES if environment.get(variable)}
-    found = []
+    certificates = []
     for variable, path in named.items():
         try:
             mode = os.stat(path).st_mode & 0o7777
@@ -293,12 +293,12 @@ def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certifi
                 read_key(data)
                 pair = named.get("SWIFT_TLS_CERT")
                 matches = same_key(Path(pair).read_bytes(), data) if pair else None
-                found.append(
+                certificates.append(
                     Certificate(variable=variable, path=path, mode=mode, is_key=True, matches=matches)
                 )
             else:
                 begins, ends = read_certificate(data)
-                found.append(
+                certificates.append(
                     Certificate(
                         variable=variable,
                         path=path,
@@ -308,10 +308,12 @@ def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certifi
                     )
                 )
         except OSError as error:
-            found.append(Certificate(variable=variable, path=path, problem=error.strerror or str(error)))
+            certificates.append(
+                Certificate(variable=variable, path=path, problem=error.strerror or str(error))
+            )
         except ValueError as error:
-            found.append(Certificate(variable=variable, path=path, problem=str(error)))
-    return found
+            certificates.append(Certificate(variable=variable, path=path, problem=str(error)))
+    return certificates
 
 
 def token(environment: Mapping[str, str], now: float) -> Token | None:
@@ -320,15 +322,15 @@ def token(environment: Mapping[str, str], now: float) -> Token | None:
     if not name:
         return None
     try:
-        said = claims_of(read_token(Path(name)))
+        claims = claims_of(read_token(Path(name)))
     except UsageError as error:
         return Token(path=name, problem=str(error).removeprefix(f"{ENV_TOKEN_FILE} {name}: "))
-    if said is None:
+    if claims is None:
         return Token(path=name, problem="holds something that is no token of ours")
     return Token(
         path=name,
-        job=said.job,
-        roles=sorted(said.roles),
-        generation=said.generation_max,
-        expires_in_s=said.expires_at - now,
+        job=claims.job,
+        roles=sorted(claims.roles),
+        generation=claims.generation_max,
+        expires_in_s=claims.expires_at - now,
     )

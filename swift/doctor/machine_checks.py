@@ -62,12 +62,12 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def python(facts: Facts) -> Iterator[Finding]:
     version = facts.software.python
-    said = ".".join(map(str, version))
+    shown = ".".join(map(str, version))
     if version[:2] in PYTHONS:
-        yield Finding("python", Status.OK, said)
+        yield Finding("python", Status.OK, shown)
     else:
         wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        yield Finding("python", Status.FAIL, said, f"use Python {wanted}")
+        yield Finding("python", Status.FAIL, shown, f"use Python {wanted}")
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
@@ -152,19 +152,19 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     """Whether a ring fits into /dev/shm, or memfd makes up for it."""
     machine = facts.machine
     if machine.shared_bytes is None:
-        found, enough = "no /dev/shm", False
+        room, enough = "no /dev/shm", False
     else:
-        found, enough = (
+        room, enough = (
             f"{_size(machine.shared_bytes)} free in /dev/shm",
             machine.shared_bytes >= SHARED_BYTES_WANTED,
         )
     if enough:
-        yield Finding("shared memory", Status.OK, found)
+        yield Finding("shared memory", Status.OK, room)
     elif machine.memfd:
-        yield Finding("shared memory", Status.OK, f"{found}, memfd works")
+        yield Finding("shared memory", Status.OK, f"{room}, memfd works")
     else:
         yield Finding(
-            "shared memory", Status.WARN, found, "give it 1 GiB: mount -o remount,size=, or --shm-size"
+            "shared memory", Status.WARN, room, "give it 1 GiB: mount -o remount,size=, or --shm-size"
         )
 
 
@@ -187,38 +187,38 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
 
 def directory(facts: Facts) -> Iterator[Finding]:
     """Whether the log's directory can be used, and how good its file system and disk are for it."""
-    found = facts.directory
-    if found is None:
+    directory = facts.directory
+    if directory is None:
         return
-    if not found.exists and not found.problem:
-        if found.parent_writable:
-            yield Finding("directory", Status.OK, f"{found.path} will be made")
+    if not directory.exists and not directory.problem:
+        if directory.parent_writable:
+            yield Finding("directory", Status.OK, f"{directory.path} will be made")
         else:
             yield Finding(
                 "directory",
                 Status.FAIL,
-                f"{found.path} is missing",
+                f"{directory.path} is missing",
                 "make it, writable for the server",
             )
-    elif found.problem:
+    elif directory.problem:
         yield Finding(
             "directory",
             Status.FAIL,
-            f"{found.path}: {found.problem}",
+            f"{directory.path}: {directory.problem}",
             "make it writable for the server's user",
         )
     else:
-        used = ", a log server holds it" if found.in_use else ""
-        yield Finding("directory", Status.OK, f"{found.path}{used}")
-    if found.filesystem:
-        yield _filesystem(found)
-        yield _space(found)
-    if found.syncs_s:
-        yield from _disk(found)
+        used = ", a log server holds it" if directory.in_use else ""
+        yield Finding("directory", Status.OK, f"{directory.path}{used}")
+    if directory.filesystem:
+        yield _filesystem(directory)
+        yield _space(directory)
+    if directory.syncs_s:
+        yield from _disk(directory)
 
 
-def _filesystem(found: Directory) -> Finding:
-    kind = found.filesystem
+def _filesystem(directory: Directory) -> Finding:
+    kind = directory.filesystem
     if kind in IN_MEMORY:
         return Finding("filesystem", Status.FAIL, kind, "it is memory: a restart loses the log; use a disk")
     if kind in REMOTE or kind.startswith("fuse."):
@@ -230,20 +230,20 @@ def _filesystem(found: Directory) -> Finding:
     return Finding("filesystem", Status.OK, kind)
 
 
-def _space(found: Directory) -> Finding:
-    said = f"{_size(found.free_bytes)} free of {_size(found.size_bytes)}"
-    if found.free_bytes < FREE_BYTES_MIN:
+def _space(directory: Directory) -> Finding:
+    room = f"{_size(directory.free_bytes)} free of {_size(directory.size_bytes)}"
+    if directory.free_bytes < FREE_BYTES_MIN:
         return Finding(
             "disk space",
             Status.WARN,
-            said,
+            room,
             "the log holds all since the last checkpoint: give it 10 GiB and more",
         )
-    return Finding("disk space", Status.OK, said)
+    return Finding("disk space", Status.OK, room)
 
 
-def _disk(found: Directory) -> Iterator[Finding]:
-    if found.direct:
+def _disk(directory: Directory) -> Iterator[Finding]:
+    if directory.direct:
         yield Finding("direct writes", Status.OK, "O_DIRECT works")
     else:
         yield Finding(
@@ -252,7 +252,7 @@ def _disk(found: Directory) -> Iterator[Finding]:
             "no O_DIRECT",
             "appends cost more, through the page cache: use ext4 or xfs",
         )
-    if found.preallocates:
+    if directory.preallocates:
         yield Finding("preallocation", Status.OK, "fallocate works")
     else:
         yield Finding(
@@ -261,24 +261,24 @@ def _disk(found: Directory) -> Iterator[Finding]:
             "no fallocate",
             "a full disk is noticed late, syncs cost more: use ext4 or xfs",
         )
-    middle_s = median(found.syncs_s)
-    worst_s = max(found.syncs_s)
-    said = f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(found.syncs_s)}"
+    middle_s = median(directory.syncs_s)
+    worst_s = max(directory.syncs_s)
+    syncs = f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(directory.syncs_s)}"
     if middle_s < SYNC_PLAUSIBLE_S:
         yield Finding(
             "sync latency",
             Status.WARN,
-            said,
+            syncs,
             "implausibly quick: be sure that the disk's cache survives a power cut, or turn it off",
         )
     elif middle_s > SYNC_SLOW_S:
         yield Finding(
-            "sync latency", Status.WARN, said, "each acknowledgement waits so long: use another disk"
+            "sync latency", Status.WARN, syncs, "each acknowledgement waits so long: use another disk"
         )
     else:
-        yield Finding("sync latency", Status.OK, said)
-    speed = f"{found.append_bytes_per_s / 1e6:.0f} MB/s with a sync at the end"
-    if found.append_bytes_per_s < APPEND_SLOW_BYTES_PER_S:
+        yield Finding("sync latency", Status.OK, syncs)
+    speed = f"{directory.append_bytes_per_s / 1e6:.0f} MB/s with a sync at the end"
+    if directory.append_bytes_per_s < APPEND_SLOW_BYTES_PER_S:
         yield Finding(
             "append speed", Status.WARN, speed, "boundary traffic above it stops training: use another disk"
         )
@@ -319,26 +319,26 @@ def peers(facts: Facts) -> Iterator[Finding]:
 
 def _answer(where: str, peer: Peer) -> Finding:
     trip_s = median(peer.round_trips_s)
-    said = f"round trip {trip_s * 1e3:.2f} ms"
+    round_trip = f"round trip {trip_s * 1e3:.2f} ms"
     if not peer.serving:
         return Finding(
-            where, Status.FAIL, f"NOT_SERVING, {said}", "see its log: disk full, failed, or draining"
+            where, Status.FAIL, f"NOT_SERVING, {round_trip}", "see its log: disk full, failed, or draining"
         )
     if trip_s > ROUND_TRIP_SLOW_S:
-        return Finding(where, Status.WARN, f"SERVING, {said}", "every step waits for it: put it nearer")
-    return Finding(where, Status.OK, f"SERVING, {said}")
+        return Finding(where, Status.WARN, f"SERVING, {round_trip}", "every step waits for it: put it nearer")
+    return Finding(where, Status.OK, f"SERVING, {round_trip}")
 
 
 def _security(where: str, peer: Peer) -> Finding:
-    name, said = f"{where} security", ", ".join(sorted(peer.security)) or "plain, on loopback"
+    name, security = f"{where} security", ", ".join(sorted(peer.security)) or "plain, on loopback"
     if "insecure" in peer.security:
         return Finding(
             name,
             Status.WARN,
-            said,
+            security,
             "whoever reaches its port can use it: see docs/security.md, or trust the network",
         )
-    return Finding(name, Status.OK, said)
+    return Finding(name, Status.OK, security)
 
 
 def _version(where: str, peer: Peer, own: str) -> Finding:
@@ -357,67 +357,71 @@ def _clock(where: str, peer: Peer) -> Finding:
     if peer.clock_offset_s is None:
         return Finding(name, Status.WARN, "not told", "install one version everywhere")
     uncertain_s = min(peer.round_trips_s) / 2
-    said = f"{peer.clock_offset_s:+.3f} s against here, ± {uncertain_s:.3f} s"
+    offset = f"{peer.clock_offset_s:+.3f} s against here, ± {uncertain_s:.3f} s"
     if abs(peer.clock_offset_s) - uncertain_s > CLOCK_WARN_S:
         # Leases use monotonic time: nothing breaks but the reading of logs and certificates' dates.
         return Finding(
-            name, Status.WARN, said, "run NTP on both: logs of the two cannot be read side by side"
+            name, Status.WARN, offset, "run NTP on both: logs of the two cannot be read side by side"
         )
-    return Finding(name, Status.OK, said)
+    return Finding(name, Status.OK, offset)
 
 
 def certificates(facts: Facts) -> Iterator[Finding]:
-    for found in facts.certificates:
-        yield _certificate(found, facts.certificate_days)
+    for certificate in facts.certificates:
+        yield _certificate(certificate, facts.certificate_days)
 
 
-def _certificate(found: Certificate, days: float) -> Finding:
-    where = f"{found.variable}"
-    if found.problem:
-        return Finding(where, Status.FAIL, f"{found.path}: {found.problem}", "name a readable PEM file")
-    if found.is_key:
-        if found.mode & 0o077:
+def _certificate(certificate: Certificate, days: float) -> Finding:
+    where = f"{certificate.variable}"
+    if certificate.problem:
+        return Finding(
+            where, Status.FAIL, f"{certificate.path}: {certificate.problem}", "name a readable PEM file"
+        )
+    if certificate.is_key:
+        if certificate.mode & 0o077:
             return Finding(
                 where,
                 Status.FAIL,
-                f"{found.path}: mode {found.mode:04o}",
-                f"others may use it: chmod 600 {found.path}",
+                f"{certificate.path}: mode {certificate.mode:04o}",
+                f"others may use it: chmod 600 {certificate.path}",
             )
-        if found.matches is False:
-            return Finding(where, Status.FAIL, f"{found.path}: not the certificate's key", "name the pair")
-        return Finding(where, Status.OK, f"{found.path}: mode {found.mode:04o}")
-    if found.expires_in_s <= 0:
-        return Finding(where, Status.FAIL, f"{found.path}: expired", "renew it")
-    left = f"{found.path}: {found.expires_in_s / DAY_S:.0f} days left"
-    if found.valid_since_s < 0:
+        if certificate.matches is False:
+            return Finding(
+                where, Status.FAIL, f"{certificate.path}: not the certificate's key", "name the pair"
+            )
+        return Finding(where, Status.OK, f"{certificate.path}: mode {certificate.mode:04o}")
+    if certificate.expires_in_s <= 0:
+        return Finding(where, Status.FAIL, f"{certificate.path}: expired", "renew it")
+    left = f"{certificate.path}: {certificate.expires_in_s / DAY_S:.0f} days left"
+    if certificate.valid_since_s < 0:
         return Finding(
-            where, Status.FAIL, f"{found.path}: not valid yet", "wait, or set this machine's clock"
+            where, Status.FAIL, f"{certificate.path}: not valid yet", "wait, or set this machine's clock"
         )
-    if found.expires_in_s < days * DAY_S:
+    if certificate.expires_in_s < days * DAY_S:
         return Finding(where, Status.WARN, left, "renew it")
     return Finding(where, Status.OK, left)
 
 
 def token(facts: Facts) -> Iterator[Finding]:
     """Whether the token is good, for how long, and not bound to a generation."""
-    found, name = facts.token, "SWIFT_TOKEN_FILE"
-    if found is None:
+    token, name = facts.token, "SWIFT_TOKEN_FILE"
+    if token is None:
         return
-    said = f"{found.path}: job {found.job}, {', '.join(found.roles)}"
-    left = f"{said}, {found.expires_in_s / 60:.0f} min left"
+    claims = f"{token.path}: job {token.job}, {', '.join(token.roles)}"
+    left = f"{claims}, {token.expires_in_s / 60:.0f} min left"
     renew = "is swift-ft token --renew running?"
-    if found.problem:
-        yield Finding(name, Status.FAIL, f"{found.path}: {found.problem}", "make one with swift-ft token")
-    elif found.expires_in_s <= 0:
-        yield Finding(name, Status.FAIL, f"{said}: expired", renew)
-    elif found.generation is not None:
+    if token.problem:
+        yield Finding(name, Status.FAIL, f"{token.path}: {token.problem}", "make one with swift-ft token")
+    elif token.expires_in_s <= 0:
+        yield Finding(name, Status.FAIL, f"{claims}: expired", renew)
+    elif token.generation is not None:
         yield Finding(
             name,
             Status.WARN,
-            f"{left}, to generation {found.generation}",
+            f"{left}, to generation {token.generation}",
             "a job's ranks need one that is not bound: leave --generation out",
         )
-    elif found.expires_in_s < TOKEN_WARN_S:
+    elif token.expires_in_s < TOKEN_WARN_S:
         yield Finding(name, Status.WARN, left, renew)
     else:
         yield Finding(name, Status.OK, left)

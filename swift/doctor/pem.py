@@ -8,10 +8,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 def read_certificate(data: bytes) -> tuple[float, float]:
     """(valid from, valid to) in seconds since 1970; of several, the one that ends first."""
     try:
-        found = x509.load_pem_x509_certificates(data)
+        certificates = x509.load_pem_x509_certificates(data)
     except ValueError:
         raise ValueError("not a certificate in PEM") from None
-    first = min(found, key=lambda certificate: certificate.not_valid_after_utc)
+    first = min(certificates, key=lambda certificate: certificate.not_valid_after_utc)
     return first.not_valid_before_utc.timestamp(), first.not_valid_after_utc.timestamp()
 
 

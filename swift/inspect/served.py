@@ -45,18 +45,18 @@ class ServedLog:
                 f"there is no job {job} on {self.address}; there are: {', '.join(known) or 'none'}"
             )
 
-    def _job(self, found: log_pb2.JobStatus, only: str) -> JobFacts:
-        inventory = admin.inventory(self.address, found.job, self._timeout_s)
+    def _job(self, status: log_pb2.JobStatus, only: str) -> JobFacts:
+        inventory = admin.inventory(self.address, status.job, self._timeout_s)
         return JobFacts(
-            job=found.job,
-            generation=found.generation,
-            trimmed_below_step=found.trimmed_below_step,
-            records=found.records,
-            bytes=found.space.used_bytes,
-            limit_bytes=found.space.limit_bytes,
-            alarm=found.space.reason,
-            idle_seconds=found.idle_seconds,
-            writers=found.writers,
+            job=status.job,
+            generation=status.generation,
+            trimmed_below_step=status.trimmed_below_step,
+            records=status.records,
+            bytes=status.space.used_bytes,
+            limit_bytes=status.space.limit_bytes,
+            alarm=status.space.reason,
+            idle_seconds=status.idle_seconds,
+            writers=status.writers,
             streams=[_stream(stream) for stream in inventory if only in ("", stream.stream)],
         )
 
@@ -89,17 +89,17 @@ def _records_of(frames: bytes) -> Iterator[Record]:
         at = end
 
 
-def _stream(found: admin.StreamInventory) -> StreamFacts:
-    quarantined = [f"quarantined: {found.quarantined}"] if found.quarantined else []
+def _stream(inventory: admin.StreamInventory) -> StreamFacts:
+    quarantined = [f"quarantined: {inventory.quarantined}"] if inventory.quarantined else []
     return StreamFacts(
-        stream=found.stream,
-        first_sequence=found.first_sequence,
-        durable_sequence=found.durable_sequence,
-        appended_sequence=found.next_sequence,
-        records=found.records,
-        bytes=found.bytes,
-        first_step=found.first_step,
-        last_step=found.last_step,
-        unlogged=found.unlogged,
-        problems=[*quarantined, *found.holes],
+        stream=inventory.stream,
+        first_sequence=inventory.first_sequence,
+        durable_sequence=inventory.durable_sequence,
+        appended_sequence=inventory.next_sequence,
+        records=inventory.records,
+        bytes=inventory.bytes,
+        first_step=inventory.first_step,
+        last_step=inventory.last_step,
+        unlogged=inventory.unlogged,
+        problems=[*quarantined, *inventory.holes],
     )

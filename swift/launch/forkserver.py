@@ -91,9 +91,9 @@ class ForkServer:
 
     def hear(self) -> str | None:
         """Waits for the server's word on itself: why it must not fork, or None. ForkFailed: it has died."""
-        said = self._receive()
-        reason: str | None = said["fit"]
-        self.chosen, self.left_out = said["chosen"], said["left_out"]
+        message = self._receive()
+        reason: str | None = message["fit"]
+        self.chosen, self.left_out = message["chosen"], message["left_out"]
         self.ready = reason is None
         return reason
 

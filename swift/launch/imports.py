@@ -26,17 +26,17 @@ def imports_of(script: str, path0: str) -> list[str]:
             body = ast.parse(file.read()).body
     except (OSError, SyntaxError, ValueError):
         return []  # that is for the script itself to say
-    found: list[str] = []
+    modules: list[str] = []
     places = _Places(path0)
     for statement in body:
         for one in _imports(statement):
             names = _names(one)
             if not names or not all(places.has(name.partition(":")[0]) for name in names):
-                return found[:MOST]
-            found += names
+                return modules[:MOST]
+            modules += names
         if not _does_nothing_else(statement):
             break
-    return found[:MOST]
+    return modules[:MOST]
 
 
 def script_of(script: str, module: bool, path0: str) -> str:

@@ -110,15 +110,15 @@ def _import_all(names: list[str], traces: Traces, tell: int) -> None:
 
 def _state() -> dict[str, Any]:
     """By what it is called if it changes."""
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         "it handles a signal": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "it draws from Python's random": random.getstate(),
     }
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["it draws from torch's generator"] = torch.get_rng_state().tolist()
-        found["it sets up CUDA"] = torch.cuda.is_initialized()
-    return found
+        state["it draws from torch's generator"] = torch.get_rng_state().tolist()
+        state["it sets up CUDA"] = torch.cuda.is_initialized()
+    return state
 
 
 def _watch(looked: list[str]) -> None:

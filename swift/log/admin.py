@@ -125,8 +125,8 @@ def status(address: str, timeout_s: float, job: str = "", generation: int = 0) -
 
 def space(address: str, job: str, generation: int, timeout_s: float) -> JobSpace:
     """(coordinator, every so often) Whether the job should be trimmed."""
-    for found in status(address, timeout_s, job, generation).jobs:
-        return JobSpace(found.trimmed_below_step, found.wants_checkpoint, apart=found.apart)
+    for job_status in status(address, timeout_s, job, generation).jobs:
+        return JobSpace(job_status.trimmed_below_step, job_status.wants_checkpoint, apart=job_status.apart)
     return JobSpace(0, "", unknown=True)
 
 

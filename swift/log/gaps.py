@@ -32,22 +32,22 @@ def gaps(
     replicas = _Replicas(alike, steps.first)
     if not any(map(any, own.values())) and not any(replica.ends is not None for replica in replicas):
         return {}  # a trainer that logs nothing
-    found: dict[str, Steps] = {}
+    gap_of: dict[str, Steps] = {}
     for stream, copies in own.items():
         # A server that has come meanwhile begins with nothing: the coordinator knows from where on it is whole.
         held = [copy for copy in copies if copy] or [()]
         lacking = sorted({step for copy in held for step in _lacking(stream, copy, replicas, steps)})
         if lacking:
-            _add(found, stream, Steps(lacking[0], lacking[-1]), held)
-    return found
+            _add(gap_of, stream, Steps(lacking[0], lacking[-1]), held)
+    return gap_of
 
 
-def _add(found: dict[str, Steps], stream: str, steps: Steps, copies: Sequence[Keys]) -> None:
+def _add(gap_of: dict[str, Steps], stream: str, steps: Steps, copies: Sequence[Keys]) -> None:
     """One copy may hold the mark that another one lacks. It is not written again: a key has one sequence."""
     while any(mark(steps) in copy for copy in copies) and steps.first > 0:
         steps = Steps(steps.first - 1, steps.last)
     if not any(mark(steps) in copy for copy in copies):
-        found[stream] = steps
+        gap_of[stream] = steps
 
 
 def _lacking(stream: str, copy: Keys, replicas: "_Replicas", steps: Steps) -> Iterable[int]:

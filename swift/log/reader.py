@@ -110,13 +110,13 @@ class LogReader:
         stub = log_pb2_grpc.LogStub(self._channel(address))
         deadline = time.monotonic() + timeout_s
         while True:
-            found: dict[RecordKey, bytes] = {}
+            digest_by_key: dict[RecordKey, bytes] = {}
             left = max(_RETRY_S, deadline - time.monotonic())
             try:
                 for reply in stub.Digests(request, timeout=left):
                     for record in reply.records:
-                        found[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
-                return found
+                        digest_by_key[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
+                return digest_by_key
             except grpc.RpcError as error:
                 # As in `StreamCursor._retry`.
                 if reason_of(error) != Reason.UNAUTHENTICATED or time.monotonic() + _RETRY_S >= deadline:

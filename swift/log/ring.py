@@ -180,9 +180,9 @@ class Memory:
             tail = self.load(Word.TAIL)
             for at in Word.COUNTS:
                 if self.load(at) == tail:
-                    found = Counts(*(self.load(at + 8 * index) for index in range(1, 5)))
+                    counted = Counts(*(self.load(at + 8 * index) for index in range(1, 5)))
                     if self.load(at) == tail:
-                        return found
+                        return counted
 
     def set_tail(self, tail: int, counts: Counts) -> None:
         """(consumer) The one store of the tail makes both true."""
@@ -233,11 +233,15 @@ class Memory:
                 entry.set_sequence(copy, -1)
             for index in range(STREAMS_MAX):
                 self._numbers[_acked_at(index, copy)] = -1
-        found = {self.load(Word.SERVERS[copy]): copy for copy in range(COPIES_MAX) if copy not in free}
-        for server, copy in zip([server for server in servers if server not in found], free, strict=False):
+        copy_of_server = {
+            self.load(Word.SERVERS[copy]): copy for copy in range(COPIES_MAX) if copy not in free
+        }
+        for server, copy in zip(
+            [server for server in servers if server not in copy_of_server], free, strict=False
+        ):
             self.store(Word.SERVERS[copy], server)
-            found[server] = copy
-        return found
+            copy_of_server[server] = copy
+        return copy_of_server
 
     def close(self) -> None:
         """Unmaps, once no view of it is in use any more."""
@@ -465,12 +469,12 @@ class Consumer:
 
     def held(self) -> list[RingEntry]:
         """All that is in the ring now; `next` is not moved by it."""
-        before, found = self.position, []
+        before, entries = self.position, []
         while (entry := self.next()) is not None:
             if isinstance(entry, RingEntry):
-                found.append(entry)
+                entries.append(entry)
         self.position = before
-        return found
+        return entries
 
     @property
     def unread(self) -> int:

@@ -48,10 +48,10 @@ def declared(key: RecordKey) -> Steps | None:
 
 def hull(keys: Iterable[RecordKey]) -> Steps | None:
     """From the first to the last step that some mark among `keys` declares."""
-    found = [steps for steps in map(declared, keys) if steps is not None]
-    if not found:
+    declarations = [steps for steps in map(declared, keys) if steps is not None]
+    if not declarations:
         return None
-    return Steps(min(steps.first for steps in found), max(steps.last for steps in found))
+    return Steps(min(steps.first for steps in declarations), max(steps.last for steps in declarations))
 
 
 @dataclass(frozen=True, slots=True)

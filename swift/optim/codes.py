@@ -160,9 +160,9 @@ class ManyPasses:
                     target = self._pool.take(("nibble", code.device), code.numel(), torch.int8, code.device)
                     target[-ROUND:].zero_()
                 target[: difference.numel()].copy_(difference)
-                found = _escapes(target, old, limit)
-                if found is not None:
-                    coded.escapes.append((column, found))
+                escapes = _escapes(target, old, limit)
+                if escapes is not None:
+                    coded.escapes.append((column, escapes))
                 if place:
                     code.bitwise_and_(15).add_(target, alpha=16)
         return coded

@@ -147,8 +147,8 @@ class Bucket:
         """(after the optimizer's step) Takes references to the gradients, which a fused step may have unscaled."""
         self.gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self._versions = [many.version(gradient) for gradient in self.gradients]
-        found: Any = getattr(self.optimizer, "found_inf", None)
-        self._found_inf = found.clone() if isinstance(found, torch.Tensor) else None
+        found_inf: Any = getattr(self.optimizer, "found_inf", None)
+        self._found_inf = found_inf.clone() if isinstance(found_inf, torch.Tensor) else None
 
     @property
     def skipped(self) -> bool:

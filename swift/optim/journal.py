@@ -119,9 +119,9 @@ class Journal:
         groups = self._optimizer.param_groups
         self._layout = [list(group["params"]) for group in groups]
         size = self._bucket_bytes if not self.whole else None
-        found = make_buckets(groups, size)
-        self.buckets: list[list[torch.nn.Parameter]] = [parameters for _, parameters in found]
-        self._group_of = [group for group, _ in found]
+        buckets = make_buckets(groups, size)
+        self.buckets: list[list[torch.nn.Parameter]] = [parameters for _, parameters in buckets]
+        self._group_of = [group for group, _ in buckets]
         self._pinned = [not self.whole and _mixed(group) for group in groups]
         self._forget()
 
@@ -315,20 +315,20 @@ class Journal:
         for record in reversed(records):
             assert record is not None
             record.undo()
-        found = error.Error()
+        worst = error.Error()
         for bucket, copy in self._copies.items():
             for parameter, truth, squares in zip(copy.parameters, copy.values, stepped[bucket], strict=True):
-                found.add(truth, parameter, squares)
+                worst.add(truth, parameter, squares)
         measured = bool(self._copies)
         self._forget()
         return UndoResult(
             mode=self.takes_back,
             exact=all(record.exact for record in records if record is not None),
             buckets=len(records),
-            ulps_max=found.ulps_max if measured else None,
-            ulps_mean=found.ulps_mean if measured else None,
-            exact_share=found.exact_share if measured else None,
-            step_error=found.step_error if measured else None,
+            ulps_max=worst.ulps_max if measured else None,
+            ulps_mean=worst.ulps_mean if measured else None,
+            exact_share=worst.exact_share if measured else None,
+            step_error=worst.step_error if measured else None,
         )
 
     @property

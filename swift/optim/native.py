@@ -84,10 +84,10 @@ def library() -> ctypes.CDLL | None:
     name = torch.backends.cpu.get_cpu_capability().lower()
     for candidate in dict.fromkeys((name, "avx2" if name == "avx512" else "default")):
         try:
-            found = ctypes.CDLL(str(SOURCE.with_name(f"_kernels_{candidate}.so")))
-            found.swift_optim_source.restype = ctypes.c_char_p
-            if found.swift_optim_source() == hashlib.sha256(SOURCE.read_bytes()).hexdigest().encode():
-                return found
+            loaded = ctypes.CDLL(str(SOURCE.with_name(f"_kernels_{candidate}.so")))
+            loaded.swift_optim_source.restype = ctypes.c_char_p
+            if loaded.swift_optim_source() == hashlib.sha256(SOURCE.read_bytes()).hexdigest().encode():
+                return loaded
         except (OSError, AttributeError):
             continue  # not there, or built for another system, or long ago
     return None

@@ -56,12 +56,12 @@ class PlanConfig:
 
 def _bytes(text: str, flag: str) -> int:
     """800GB, or a plain number."""
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([A-Za-z]*)", text)
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([A-Za-z]*)", text)
+    if match is None or match[2] not in _UNITS:
         raise UsageError(
             f"{flag} {text}: write bytes, such as 800GB; units: {', '.join(filter(None, _UNITS))}"
         )
-    return int(Decimal(found[1]) * _UNITS[found[2]])
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
 def _seconds(text: str, flag: str) -> float:

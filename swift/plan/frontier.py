@@ -76,23 +76,23 @@ def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = 
     units_max = max(least, min(allowed, GRID_UNITS_MAX))
     resolution = 0
     if most // unit <= units_max:
-        found = on_grid(cost, sizes // unit, most // unit)
+        frontier = on_grid(cost, sizes // unit, most // unit)
     else:
         try:
-            found = by_labels(cost, sizes, candidates_max)
+            frontier = by_labels(cost, sizes, candidates_max)
         except TooManyCandidates:
             # Rounding up adds less than a unit for each boundary: with these, the grid is as big as it may be.
             resolution = -(-most // (units_max - model.n))
-            found = on_grid(cost, -(-sizes // resolution), units_max)
-    return _made(model, [*found, quickest], resolution)
+            frontier = on_grid(cost, -(-sizes // resolution), units_max)
+    return _made(model, [*frontier, quickest], resolution)
 
 
 def joined(
-    model: CostModel, found: Frontier, choices: Iterable[Cuts], *, worst_s: float = math.inf
+    model: CostModel, frontier: Frontier, choices: Iterable[Cuts], *, worst_s: float = math.inf
 ) -> Frontier:
     """With what others have found: a frontier that is not exact may lack it."""
     allowed = [cuts for cuts in choices if model.worst_recovery_s(cuts) <= worst_s]
-    return _made(model, [*(point.cuts for point in found.points), *allowed], found.resolution_bytes)
+    return _made(model, [*(point.cuts for point in frontier.points), *allowed], frontier.resolution_bytes)
 
 
 def _made(model: CostModel, choices: Iterable[Cuts], resolution: int) -> Frontier:

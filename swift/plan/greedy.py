@@ -28,7 +28,7 @@ def merges(model: CostModel, *, additive: bool) -> list[Cuts]:
     table = model.replay_step_s if additive else model.recovery_s
     recovery = table[begins, ends]
     chance = model.probability[begins, ends]
-    found: list[Cuts] = [tuple(range(1, n))]
+    choices: list[Cuts] = [tuple(range(1, n))]
     while len(begins) > 1:
         size = model.edge_bytes[begins[1:]].astype(np.float64)
         if additive:
@@ -43,5 +43,5 @@ def merges(model: CostModel, *, additive: bool) -> list[Cuts]:
         ends[pair] = ends[pair + 1]
         begins, ends = np.delete(begins, pair + 1), np.delete(ends, pair + 1)
         recovery, chance = np.delete(recovery, pair + 1), np.delete(chance, pair + 1)
-        found.append(tuple(begins[1:].tolist()))
-    return found
+        choices.append(tuple(begins[1:].tolist()))
+    return choices

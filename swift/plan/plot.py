@@ -57,10 +57,10 @@ def _points(rows: Sequence[dict[str, Any]]) -> list[Point]:
 
 def _steps(points: Sequence[Point], most: float) -> list[Point]:
     """What is to be had with so many bytes: level from each point to the next."""
-    found: list[Point] = []
+    corners: list[Point] = []
     for (size, time), (following, _) in zip(points, [*points[1:], (most, 0.0)], strict=True):
-        found += [(size, time), (following, time)]
-    return found
+        corners += [(size, time), (following, time)]
+    return corners
 
 
 def _axes(x: Scale, y: Scale, unit: str) -> list[str]:

@@ -177,34 +177,34 @@ class Profile:
 
     def document(self) -> dict[str, Any]:
         """What `parse` makes this of again; for programs that measure a job."""
-        found: dict[str, Any] = {"profile": FORMAT, "name": self.name, "source": self.source}
-        found["stages"] = self.stages
+        fields: dict[str, Any] = {"profile": FORMAT, "name": self.name, "source": self.source}
+        fields["stages"] = self.stages
         for name in ("microbatches", "step_s", "other_bytes", "network_bytes_per_s", "fixed_s"):
-            found[name] = getattr(self, name)
+            fields[name] = getattr(self, name)
         for name in ("forward_s", "backward_s", "forward_bytes", "backward_bytes"):
-            found[name] = list(getattr(self, name))
-        found["update_s"] = None if self.update_s is None else list(self.update_s)
-        found["machines"] = {"of_stage": list(self.machine_of_stage)}
-        found["log"] = {
+            fields[name] = list(getattr(self, name))
+        fields["update_s"] = None if self.update_s is None else list(self.update_s)
+        fields["machines"] = {"of_stage": list(self.machine_of_stage)}
+        fields["log"] = {
             "write_bytes_per_s": self.log_write_bytes_per_s,
             "read_bytes_per_s": self.log_read_bytes_per_s,
             "copy_bytes_per_s": self.log_copy_bytes_per_s,
         }
-        found["checkpoint"] = {
+        fields["checkpoint"] = {
             "interval_steps": self.checkpoint_interval_steps,
             "bytes": list(self.checkpoint_bytes),
             "bytes_per_s": self.checkpoint_bytes_per_s,
             "stall_s": self.checkpoint_stall_s,
         }
-        found["failures"] = {"machine_mtbf_s": list(self.machine_mtbf_s)}
+        fields["failures"] = {"machine_mtbf_s": list(self.machine_mtbf_s)}
         if self.parallel is not None:
-            found["parallel"] = {
+            fields["parallel"] = {
                 "copies_max": self.parallel.copies_max,
                 "gradient_bytes": list(self.parallel.gradient_bytes),
             }
         if self.cap is not None:
-            found["cap"] = {self.cap.kind: self.cap.value}
-        return {name: value for name, value in found.items() if value is not None}
+            fields["cap"] = {self.cap.kind: self.cap.value}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def parse(text: str | bytes) -> Profile:
@@ -227,7 +227,7 @@ def parse(text: str | bytes) -> Profile:
     if version != FORMAT or isinstance(version, bool):
         raise UsageError(f"profile: must be {FORMAT}, the version of the format, not {_shown(version)}")
     stages = _whole(fields.take("stages"), "stages", 1, STAGES_MAX)
-    found = {**_head(fields, stages), **_services(fields, stages)}
+    values = {**_head(fields, stages), **_services(fields, stages)}
     of_stage = _machines(fields.part("machines"), stages)
     machines = max((m for m in of_stage if isinstance(m, int)), default=0) + 1
     failures = fields.part("failures")
@@ -235,16 +235,16 @@ def parse(text: str | bytes) -> Profile:
     failures.end()
     parallel = fields.part("parallel", needed=False)
     if parallel is not None:
-        found["parallel"] = Parallel(
+        values["parallel"] = Parallel(
             copies_max=parallel.take("copies_max"),
             gradient_bytes=parallel.spread("gradient_bytes", stages, "stage"),
         )
         parallel.end()
     cap = fields.part("cap", needed=False)
     if cap is not None:
-        found["cap"] = cap.only()
+        values["cap"] = cap.only()
     fields.end()
-    return Profile(machine_of_stage=of_stage, machine_mtbf_s=mtbf, **found)
+    return Profile(machine_of_stage=of_stage, machine_mtbf_s=mtbf, **values)
 
 
 def _head(fields: "_Fields", stages: int) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _head(fields: "_Fields", stages: int) -> dict[str, Any]:
 
 def _services(fields: "_Fields", stages: int) -> dict[str, Any]:
     log, checkpoint = fields.part("log"), fields.part("checkpoint")
-    found = {
+    values = {
         "log_write_bytes_per_s": log.take("write_bytes_per_s"),
         "log_read_bytes_per_s": log.take("read_bytes_per_s"),
         "log_copy_bytes_per_s": log.take("copy_bytes_per_s", None),
@@ -277,7 +277,7 @@ def _services(fields: "_Fields", stages: int) -> dict[str, Any]:
     }
     log.end()
     checkpoint.end()
-    return found
+    return values
 
 
 def _machines(fields: "_Fields", stages: int) -> tuple[Any, ...]:
@@ -352,12 +352,12 @@ class _Fields:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    value_of: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in value_of:
             raise UsageError(f"{_shown(name)[1:-1]}: comes twice")
-        found[name] = value
-    return found
+        value_of[name] = value
+    return value_of
 
 
 def _constant(name: str) -> None:

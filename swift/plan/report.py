@@ -23,10 +23,10 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
     """The whole document. Numbers that are infinite become None."""
     model = CostModel(profile)
     merged = {additive: greedy.merges(model, additive=additive) for additive in (True, False)}
-    found, chosen, problem = choose(model, cap, [*merged[True], *merged[False]])
+    curve, chosen, problem = choose(model, cap, [*merged[True], *merged[False]])
     prediction = model.predict(chosen)
     swift, own = ([_row(model, cuts) for cuts in merged[additive]] for additive in (True, False))
-    rows = [_row(model, point.cuts) for point in found.points]
+    rows = [_row(model, point.cuts) for point in curve.points]
     return {
         "plan": FORMAT,
         "name": profile.name,
@@ -40,15 +40,15 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
         "problem": problem,
         "chosen": {**asdict(prediction), "logged": list(prediction.logged), "text": groups_text(prediction)},
         "frontier": {
-            "exact": found.resolution_bytes == 0,
-            "resolution_bytes": found.resolution_bytes,
+            "exact": curve.resolution_bytes == 0,
+            "resolution_bytes": curve.resolution_bytes,
             "points": rows,
         },
         "swift": swift,
         "greedy": own,
         "compared": _finite(compared(rows, swift, own)),
         "pays": _finite(pays_bytes(model, chosen)),
-        "interval": _finite(intervals(model, chosen, [point.cuts for point in found.points], cap)),
+        "interval": _finite(intervals(model, chosen, [point.cuts for point in curve.points], cap)),
     }
 
 
@@ -67,28 +67,28 @@ def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tu
         within = _frontier(model, others, cap.value)
         if within.points:
             return within, within.points[0].cuts, ""
-        found = _frontier(model, others)
-        closest = min(found.points, key=lambda point: model.worst_recovery_s(point.cuts))
+        curve = _frontier(model, others)
+        closest = min(curve.points, key=lambda point: model.worst_recovery_s(point.cuts))
         least = f"{model.worst_recovery_s(closest.cuts):.4g} s is the least that is found"
-        return found, closest.cuts, f"no groups recover from every failure within {cap.value:g} s; {least}"
-    found = _frontier(model, others)
+        return curve, closest.cuts, f"no groups recover from every failure within {cap.value:g} s; {least}"
+    curve = _frontier(model, others)
     if cap is None:
-        return found, found.points[-1].cuts, ""
+        return curve, curve.points[-1].cuts, ""
     point: Point | None
     if cap.kind == "recovery_s":
-        point, last = found.by(cap.value), found.points[-1]
+        point, last = curve.by(cap.value), curve.points[-1]
         problem = f"no groups recover within {cap.value:g} s on average; {last.recovery_s:.4g} s is the least"
-        return (found, point.cuts, "") if point is not None else (found, last.cuts, problem)
+        return (curve, point.cuts, "") if point is not None else (curve, last.cuts, problem)
     profile = model.profile
     room = cap.value // profile.checkpoint_interval_steps - profile.other_bytes
-    point = found.within(max(room, 0))  # one group of all keeps to any cap: it logs nothing
+    point = curve.within(max(room, 0))  # one group of all keeps to any cap: it logs nothing
     assert point is not None
-    return found, point.cuts, ""
+    return curve, point.cuts, ""
 
 
 def _frontier(model: CostModel, others: Sequence[Cuts], worst_s: float = math.inf) -> Frontier:
-    found = frontier.exact(model, worst_s=worst_s)
-    return frontier.joined(model, found, others, worst_s=worst_s) if found.resolution_bytes else found
+    curve = frontier.exact(model, worst_s=worst_s)
+    return frontier.joined(model, curve, others, worst_s=worst_s) if curve.resolution_bytes else curve
 
 
 def _row(model: CostModel, cuts: Cuts) -> dict[str, Any]:
@@ -294,27 +294,29 @@ def _run_words(what: str, first: int, end: int) -> str:
 
 
 def _pays_words(document: dict[str, Any]) -> str:
-    found = document["pays"]
-    log, one = size_words(found["log_bytes"]), size_words(found["checkpoint_bytes"])
+    pays = document["pays"]
+    log, checkpoint = size_words(pays["log_bytes"]), size_words(pays["checkpoint_bytes"])
     if not document["chosen"]["logged"]:
         return "bytes: nothing is logged between groups; everybody restores the checkpoint"
-    if found["avoided"] is None:
-        return f"bytes: the log pays: {log}, and no frequency of checkpoints ({one} each) is back as soon"
-    verdict = "the log pays" if found["pays"] else "the log does not pay"
+    if pays["avoided"] is None:
+        return (
+            f"bytes: the log pays: {log}, and no frequency of checkpoints ({checkpoint} each) is back as soon"
+        )
+    verdict = "the log pays" if pays["pays"] else "the log does not pay"
     return (
-        f"bytes: {verdict}: {log} against {found['avoided']:.1f} checkpoints of {one} avoided in "
+        f"bytes: {verdict}: {log} against {pays['avoided']:.1f} checkpoints of {checkpoint} avoided in "
         f"{document['checkpoint_interval_steps']} steps (back as soon without a log: one every "
-        f"{found['equal_interval_steps']:.1f} steps)"
+        f"{pays['equal_interval_steps']:.1f} steps)"
     )
 
 
 def _interval_words(document: dict[str, Any]) -> list[str]:
-    found = document["interval"]
-    verdict = "the log pays" if found["log_pays"] else "the log does not pay"
+    interval = document["interval"]
+    verdict = "the log pays" if interval["log_pays"] else "the log does not pay"
     titles = (("best", "best of all"), ("chosen", "these groups"), ("without_log", "without a log"))
     lines = [f"time: {verdict}; the share of it that is training, at the best interval:"]
     for name, title in titles:
-        option = found[name]
+        option = interval[name]
         if option is None:
             lines.append(f"  {title}: no interval keeps to the cap")
             continue
@@ -324,7 +326,7 @@ def _interval_words(document: dict[str, Any]) -> list[str]:
         lines.append(
             f"  {title}: {_percent(option['useful'])}, {what}, a checkpoint every {option['steps']} steps{limited}"
         )
-    now = found["now"]
+    now = interval["now"]
     lines.append(
         f"  as it is, every {now['steps']} steps: {_percent(now['useful'])}; "
         f"without a log {_percent(now['useful_without_log'])}"

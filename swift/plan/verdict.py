@@ -110,13 +110,13 @@ def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap 
     }
 
 
-def _shown(model: CostModel, found: Option) -> dict[str, Any]:
+def _shown(model: CostModel, option: Option) -> dict[str, Any]:
     return {
-        "groups": len(found.cuts) + 1,
-        "logged": [model.edges[cut] for cut in found.cuts],
-        "steps": found.steps,
-        "useful": found.useful,
-        "limited_by_cap": found.limited_by_cap,
+        "groups": len(option.cuts) + 1,
+        "logged": [model.edges[cut] for cut in option.cuts],
+        "steps": option.steps,
+        "useful": option.useful,
+        "limited_by_cap": option.limited_by_cap,
     }
 
 

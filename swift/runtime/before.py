@@ -367,14 +367,14 @@ class Before:
                     self._value(parameter, parameter=True)
 
     def _dictionary(self, holder: dict[str, Any], but: frozenset[str]) -> None:
-        found = self._old[1].get(id(holder))
-        if found is None or found.holder is not holder:
-            found = _Holder(holder, but)
+        kept_holder = self._old[1].get(id(holder))
+        if kept_holder is None or kept_holder.holder is not holder:
+            kept_holder = _Holder(holder, but)
         else:
-            found.look()
-        self._holders[id(holder)] = found
-        self._kept.append(found)
-        for value in found.mutable:
+            kept_holder.look()
+        self._holders[id(holder)] = kept_holder
+        self._kept.append(kept_holder)
+        for value in kept_holder.mutable:
             self._value(value)
 
     def _value(self, value: Any, *, parameter: bool = False) -> None:
@@ -418,12 +418,12 @@ class Before:
 
     def _thing(self, value: Any) -> None:
         if isinstance(value, _CONTAINERS):
-            found = self._old[2].get(id(value))
-            if found is None or found.value is not value or found.changed:
-                found = _Contents(value)
-            self._contents[id(value)] = found
-            self._kept.append(found)
-            if not found.inert:  # (a vocabulary is looked through once)
+            kept_contents = self._old[2].get(id(value))
+            if kept_contents is None or kept_contents.value is not value or kept_contents.changed:
+                kept_contents = _Contents(value)
+            self._contents[id(value)] = kept_contents
+            self._kept.append(kept_contents)
+            if not kept_contents.inert:  # (a vocabulary is looked through once)
                 items: Iterable[Any] = value.values() if isinstance(value, dict) else value
                 for item in items:
                     self._value(item)
@@ -435,8 +435,8 @@ class Before:
             self._dictionary(vars(value), frozenset())
 
     def _copy(self, value: Any) -> None:
-        found = self._old[0].get(id(value))
-        if found is None or found.value is not value or not found.stands:
-            found = _Copy(value)
-        self._copies[id(value)] = found
-        self._kept.append(found)
+        kept_copy = self._old[0].get(id(value))
+        if kept_copy is None or kept_copy.value is not value or not kept_copy.stands:
+            kept_copy = _Copy(value)
+        self._copies[id(value)] = kept_copy
+        self._kept.append(kept_copy)

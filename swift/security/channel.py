@@ -187,13 +187,13 @@ class _CredentialedChannel(grpc.Channel):
         path = self._credentials.token_file
         if path is None:
             return ()
-        found = signature([path])
-        if found != self._token[0]:
+        current = signature([path])
+        if current != self._token[0]:
             try:
-                self._token = (found, read_token(path))
+                self._token = (current, read_token(path))
             except UsageError as error:  # the one we have may be good for a while
-                if found and found != self._complained:  # not only being replaced
-                    self._complained = found
+                if current and current != self._complained:  # not only being replaced
+                    self._complained = current
                     events.emit("token_not_reloaded", reason=str(error))
         return ((AUTHORIZATION, BEARER + self._token[1]),)
 

@@ -82,11 +82,11 @@ Signature = tuple[tuple[str, int, int, int], ...]
 
 def signature(paths: "list[Path]") -> Signature:
     """Changes whenever one of the files is written, replaced or removed."""
-    found = []
+    parts = []
     for path in paths:
         try:
             status = path.stat()
         except OSError:
             continue
-        found.append((str(path), status.st_mtime_ns, status.st_ino, status.st_size))
-    return tuple(found)
+        parts.append((str(path), status.st_mtime_ns, status.st_ino, status.st_size))
+    return tuple(parts)

@@ -71,11 +71,11 @@ class Renewal:
         return True
 
     def _current_key(self) -> tuple[SigningKey, bool]:
-        found = (*signature([self._key_file]), (os.path.realpath(self._key_file), 0, 0, 0))
-        if self._key is not None and self._key[0] == found:
+        current = (*signature([self._key_file]), (os.path.realpath(self._key_file), 0, 0, 0))
+        if self._key is not None and self._key[0] == current:
             return self._key[1], False
         key = SigningKey.load(self._key_file, "--key")
-        self._key = (found, key)
+        self._key = (current, key)
         return key, True
 
 

@@ -237,13 +237,13 @@ class Authority:
         with self._lock:
             self._look_at = now + REFRESH_S
             paths = sorted(self._directory.glob(f"*{SUFFIX}"))
-            found = signature(paths)
-            if found == self._signature:
+            current = signature(paths)
+            if current == self._signature:
                 return
             data = {path.stem: _bytes_of(path) for path in paths}
             self._keys = {name: key for name, pem in data.items() if pem and (key := _public_key(pem))}
             # What could not be read now is looked at again, although its file stays as it is.
-            self._signature = None if None in data.values() else found
+            self._signature = None if None in data.values() else current
             self._grants = {}
 
     def _verify(self, token: str, now: float) -> Grant:
@@ -278,10 +278,10 @@ def _check_said_once(token: str) -> None:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value_of = dict(pairs)
+    if len(value_of) < len(pairs):
         raise ValueError("twice")
-    return found
+    return value_of
 
 
 def _grant_of(claims: Mapping[str, object], now: float) -> Grant:

@@ -125,5 +125,5 @@ class Once:
         return self._ahead.pop((stage, mb), None) or self._inputs(stage, mb)
 
     def target(self, mb: int) -> torch.Tensor:
-        found = self._targets.pop(mb, None)
-        return self._target(mb) if found is None else found
+        target = self._targets.pop(mb, None)
+        return self._target(mb) if target is None else target

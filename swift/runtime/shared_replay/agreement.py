@@ -43,37 +43,41 @@ class Together:
         others = [rank for rank in self.ranks if rank != self._rank]
         for other in others:
             self._post.note(other, mine)
-        said = {other: self._post.read(other)[0] for other in others}
+        told = {other: self._post.read(other)[0] for other in others}
         self._post.settle()
-        return [said.get(rank, mine) for rank in self.ranks]
+        return [told.get(rank, mine) for rank in self.ranks]
 
     def choose(self, able: Sequence[int], declined: dict[str, str]) -> tuple[list[int], dict[str, str]]:
         """(owners, before anything is shared) The copies of which no helper has declined, and who has declined why."""
-        said = self.agree({"able": list(able), "declined": declined})
-        reasons = {rank: why for one in said for rank, why in one["declined"].items()}
-        return [copy for copy in able if all(copy in one["able"] for one in said)], reasons
+        answers = self.agree({"able": list(able), "declined": declined})
+        reasons = {rank: why for answer in answers for rank, why in answer["declined"].items()}
+        return [copy for copy in able if all(copy in answer["able"] for answer in answers)], reasons
 
     def first_reason(self, why: str) -> dict[str, str]:
         """(owners) Who of them cannot share, the first of them; empty: all can."""
-        said = zip(self.ranks, self.agree(why), strict=True)
-        return next(({str(rank): words} for rank, words in said if words), {})
+        reasons = zip(self.ranks, self.agree(why), strict=True)
+        return next(({str(rank): words} for rank, words in reasons if words), {})
 
     def at(self, step: int, own: range, why: str) -> str:
         """(owners, in every step) Why no owner shares this one, be it this rank's `why`; empty: all do, alike."""
         if len(self.ranks) == 1:
             return why
-        said = self.agree([step, own.start, own.stop, why])
-        self._compare([one[:3] for one in said], "shares of a step")
-        found = next(((rank, one[3]) for rank, one in zip(self.ranks, said, strict=True) if one[3]), None)
-        return "" if found is None else f"rank {found[0]}: {found[1]}"
+        answers = self.agree([step, own.start, own.stop, why])
+        self._compare([answer[:3] for answer in answers], "shares of a step")
+        refusing = next(
+            ((rank, answer[3]) for rank, answer in zip(self.ranks, answers, strict=True) if answer[3]), None
+        )
+        return "" if refusing is None else f"rank {refusing[0]}: {refusing[1]}"
 
     def compare(self, given: Sequence[int]) -> None:
         """(helpers of a copy) Raises ReplayRefused unless all were given the same."""
         self._compare(self.agree(list(given)), "microbatches of one copy")
 
-    def _compare(self, said: list[list[int]], what: str) -> None:
-        if any(one != said[0] for one in said):
-            shown = ", ".join(f"rank {rank}: {one}" for rank, one in zip(self.ranks, said, strict=True))
+    def _compare(self, answers: list[list[int]], what: str) -> None:
+        if any(answer != answers[0] for answer in answers):
+            shown = ", ".join(
+                f"rank {rank}: {answer}" for rank, answer in zip(self.ranks, answers, strict=True)
+            )
             raise ReplayRefused(f"ranks that replay a recovery group together disagree on {what}: {shown}")
 
 

@@ -73,27 +73,27 @@ def taken_apart(
     payload: torch.Tensor, like: Sequence[tuple[torch.dtype, Sequence[int]]]
 ) -> list[torch.Tensor]:
     """The tensors of a note, of these types and shapes."""
-    found, at = [], 0
+    parts, at = [], 0
     for dtype, shape in like:
         tensor = torch.empty(list(shape), dtype=dtype)
         size = tensor.nbytes
         as_bytes(tensor).copy_(payload[at : at + size])
-        found.append(tensor)
+        parts.append(tensor)
         at += size
-    return found
+    return parts
 
 
 def buckets(tensors: Sequence[torch.Tensor], size: int) -> list[list[int]]:
     """Indices of `tensors` in runs of one type, of at most `size` bytes unless one tensor has more."""
-    found: list[list[int]] = []
+    in_buckets: list[list[int]] = []
     held = 0
     for index, tensor in enumerate(tensors):
-        if not found or held + tensor.nbytes > size or tensors[found[-1][-1]].dtype != tensor.dtype:
-            found.append([])
+        if not in_buckets or held + tensor.nbytes > size or tensors[in_buckets[-1][-1]].dtype != tensor.dtype:
+            in_buckets.append([])
             held = 0
-        found[-1].append(index)
+        in_buckets[-1].append(index)
         held += tensor.nbytes
-    return found
+    return in_buckets
 
 
 class GradientChain:

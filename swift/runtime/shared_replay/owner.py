@@ -66,8 +66,8 @@ def why_no_help(state: TrainerState) -> str:
 
 def actions_of(state: TrainerState) -> list[Action] | None:
     """What this rank computes in a step; None: not known."""
-    found = _torch.schedule_actions(state.schedules[0])
-    return None if found is None else [Action(*action) for action in found]
+    actions = _torch.schedule_actions(state.schedules[0])
+    return None if actions is None else [Action(*action) for action in actions]
 
 
 def send_away(rank: int, help: Help, wire: Wire, generation: int, why: str) -> None:

@@ -49,13 +49,13 @@ def split(
     """
     rest = max(0.0, seconds - sum(owner.values()))
     busiest = max([owner, *helpers.values()], key=lambda one: one[COMPUTE] + one[LOG])
-    found = {
+    seconds_of = {
         COMPUTE: busiest[COMPUTE] + rest,
         LOG: busiest[LOG],
         NEIGHBOUR: owner[NEIGHBOUR],
     }
-    found[LINE] = max(0.0, seconds - sum(found.values()))
-    return {name: round(found[name], 6) for name in BOTTLENECKS}
+    seconds_of[LINE] = max(0.0, seconds - sum(seconds_of.values()))
+    return {name: round(seconds_of[name], 6) for name in BOTTLENECKS}
 
 
 def bottleneck(shares: Mapping[str, float]) -> str:
