@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ import xxhash
 
 from swift.checkpoint.state import join
 from swift.errors import ReplicaDiffers
-from swift.runtime.backends.base import Pending
+from swift.runtime.backends.base import Pending, Wire
 from swift.runtime.manifest import (
     Chunk,
     Manifest,
@@ -91,27 +91,16 @@ class Received:
     """The sources whose logs hold all that they have done (`swift.log.gaps`)."""
 
 
-class Wire(Protocol):
-    """Point to point, by global rank. The tensors are contiguous uint8 and stay alive until the Pending goes.
-
-    A seam for tests: in-memory transports, and bits that flip on the way.
-    """
-
-    def send(self, data: torch.Tensor, to: int, tag: int) -> Pending: ...
-
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Pending: ...
-
-
 class DefaultGroup:
-    """torch's default process group, whichever it is now."""
+    """The `Wire` of torch's default process group, whichever it is now."""
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> Pending:
-        work = dist.isend(data, to, tag=tag)
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        work = dist.isend(tensors[0], to, tag=tag)
         assert work is not None
         return work
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Pending:
-        work = dist.irecv(data, source, tag=tag)
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        work = dist.irecv(tensors[0], source, tag=tag)
         assert work is not None
         return work
 
@@ -147,7 +136,7 @@ def send_state(
     in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
 
     def send(part: torch.Tensor, tag: int) -> None:
-        in_flight.append((part, wire.send(part, transfer.joiner, tag)))
+        in_flight.append((part, wire.send([part], transfer.joiner, tag)))
 
     try:
         send(header.view(torch.uint8), REPLICA_HEADER)
@@ -223,7 +212,7 @@ def receive_state(
                 arrived()
             room = _room(chunk, destination.parts)
             source = transfer.sources[chunk.source]
-            in_flight.append((chunk, room, wire.receive(room, source, REPLICA_CHUNK + chunk.index)))
+            in_flight.append((chunk, room, wire.recv([room], source, REPLICA_CHUNK + chunk.index)))
         while in_flight:
             check()
             arrived()
@@ -274,7 +263,7 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tup
     """And whether its log is whole."""
     check()
     header = torch.zeros(_HEADER_WORDS, dtype=torch.int64)
-    wire.receive(header.view(torch.uint8), source, REPLICA_HEADER).wait()
+    wire.recv([header.view(torch.uint8)], source, REPLICA_HEADER).wait()
     protocol, _version, length, digest, logged = header.tolist()
     if protocol != _PROTOCOL or not 0 < length <= _MANIFEST_BYTES_MAX:
         raise ReplicaDiffers(
@@ -282,7 +271,7 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tup
         )
     check()
     text = torch.empty(length, dtype=torch.uint8)
-    wire.receive(text, source, REPLICA_MANIFEST).wait()
+    wire.recv([text], source, REPLICA_MANIFEST).wait()
     data = text.numpy().tobytes()
     if xxhash.xxh3_64_intdigest(data) >> 1 != digest:
         raise ReplicaDiffers(
@@ -351,7 +340,7 @@ def _compare(
     for source in transfer.sources:
         check()
         room = torch.empty(len(digests), dtype=torch.uint8)
-        wire.receive(room, source, REPLICA_DIGESTS).wait()
+        wire.recv([room], source, REPLICA_DIGESTS).wait()
         told[source] = room.numpy().tobytes()
     pieces = [(piece, chunk) for chunk in chunks for piece in chunk.pieces]
 

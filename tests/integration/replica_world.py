@@ -133,14 +133,14 @@ class Rank:
 class FlippedBit(DefaultGroup):
     """One bit of one chunk changes between the socket and the tensor."""
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Any:
-        inner = super().receive(data, source, tag)
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        inner = super().recv(tensors, source, tag)
 
         class Work:
             def wait(self) -> None:
                 inner.wait()
                 if tag == 16 + 3:
-                    data[-1] ^= 4
+                    tensors[0][-1] ^= 4
 
         return Work()
 

@@ -7,6 +7,7 @@ import torch
 from swift import events
 from swift.errors import ReplayRefused, ReplicaDiffers, ServiceError
 from swift.recovery import RankPlan
+from swift.runtime.backends.base import Pending
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.replica import Transfer, receive_state, send_state
@@ -35,7 +36,7 @@ def _send(site: Site, transfer: Transfer) -> None:
         site.state.shared_dict(),
         site.member.check,
         site.faults.copying,
-        wire=_Wire(site.world, site.faults),
+        wire=_World(site.world, site.faults),
         logged=site.flushed and site.copied is None,
     )
     events.emit(
@@ -61,7 +62,7 @@ def _receive(site: Site, transfer: Transfer) -> None:
         site.state.destinations(),
         site.member.check,
         site.faults.copying,
-        wire=_Wire(site.world, site.faults),
+        wire=_World(site.world, site.faults),
     )
     try:
         site.state.load_state_dict(received.state)
@@ -92,25 +93,26 @@ def _receive(site: Site, transfer: Transfer) -> None:
     events.emit("restore_end", **where, version=transfer.version)
 
 
-class _Wire:
-    """A replica's copy goes over the group of all ranks, whose waits a notice ends."""
+class _World:
+    """A replica's copy goes over the group of all ranks, whose waits a notice ends. A `Wire`."""
 
     def __init__(self, world: ReconfigurableGroup, faults: FaultInjector):
         self._world = world
         self._faults = faults
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> Any:
-        return self._world.send([data], to, tag)
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        pending: Pending = self._world.send(tensors, to, tag)
+        return pending
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> Any:
-        pending = self._world.recv([data], source, tag)
-        return _Arriving(pending, data, self._faults) if tag >= REPLICA_CHUNK else pending
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        pending: Pending = self._world.recv(tensors, source, tag)
+        return _Arriving(pending, tensors[0], self._faults) if tag >= REPLICA_CHUNK else pending
 
 
 class _Arriving:
     """A chunk on its way, into which a drill may flip a bit."""
 
-    def __init__(self, pending: Any, data: torch.Tensor, faults: FaultInjector):
+    def __init__(self, pending: Pending, data: torch.Tensor, faults: FaultInjector):
         self._pending = pending
         self._data = data
         self._faults = faults

@@ -43,7 +43,8 @@ class End:
     def __init__(self, memory: Memory, rank: int) -> None:
         self._memory, self._rank = memory, rank
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> "Work":
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "Work":
+        (data,) = tensors
         assert data.dtype == torch.uint8
         assert data.is_contiguous()
         copy = data.clone()
@@ -52,7 +53,9 @@ class End:
         self._memory._queues[self._rank, to, tag].append(copy)
         return Work(lambda: None)
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> "Work":
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "Work":
+        (data,) = tensors
+
         def arrive() -> None:
             sent = self._memory._queues[source, self._rank, tag].popleft()
             assert len(sent) == len(data), "operations that do not fit each other"
