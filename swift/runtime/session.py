@@ -79,16 +79,7 @@ class Session:
         self._config = config
         self._member = member
         self._faults = FaultInjector(rank)
-        reducer = None
-        if assignment.dp_size > 1:
-            ordered = is_ordered(config.reduction, assignment.dp_size)
-            reducer = Reducer(self.groups["data"], self._contributions, ordered=ordered)
-        store = CheckpointStore(checkpoint_dir, rank, member)
-        try:
-            store.check()
-        except UsageError:
-            if not member.replaces_another():  # who does can go on without writing
-                raise
+        store = _checked_store(checkpoint_dir, rank, member)
         self._communicator = Communicator(
             self._backend,
             rank,
@@ -111,15 +102,7 @@ class Session:
         differences = Differences(member.client)
         witness = Witness(differences.say, lambda: self._communicator.broken is not None, losses.look)
         self._channel.watch(witness)
-        self._updates = Updates(
-            config,
-            reducer,
-            self._faults,
-            ties=Ties(self._channel, self.groups["pipeline"]),
-            channel=self._channel,
-            check=member.check,
-            groups_whole=self._communicator.check_whole,
-        )
+        self._updates = self._make_updates()
         self._state = TrainerState(self._channel.randomness, self._updates, self.groups.get("replicate"))
         self._state.iterators.install()
         self._engine = Engine(
@@ -509,6 +492,21 @@ class Session:
             yield
         self._channel.randomness.outside()
 
+    def _make_updates(self) -> Updates:
+        reducer, size = None, self._assignment.dp_size
+        if size > 1:
+            ordered = is_ordered(self._config.reduction, size)
+            reducer = Reducer(self.groups["data"], self._contributions, ordered=ordered)
+        return Updates(
+            self._config,
+            reducer,
+            self._faults,
+            ties=Ties(self._channel, self.groups["pipeline"]),
+            channel=self._channel,
+            check=self._member.check,
+            groups_whole=self._communicator.check_whole,
+        )
+
     def _make_audit(self) -> Audit | None:
         if self.replicas == 1 or not may_copy(self._config.strategy):
             return None
@@ -524,3 +522,14 @@ def _check_device(device: torch.device, backend: Backend) -> None:
     if device.type != backend.device.type:
         here = f"{backend.device.type.upper()} ({backend.name})"
         raise UsageError(f"device {device}: this version recovers {here} pipelines only")
+
+
+def _checked_store(checkpoint_dir: str, rank: int, member: Member) -> CheckpointStore:
+    """Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without."""
+    store = CheckpointStore(checkpoint_dir, rank, member)
+    try:
+        store.check()
+    except UsageError:
+        if not member.replaces_another():
+            raise
+    return store
