@@ -49,6 +49,8 @@ ERRORS_MAX = 10
 """So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
 SOON_S = 0.05
 """How long a View waits for more that is new, if the state is as it was: n ranks that join are not n Views for each."""
+TOLD_PER_S = 1024
+"""... and longer, if so many watchers would be told of it in a second."""
 SHOWN_S = 5.0
 """How long a View may name a rank as waited for that has reported, or is ready: to show each at once would wake all."""
 JOBS_MAX = 1024
@@ -453,7 +455,8 @@ class Driver:
             self._wake(row.job)
         elif row.job not in self._waking:
             self._waking.add(row.job)
-            asyncio.get_running_loop().call_later(SOON_S, self._wake, row.job)
+            watchers = len(self._watchers.get(row.job, ()))
+            asyncio.get_running_loop().call_later(max(SOON_S, watchers / TOLD_PER_S), self._wake, row.job)
 
     def _wake(self, name: str) -> None:
         """All that watch the job look at its newest View."""

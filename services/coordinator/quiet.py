@@ -1,14 +1,19 @@
 """QuietSelector: whether an event loop has caught up with what has come.
 
 A lease must not run out while the heartbeat that renews it lies unread. A loop that has waited for a while, with
-nothing to do, had read everything before; one that was never idle may be behind, by any time.
+nothing to do, had read everything before; one that was never idle may be behind, by any time. So may one on a machine
+with too much to do: what looks like waiting for a message is waiting for a processor then, which Linux counts.
 """
 
 import selectors
 import time
+from pathlib import Path
 
 QUIET_S = 0.002
 """Longer than it takes a thread of gRPC to hand over what it has read."""
+STARVED = 0.25
+"""Part of the time that a thread has waited for a processor."""
+_SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 class QuietSelector(selectors.DefaultSelector):
@@ -17,6 +22,7 @@ class QuietSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self._was_quiet = True
+        self._asked_at, self._queued_s = time.monotonic(), _queued_s()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
@@ -29,4 +35,14 @@ class QuietSelector(selectors.DefaultSelector):
     def caught_up(self) -> bool:
         """Whether it has been so since this was asked last."""
         was_quiet, self._was_quiet = self._was_quiet, False
-        return was_quiet
+        before_at, before_s = self._asked_at, self._queued_s
+        self._asked_at, self._queued_s = time.monotonic(), _queued_s()
+        return was_quiet and self._queued_s - before_s <= STARVED * (self._asked_at - before_at)
+
+
+def _queued_s() -> float:
+    """How long this thread has waited for a processor, ever; 0 where the kernel does not say."""
+    try:
+        return int(_SCHEDULED.read_text().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0

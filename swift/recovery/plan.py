@@ -41,6 +41,9 @@ from swift.recovery.refusals import Refusals
 from swift.recovery.strategies import TABLE, Way, may_replay, permitted
 from swift.recovery.types import Checkpoints, PlanConfig, Report, Strategy, StreamSummary
 
+NAMED_MAX = 64
+"""Ranks, or stages, that a reason names: every rank of a job is told it."""
+
 Ways = Mapping[int, Way]
 """rank -> how it gets to the version from where it may have to replay."""
 
@@ -270,10 +273,12 @@ class _Situation:
         return f", but the ranks of {self._name(members)} reach no version together"
 
     def _reached(self, reach: Reach) -> str:
-        return "; ".join(
+        named = [
             f"{self._name([group])}: {_listed(sorted(reach.of_group(group), reverse=True)) or 'none'}"
-            for group in self._groups
-        )
+            for group in self._groups[:NAMED_MAX]
+        ]
+        more = len(self._groups) - len(named)
+        return "; ".join(named) + (f"; and {more} more" if more else "")
 
     def _name(self, members: Sequence[tuple[int, ...]]) -> str:
         """Of stage groups that recover together, or of one."""
@@ -318,5 +323,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _listed(numbers: Sequence[int]) -> str:
+    more = len(numbers) - NAMED_MAX
+    return ", ".join(map(str, numbers[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,52 @@
+"""Whether a loop has caught up: idle for a moment, and not kept from running."""
+
+import asyncio
+import time
+
+import pytest
+
+from services.coordinator import quiet
+from services.coordinator.quiet import QUIET_S, QuietSelector
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the thread has waited for a processor."""
+    seconds = [0.0]
+    monkeypatch.setattr(quiet, "_queued_s", lambda: seconds[0])
+    return seconds
+
+
+def run_on(selector: QuietSelector, *works: float) -> list[bool]:
+    """Whether it had caught up after each: so many seconds of work without a break, or of sleep (negative)."""
+
+    async def main() -> list[bool]:
+        selector.caught_up()
+        found = []
+        for seconds in works:
+            until = time.monotonic() + abs(seconds)
+            if seconds < 0:
+                await asyncio.sleep(-seconds)
+            while time.monotonic() < until:
+                await asyncio.sleep(0)  # there is always something to do
+            found.append(selector.caught_up())
+        return found
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        return runner.run(main())
+
+
+def test_a_loop_that_is_never_idle_has_not_caught_up(queued: list[float]) -> None:
+    assert run_on(QuietSelector(), 0.05, -10 * QUIET_S, 0.05) == [False, True, False]
+
+
+def test_a_thread_that_waits_for_a_processor_has_not_caught_up(queued: list[float]) -> None:
+    selector = QuietSelector()
+    assert run_on(selector, -0.02) == [True]
+    queued[0] += 100.0
+    assert not selector.caught_up()
+
+
+def test_the_kernel_says_how_long_a_thread_has_waited() -> None:
+    before = quiet._queued_s()
+    assert 0.0 <= before <= quiet._queued_s()
