@@ -37,7 +37,7 @@ class Writing:
 
     def __init__(self, address: str, job: str):
         self.writer = open_writer([address], job, GENERATION, name=job)
-        self._capture = capture_for(self.writer, torch.device("cpu"))
+        self._capture = capture_for(self.writer, torch.get_default_device())
         self.writer.await_ready()
 
     def log(self, stream: str, key: RecordKey, tensor: Tensor) -> None:
