@@ -16,7 +16,6 @@ _APPENDED = ("fenced", "log_servers", "log_places", "runs")
 _LONG: tuple[Any, ...] = (*_BY_RANK, *_APPENDED, "groups_from", "plan")
 _NUMBERS = {name: pb.View.DESCRIPTOR.fields_by_name[name].number for name in _LONG}
 RANKS_MAX = 1 << 16
-_REPLAYS = (pb.REPLAY, pb.CATCH_UP)
 
 
 def whole(view: pb.View, *, reads_log: bool = True) -> pb.ViewUpdate:
@@ -82,16 +81,6 @@ def applied(update: pb.ViewUpdate, old: pb.View | None) -> pb.View | None:
         else:
             getattr(view, name).extend([*getattr(old, name), *getattr(update.view, name)])
     return view
-
-
-def log_readers(plan: pb.Plan) -> set[int]:
-    """The ranks that read anything of the log by this plan: they replay, or help with a replay."""
-    found = {rank for help in plan.help for rank in (help.owner, *help.helpers)}
-    return found | {
-        entry.rank
-        for entry in plan.ranks
-        if entry.strategy in _REPLAYS or entry.from_version < plan.target_version
-    }
 
 
 def _short(view: pb.View) -> pb.View:

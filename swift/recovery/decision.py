@@ -113,6 +113,12 @@ class Plan:
         return {r.rank: r.from_version for r in self.ranks if r.from_version < self.target_version}
 
     @property
+    def log_readers(self) -> frozenset[int]:
+        """The ranks that read the log, of other ranks' streams: they replay, or help with a replay."""
+        helping = {rank for help in self.help for rank in (help.owner, *help.helpers)}
+        return frozenset(helping.union(self.replayed_from))
+
+    @property
     def copies(self) -> tuple[RankPlan, ...]:
         """Of the ranks that copy another one's state, in the order in which all take part in them."""
         return tuple(sorted((r for r in self.ranks if r.policy.begins is Begins.COPY), key=lambda r: r.rank))

@@ -3,7 +3,7 @@
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
-from swift.control.updates import RANKS_MAX, applied, between, log_readers, whole
+from swift.control.updates import RANKS_MAX, applied, between, whole
 
 RANKS = 1024
 
@@ -50,13 +50,6 @@ def test_a_plan_is_told_by_what_it_says_and_not_by_ranks() -> None:
     assert between(after, later).ByteSize() < 32
     assert applied(between(after, later), after) == later
     assert applied(between(later, before), later) == before
-
-
-def test_whoever_replays_or_helps_reads_the_log() -> None:
-    plan = plan_of(3)
-    assert log_readers(plan) == {3}
-    plan.help.add(owner=3, helpers=[5, 7])
-    assert log_readers(plan) == {3, 5, 7}
 
 
 @pytest.mark.parametrize("known", [None, view_of(4), view_of(6)])

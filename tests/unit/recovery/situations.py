@@ -22,7 +22,7 @@ from swift.recovery import (
 )
 from tests.unit.recovery.runs import is_inside, name, recovery_groups
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
 NEWEST = 6
 
 

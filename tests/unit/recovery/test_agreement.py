@@ -27,7 +27,7 @@ from tests.unit.recovery.situations import (
     situations,
 )
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
 AUTO = PlanConfig()
 AT_10 = Checkpoints(versions=(0, 10))
 

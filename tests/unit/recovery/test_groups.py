@@ -19,7 +19,7 @@ from swift.recovery import (
     plan,
 )
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
 AT_10 = Checkpoints(versions=(0, 10))
 PAIRS = RecoveryGroups.parse("0-1,2-3")
 

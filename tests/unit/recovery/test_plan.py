@@ -17,7 +17,7 @@ from swift.recovery import (
     plan,
 )
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
 
 
 def reports(*versions: int | None) -> list[Report]:

@@ -8,7 +8,7 @@ from swift.recovery import STRATEGIES, Help, Plan, RankPlan, Report, Strategy
 from swift.recovery.strategies import TABLE, Begins, permitted, refused_with
 from swift.runtime.strategies import TABLE as RESTORES
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
 TARGET = 7
 
 
@@ -64,6 +64,7 @@ class TestWhatFollowsFromAPlan:
         )
         assert plan.replayed_from == {0: 5, 2: 6}
         assert plan.reads_log
+        assert plan.log_readers == {0, 2}
         assert plan.collective_sources == (3, 1)
         assert plan_of((KEEP, TARGET)).collective_sources == ()
 
@@ -105,4 +106,5 @@ class TestWhatFollowsFromAPlan:
         shared = Help(owner=0, helpers=(2,), until=TARGET)
         plan = plan_of((REPLAY, 5), (KEEP, TARGET), (KEEP, TARGET), help=(shared,))
         assert [plan.help_of(rank) for rank in range(3)] == [shared, None, shared]
+        assert plan.log_readers == {0, 2}
         assert plan.predicted_s(0) is None
