@@ -106,7 +106,7 @@ def test_commands_in_the_text_exist(document: Path) -> None:
 
 @every_document
 def test_scripts_that_are_called_exist(document: Path) -> None:
-    called = re.findall(r"(?:^|[\s`])scripts/(\w+)", document.read_text(), flags=re.MULTILINE)
+    called = re.findall(r"(?:^|[\s`])scripts/(\w+(?:\.\w+)?)", document.read_text(), flags=re.MULTILINE)
     assert [name for name in called if not (ROOT / "scripts" / name).exists()] == []
 
 
