@@ -9,15 +9,23 @@ from pathlib import Path
 from tests.compat.environment import ROOT, Environment
 
 SUITE = (
-    "tests/unit/runtime",
-    "tests/unit/optim",
-    "tests/unit/launch",
-    "tests/unit/checkpoint",
+    "tests/unit/launch/test_command.py",
+    "tests/unit/optim/test_journal.py",
+    "tests/unit/optim/test_native.py",
+    "tests/unit/optim/test_undo.py",
+    "tests/unit/runtime/test_copy_pipeline.py",
+    "tests/unit/runtime/test_groups.py",
+    "tests/unit/runtime/test_loaders.py",
+    "tests/unit/runtime/test_rng.py",
+    "tests/unit/runtime/test_shapes.py",
+    "tests/unit/runtime/test_sharded.py",
+    "tests/unit/runtime/test_shared_replay_stages.py",
+    "tests/unit/runtime/test_signs.py",
+    "tests/unit/runtime/test_state.py",
+    "tests/unit/runtime/test_torch_names.py",
     "tests/integration/test_communicator.py",
-    "tests/integration/test_groups.py",
-    "tests/integration/test_shared_replay.py",
 )
-TRAINERS = ("ddp", "fsdp2", "pipeline_interleaved", "pipeline_eval")
+TRAINERS = ("ddp", "fsdp2", "pipeline_eval")
 DRILLS = {
     "pipeline": (),
     "zbv": ("--schedule", "zbv"),
