@@ -8,27 +8,18 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from swift.arguments import Parser
-from swift.drill import faults, html, regroup, report, run
-from swift.drill.config import (
-    DATA_PARALLEL,
-    IMPLEMENTATIONS,
-    MODELS,
-    OPTIMIZERS,
-    REDUCTIONS,
-    UNDOS,
-    UPDATES,
-    DrillConfig,
-)
+from swift.drill import faults, html, options, regroup, report, run
+from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, show
-from swift.drill.topology import SCHEDULES, Topology, schedule_name
+from swift.drill.topology import Topology
 from swift.errors import ServiceError, SwiftError, UsageError
-from swift.recovery import STRATEGIES
 from swift.recovery.groups import RecoveryGroups
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
@@ -54,7 +45,6 @@ reduce is the middle of a step's gradient reduction (needs --replicas); update t
 
 exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or the environment, 130 interrupted
 """
-DEFAULT_KILL = "rank=2,step=17,microbatch=3,phase=backward"
 SPACE_NEEDED_MB = {"tiny": 64, "default": 512, "paced": 64}
 
 
@@ -73,118 +63,18 @@ def make_parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--stages", type=int, default=4, metavar="P", help="pipeline ranks (default %(default)s)")
-    add("--replicas", type=int, default=1, metavar="D", help="of every stage (default %(default)s)")
-    add("--steps", type=int, default=30, metavar="N", help="optimizer steps (default %(default)s)")
-    add("--microbatches", type=int, default=8, metavar="M", help="per step and replica (default %(default)s)")
-    add("--schedule", default="1f1b", metavar="NAME", help=f"{', '.join(SCHEDULES)} (default %(default)s)")
-    add("--kill", action="append", metavar="SPEC", help=f"a fault, see below (default: {DEFAULT_KILL})")
-    add("--random-kills", type=int, metavar="N", help="that many ranks, at coordinates that --seed decides")
-    add("--strategy", default="auto", metavar="NAME", help=f"{', '.join(STRATEGIES)} (default %(default)s)")
-    add(
-        "--groups",
-        default="",
-        metavar="RUNS",
-        help="stages that recover together, between which alone the log is kept, such as 0-1,2-3 (default: none)",
-    )
-    add(
-        "--regroup",
-        action="append",
-        metavar="SPEC",
-        help="other ones from a step on: step=8,groups=0-1,2-3 or step=8,storage-cap=BYTES (by a plan); with until=12 "
-        "or by=12 behind the step training waits there until they are asked for, or in force",
-    )
-    add("--seed", type=int, default=0, metavar="S", help="of everything random (default %(default)s)")
-    add("--log-servers", type=int, default=1, metavar="N", help="as if on N machines (default %(default)s)")
-    add("--copies", type=int, default=1, metavar="C", help="of every record (default %(default)s)")
-    add("--spares", type=int, default=1, metavar="N", help="warm spare processes (default %(default)s)")
-    add("--helpers", type=int, default=0, metavar="N", help="ranks that share a replay (default %(default)s)")
-    add("--model", default="default", metavar="NAME", help=f"{', '.join(MODELS)} (default %(default)s)")
-    add("--checkpoint-every", type=int, default=10, metavar="K", help="steps (default %(default)s)")
-    _add_updates(parser)
-    add(
-        "--paranoid",
-        action="store_true",
-        help="compute the first step, and the one after every recovery, twice from one state, and compare",
-    )
-    add("--secure", action="store_true", help="over mutual TLS, with tokens, all made for this drill")
-    add("--json", type=Path, metavar="PATH", help="write the report there")
-    add("--html", type=Path, metavar="PATH", help="write the report as a page there")
-    add("--directory", type=Path, metavar="DIR", help="keep everything of both runs there (must be empty)")
-    add("--keep", action="store_true", help="keep the temporary directory (it is kept if the drill fails)")
-    add(
-        "--twin",
-        type=Path,
-        metavar="DIR",
-        help="the failure-free run to compare with: used if it is finished there, else made there",
-    )
+    options.add_to(parser)
     return parser
-
-
-def _add_updates(parser: Parser) -> None:
-    """From gradients to parameters, and back."""
-    group = parser.add_argument_group("updates")
-    for flag, default, known, what in (
-        ("--updates", "after_backward", UPDATES, "when buckets of gradients are applied"),
-        ("--data-parallel", "session", DATA_PARALLEL, "who averages gradients over replicas"),
-        ("--reduction", "auto", REDUCTIONS, "order of additions; auto: by replica from three replicas on"),
-        ("--undo", "exact", UNDOS, "how a half-applied step is taken back"),
-        (
-            "--optimizer",
-            "adamw",
-            tuple(OPTIMIZERS),
-            "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum",
-        ),
-        (
-            "--optimizer-implementation",
-            "",
-            IMPLEMENTATIONS,
-            "torch's version of it (default: torch's choice)",
-        ),
-    ):
-        shown = f"{what}: {', '.join(known)}" + (" (default %(default)s)" if default else "")
-        group.add_argument(flag, default=default, metavar="NAME", help=shown)
 
 
 def parse(argv: Sequence[str]) -> DrillConfig:
     """The drill that is asked for. UsageError, in one line, for whatever cannot be."""
-    args = make_parser().parse_args(argv)
-    topology = Topology(
-        pipeline_ranks=args.stages,
-        replicas=args.replicas,
-        steps=args.steps,
-        microbatches=args.microbatches,
-        schedule=schedule_name(args.schedule),
-        checkpoint_every=args.checkpoint_every,
-    )
-    updates = args.updates.lower().replace("-", "_")
-    return DrillConfig(
-        topology=topology,
-        faults=_faults(args, topology, updates),
-        strategy=args.strategy.lower(),
-        groups=_groups(args.groups),
-        regroups=tuple(regroup.parse(spec) for spec in args.regroup or ()),
-        seed=args.seed,
-        spares=args.spares,
-        helpers=args.helpers,
-        log_servers=args.log_servers,
-        copies=args.copies,
-        model=args.model.lower(),
-        updates=updates,
-        data_parallel=args.data_parallel.lower(),
-        optimizer=args.optimizer.lower(),
-        optimizer_implementation=args.optimizer_implementation.lower(),
-        undo=args.undo.lower(),
-        reduction=args.reduction.lower(),
-        paranoid=args.paranoid,
-        secure=args.secure,
-        json_path=args.json,
-        html_path=args.html,
-        directory=args.directory,
-        keep=args.keep,
-        twin=args.twin,
-    )
+    given = options.given(make_parser().parse_args(argv))
+    topology = Topology(**{field.name: given.pop(field.name) for field in fields(Topology)})
+    given["groups"] = _groups(given["groups"])
+    given["regroups"] = tuple(regroup.parse(spec) for spec in given["regroups"])
+    given["faults"] = _faults(given["faults"], given.pop("random_kills"), topology, given)
+    return DrillConfig(topology=topology, **given)
 
 
 def _groups(text: str) -> RecoveryGroups:
@@ -194,18 +84,20 @@ def _groups(text: str) -> RecoveryGroups:
         raise UsageError(f"--{error}") from None
 
 
-def _faults(args: argparse.Namespace, topology: Topology, updates: str) -> tuple[faults.Fault, ...]:
+def _faults(
+    specs: Sequence[str], random_kills: int | None, topology: Topology, given: Mapping[str, Any]
+) -> tuple[faults.Fault, ...]:
     """Those that were given, and the random ones; without either, the default."""
-    given = tuple(faults.parse(spec) for spec in args.kill or ())
-    if args.random_kills is None:
-        return given or (default_kill(topology),)
-    if args.random_kills < 1:
-        raise UsageError(f"--random-kills must be at least 1, not {args.random_kills}")
-    return given + faults.random_kills(args.random_kills, topology, args.seed, updates, given)
+    chosen = tuple(faults.parse(spec) for spec in specs)
+    if random_kills is None:
+        return chosen or (default_kill(topology),)
+    if random_kills < 1:
+        raise UsageError(f"--random-kills must be at least 1, not {random_kills}")
+    return chosen + faults.random_kills(random_kills, topology, given["seed"], given["updates"], chosen)
 
 
 def default_kill(topology: Topology) -> faults.RankFault:
-    """`DEFAULT_KILL`, or what is most like it in a smaller drill: late, and not right behind a checkpoint."""
+    """`options.DEFAULT_KILL`, or what is most like it in a smaller drill: late, and not right behind a checkpoint."""
     step = min(17, topology.steps * 17 // 30)
     if step > 1 and step % topology.checkpoint_every == 0:
         step -= 1

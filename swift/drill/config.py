@@ -4,41 +4,22 @@ import json
 import platform
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from swift.drill import faults as fault_specs
-from swift.drill import sizes
+from swift.drill import options
 from swift.drill.faults import Fault
+from swift.drill.options import DEFAULTS, OPTIMIZERS, Reach
 from swift.drill.regroup import Regroup
 from swift.drill.regroup import check as check_regroups
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
-from swift.recovery import STRATEGIES
 from swift.recovery.groups import RecoveryGroups
 
-MODELS = tuple(sizes.MODELS)
-UPDATES = ("after_backward", "wait_free")
-DATA_PARALLEL = ("session", "ddp")
-UNDOS = ("exact", "arithmetic", "preimage")
-REDUCTIONS = ("auto", "ordered", "fast")
-IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
-# name -> torch's versions of it; none of those that are the project's own
-OPTIMIZERS = {
-    "adamw": IMPLEMENTATIONS,
-    "sgd": IMPLEMENTATIONS,
-    "amsgrad": IMPLEMENTATIONS,
-    "adam": IMPLEMENTATIONS,
-    "adagrad": IMPLEMENTATIONS,
-    "rmsprop": ("for-loop", "foreach"),
-    "adadelta": ("for-loop", "foreach"),
-    "nadam": ("for-loop", "foreach"),
-    "radam": ("for-loop", "foreach"),
-    "lamb": (),
-    "lion": (),
-}
 TOKEN_LIFETIME_S = 4.0
 """Of `--secure`: the run's ranks rest for longer than this once, and every connection's token has expired."""
 
@@ -49,67 +30,48 @@ class DrillConfig:
 
     topology: Topology
     faults: tuple[Fault, ...]
-    strategy: str = "auto"
+    strategy: str = DEFAULTS["strategy"]
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
     """Stages that recover together; empty: every rank by itself."""
     regroups: tuple[Regroup, ...] = ()
     """Other ones while the job runs."""
-    seed: int = 0
-    log_servers: int = 1
+    seed: int = DEFAULTS["seed"]
+    log_servers: int = DEFAULTS["log_servers"]
     """Each as if on a machine of its own."""
-    copies: int = 1
+    copies: int = DEFAULTS["copies"]
     """Of every record, on as many log servers."""
-    spares: int = 1
+    spares: int = DEFAULTS["spares"]
     """Warm spare processes the launcher keeps."""
-    model: str = "default"
-    updates: str = "after_backward"
-    data_parallel: str = "session"
+    model: str = DEFAULTS["model"]
+    updates: str = DEFAULTS["updates"]
+    data_parallel: str = DEFAULTS["data_parallel"]
     """Who averages gradients over replicas: the session, or "ddp": torch's DistributedDataParallel."""
-    optimizer: str = "adamw"
-    optimizer_implementation: str = ""
+    optimizer: str = DEFAULTS["optimizer"]
+    optimizer_implementation: str = DEFAULTS["optimizer_implementation"]
     """Empty: torch's choice."""
-    undo: str = "exact"
-    reduction: str = "auto"
-    helpers: int = 0
+    undo: str = DEFAULTS["undo"]
+    reduction: str = DEFAULTS["reduction"]
+    helpers: int = DEFAULTS["helpers"]
     """So many ranks help to replay a lost stage."""
-    paranoid: bool = False
+    paranoid: bool = DEFAULTS["paranoid"]
     """The first step of every generation is computed twice, and compared."""
-    secure: bool = False
+    secure: bool = DEFAULTS["secure"]
     """Over mutual TLS, and with tokens."""
-    json_path: Path | None = None
-    html_path: Path | None = None
-    directory: Path | None = None
+    json_path: Path | None = DEFAULTS["json_path"]
+    html_path: Path | None = DEFAULTS["html_path"]
+    directory: Path | None = DEFAULTS["directory"]
     """Where everything of the run is kept; None: a temporary directory, removed at the end."""
-    keep: bool = False
+    keep: bool = DEFAULTS["keep"]
     """Keep the temporary directory as well."""
-    twin: Path | None = None
+    twin: Path | None = DEFAULTS["twin"]
     """Directory of a failure-free run to compare with: used if finished there, made there if not."""
 
     def __post_init__(self) -> None:
-        for flag, value, known in (
-            ("model", self.model, MODELS),
-            ("strategy", self.strategy, STRATEGIES),
-            ("updates", self.updates, UPDATES),
-            ("data-parallel", self.data_parallel, DATA_PARALLEL),
-            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
-            ("optimizer-implementation", self.optimizer_implementation, ("", *IMPLEMENTATIONS)),
-            ("undo", self.undo, UNDOS),
-            ("reduction", self.reduction, REDUCTIONS),
-        ):
-            if value not in known:
-                raise UsageError(f"unknown --{flag} {value!r}: one of {', '.join(filter(None, known))}")
-        if not 0 <= self.helpers <= 64:
-            raise UsageError(f"--helpers must be 0 to 64, not {self.helpers}")
+        options.check(self._values())
         if self.paranoid and self.updates == "wait_free":
             raise UsageError(
                 "--paranoid: with --updates wait_free half a step is applied before it is compared"
             )
-        if not 0 <= self.spares <= 64:
-            raise UsageError(f"--spares must be 0 to 64, not {self.spares}")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"--seed must be 0 to 2**63 - 1, not {self.seed}")
-        if not 1 <= self.log_servers <= 16:
-            raise UsageError(f"--log-servers must be 1 to 16, not {self.log_servers}")
         copies_max = min(COPIES_MAX, self.log_servers)
         if not 1 <= self.copies <= copies_max:
             raise UsageError(
@@ -200,40 +162,17 @@ class DrillConfig:
             return True
         return self.reduction == "ordered" or (self.reduction == "auto" and self.topology.replicas > 2)
 
+    def _values(self) -> dict[str, Any]:
+        """Of all options, by the fields that hold them."""
+        return {
+            field.name: getattr(part, field.name) for part in (self.topology, self) for field in fields(part)
+        }
+
     def arguments(self) -> list[str]:
         """The command line that makes this configuration, without where its results go."""
-        words = [*self._shape_arguments(), "--model", self.model, "--seed", str(self.seed)]
-        words += ["--spares", str(self.spares), "--strategy", self.strategy]
-        if self.groups.starts:
-            words += ["--groups", str(self.groups)]
-        for regroup in self.regroups:
-            words += ["--regroup", str(regroup)]
-        if self.topology.replicas > 1:
-            words += ["--undo", self.undo]
-        if self.helpers:
-            words += ["--helpers", str(self.helpers)]
-        if self.paranoid:
-            words.append("--paranoid")
-        if self.secure:
-            words.append("--secure")
-        if self.log_servers > 1:
-            words += ["--log-servers", str(self.log_servers), "--copies", str(self.copies)]
-        for fault in self.faults:
-            words += ["--kill", str(fault)]
-        return words
-
-    def _shape_arguments(self) -> list[str]:
-        """What both the drill and its trainer take, in the same words."""
-        shape = self.topology
-        words = ["--stages", shape.pipeline_ranks, "--replicas", shape.replicas, "--steps", shape.steps]
-        words += ["--schedule", shape.schedule, "--microbatches", shape.microbatches]
-        words += ["--checkpoint-every", shape.checkpoint_every, "--optimizer", self.optimizer]
-        if self.optimizer_implementation:
-            words += ["--optimizer-implementation", self.optimizer_implementation]
-        if shape.replicas > 1:
-            words += ["--updates", self.updates, "--data-parallel", self.data_parallel]
-            words += ["--reduction", self.reduction]
-        return [str(word) for word in words]
+        values = self._values()
+        kills = {"faults": values.pop("faults")}
+        return [*options.words(values, *Reach), *options.words(kills, Reach.DRILL)]
 
     def rerun(self) -> str:
         """The exact command, for a shell."""
@@ -241,13 +180,12 @@ class DrillConfig:
 
     def trainer_arguments(self) -> list[str]:
         """What the trainer of the drill is started with; the same for the failure-free twin."""
-        return [*self._shape_arguments(), "--model", self.model, "--seed", str(self.seed)]
+        return options.words(self._values(), Reach.BOTH)
 
     def recovery_arguments(self) -> list[str]:
         """What the trainer of the run with faults gets besides: how to recover changes no bit of the twin."""
         rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
-        helpers = ["--helpers", str(self.helpers), "--groups", str(self.groups)]
-        return ["--strategy", self.strategy, "--undo", self.undo, *helpers, *rest]
+        return [*options.words(self._values(), Reach.RUN), *rest]
 
     def identity(self) -> dict[str, object]:
         """What two runs must share for their digests to be comparable."""

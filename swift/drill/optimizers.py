@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from swift.drill.config import OPTIMIZERS
+from swift.drill.options import OPTIMIZERS
 from swift.optim.lamb import Lamb
 from swift.optim.lion import Lion
 

@@ -15,14 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import swift
 from swift import events
-from swift.drill.config import (
-    DATA_PARALLEL,
-    IMPLEMENTATIONS,
-    OPTIMIZERS,
-    REDUCTIONS,
-    UNDOS,
-    UPDATES,
-)
+from swift.drill import options
 from swift.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.optimizers import make_optimizer
 from swift.drill.sizes import MODELS
@@ -54,24 +47,8 @@ def make_schedule(name: str, stages: list[Any], microbatches: int) -> Any:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains the drill's transformer; started by swift-ft drill.")
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--schedule", default="1f1b", choices=[*SINGLE, *LOOPED, *V_SHAPED])
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="default", choices=list(MODELS))
-    parser.add_argument("--checkpoint-every", type=int, default=10)
+    options.add_trainers_to(parser)
     parser.add_argument("--codec", default="none", choices=CODECS)
-    parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--groups", default="")
-    parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
-    parser.add_argument("--optimizer-implementation", default="", choices=["", *IMPLEMENTATIONS])
-    parser.add_argument("--updates", default="after_backward", choices=UPDATES)
-    parser.add_argument("--data-parallel", default="session", choices=DATA_PARALLEL)
-    parser.add_argument("--reduction", default="auto", choices=REDUCTIONS)
-    parser.add_argument("--undo", default="exact", choices=UNDOS)
-    parser.add_argument("--helpers", type=int, default=0, help="ranks that help to replay a stage")
     parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
     return parser.parse_args(argv)
 

@@ -39,9 +39,9 @@ class Environment:
         python = place / "bin" / "python"
         # pip prefers the CPU build of the same version, where an index or a directory that it knows has one.
         _pip(python, f"torch=={pair.torch}")
-        constraints = place / "constraints.txt"
-        constraints.write_text(constraints())
-        _pip(python, "-c", str(constraints), *requirements())
+        pinned = place / "constraints.txt"
+        pinned.write_text(constraints())
+        _pip(python, "-c", str(pinned), *requirements())
         # Not refused by what pyproject.toml says: whether that can be said is what is tried here.
         _pip(python, "--no-deps", "--no-build-isolation", "--ignore-requires-python", "-e", str(ROOT))
         return cls(python=python, build=_build(python))

@@ -48,7 +48,8 @@ def refusal(environment: Environment) -> str:
         return "the import does not end"
     if done.returncode == 0:
         return ""
-    return (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return last.removeprefix("swift.errors.ServiceError: ")
 
 
 def suite(environment: Environment, output: Path) -> dict[str, int]:

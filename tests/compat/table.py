@@ -1,6 +1,7 @@
 """What came of each pair of versions."""
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ WORKS = "works"
 FAILS = "fails"
 REFUSED = "refused"
 UNAVAILABLE = "not to be had"
+_REASON_MAX = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,8 @@ def markdown(rows: Sequence[Row]) -> str:
         cells = [row.torch, row.python, row.build]
         cells.append(f"{row.suite['passed']}, {row.suite['failed']}" if row.suite else "")
         cells += [_good(row.trainers, "ok"), _good(row.drills, "PASS")]
-        cells += [f"{row.verdict}: {row.reason}" if row.reason else row.verdict, row.date]
+        reason = textwrap.shorten(row.reason, _REASON_MAX, placeholder=" …")
+        cells += [f"{row.verdict}: {reason}" if reason else row.verdict, row.date]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

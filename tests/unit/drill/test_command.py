@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from swift.drill import command, faults
-from swift.drill.command import DEFAULT_KILL, parse
+from swift.drill.command import parse
+from swift.drill.options import DEFAULT_KILL
 from swift.errors import UsageError
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from swift.drill.config import OPTIMIZERS
 from swift.drill.optimizers import make_optimizer
+from swift.drill.options import OPTIMIZERS
 
 
 @pytest.mark.parametrize(
