@@ -43,7 +43,7 @@ class Environment:
         pinned.write_text(constraints())
         _pip(python, "-c", str(pinned), *requirements())
         # Not refused by what pyproject.toml says: whether that can be said is what is tried here.
-        _pip(python, "--no-deps", "--no-build-isolation", "--ignore-requires-python", "-e", str(ROOT))
+        _pip(python, "--no-deps", "--ignore-requires-python", "-e", str(ROOT))
         return cls(python=python, build=_build(python))
 
 
