@@ -47,6 +47,8 @@ class Reach(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
+    """One option of the drill's command line, and what it means for the run."""
+
     name: str
     """Without the dashes."""
     help: str = ""

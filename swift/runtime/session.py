@@ -65,7 +65,7 @@ class Session:
     ):
         self.rank = rank
         """This process's number among all ranks, from 0; one that replaces a lost one has the same."""
-        world_size = self.world_size = len(assignment.slots)
+        self.world_size = len(assignment.slots)
         """Ranks of the job."""
         self._backend = default_backend(self._service_ports)
         self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
@@ -126,7 +126,7 @@ class Session:
         _torch.before_pickling(self._gate.pickles)
         self._crossing = Crossing(self._channel, self._updates, self.groups)
         self._end_metrics = self._show_metrics(member.client.job)
-        member.join(world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine)
+        member.join(self.world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine)
         self._engine.form()
 
     @classmethod
