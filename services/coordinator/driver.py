@@ -4,7 +4,7 @@ It works in turns: the commands that have come since the last one are taken, wha
 one transaction, and then it is published, log servers are asked, and all commands are answered. A turn ends with a
 transition, so each state is durable and seen by itself. Nothing is taken while the store writes.
 
-Log servers are asked in threads; what they answer comes back as commands.
+Log servers are asked beside it (`questions`); what they answer comes back as commands.
 """
 
 import asyncio
@@ -12,8 +12,7 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,12 +22,12 @@ from services.coordinator.apart import Apart
 from services.coordinator.command_checks import is_stale
 from services.coordinator.commands import Refusal
 from services.coordinator.core import Job
-from services.coordinator.fencing import RESETS, Call, to_fence, to_give_up, used_anew
 from services.coordinator.lives import starts_again
-from services.coordinator.logs import Answered, GenerationRefused, JobForgotten, LogControl, Unfit
+from services.coordinator.logs import LogControl
 from services.coordinator.meeting import Meetings
 from services.coordinator.messages_text import waiting_for
 from services.coordinator.parts import ROOT, by_job, row_key
+from services.coordinator.questions import Questions
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.sharing import Sharing
 from services.coordinator.snapshot import JobSnapshot
@@ -37,16 +36,10 @@ from services.coordinator.timing import Timing
 from services.coordinator.views import measurements_of, status_of, summary_of, view_of
 from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift.errors import ServiceError, UsageError
-from swift.recovery import StreamSummary
+from swift.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.05
-RETRY_LAST_S = 1.0
-TRIM_ATTEMPTS = 5
-ERRORS_MAX = 10
-"""So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
 SOON_S = 0.05
 """How long a View waits for more that is new, if the state is as it was: n ranks that join are not n Views for each."""
 TOLD_PER_S = 1024
@@ -68,10 +61,6 @@ class Unavailable(Exception):
 
 class TooMany(Exception):
     """A limit of this coordinator would be passed."""
-
-
-class _Overtaken(Exception):
-    """Nobody waits for the answer: a newer generation asks anew, or the job is over."""
 
 
 class NoSuchJob(Exception):
@@ -98,7 +87,6 @@ class Driver:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why this process must end: its memory is ahead of its disk."""
         self._store = store
-        self._logs = logs
         self._log_servers = log_servers
         self._copies = copies
         self._clock = clock
@@ -106,9 +94,7 @@ class Driver:
         """Whether all that had come was read, at some moment since this was asked last."""
         self._after_durable = after_durable
         self._jobs_max = jobs_max
-        # Calls may hang until their timeout: what a recovery waits for does not queue behind a question about space.
-        self._threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="logs")
-        self._pollers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="space")
+        self._questions = Questions(logs, self.apply, self._fail)
         self._jobs: dict[str, Job] = {}
         self._revisions: dict[str, int] = {}
         """Of the part of each job that is written with all others: the store's."""
@@ -125,8 +111,6 @@ class Driver:
         self._waking: set[str] = set()
         """Jobs whose watchers will be woken soon."""
         self._watchers: dict[str, set[asyncio.Event]] = {}
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """(job, kind) -> what is asked of the log servers; a newer question replaces the older one."""
         self._looked_at_logs: dict[str, float] = {}
         self._sharing: dict[str, Sharing] = {}
         self.apart = Apart()
@@ -200,9 +184,9 @@ class Driver:
         """Whether the log servers are there, and how much room they have: asked all the time."""
         name, now = job.row.job, self._clock()
         due = now - self._looked_at_logs.get(name, -math.inf) >= self.timing.space_s
-        if not job.row.state.is_over and due and (name, "space") not in self._tasks:
+        if not job.row.state.is_over and due and not self._questions.under_way(name, "space"):
             self._looked_at_logs[name] = now
-            self._ask(job, "space", self._space(job, job.row.generation))
+            self._questions.ask(job, "space", self._questions.space(job, job.row.generation))
 
     def _show_who_is_late(self, job: Job) -> None:
         shown, at = self._views[job.row.job], self._shown_at.get(job.row.job, -math.inf)
@@ -217,14 +201,11 @@ class Driver:
                 changed.set()
         for sharing in self._sharing.values():
             sharing.end()
-        for task in self._tasks.values():
-            task.cancel()
+        self._questions.stop()
         for _, answer in self._queue:
             if not answer.done():
                 answer.set_exception(Unavailable(STOPS))
         self._queue.clear()
-        for pool in (self._threads, self._pollers):
-            pool.shutdown(wait=False, cancel_futures=True)
 
     # --- for the servicer ---
 
@@ -423,6 +404,7 @@ class Driver:
         if self._stopping:
             return
         published: set[str] = set()
+        asks = self._questions
         for job, effect in effects:
             match effect:
                 case m.Persist():
@@ -434,13 +416,13 @@ class Driver:
                 case m.Emit():
                     events.emit(effect.event, **effect.fields)
                 case m.FenceLogs():
-                    self._ask(job, "fence", self._fence(job, effect.generation))
+                    asks.ask(job, "fence", asks.fence(job, effect.generation))
                 case m.FetchInventory():
-                    self._ask(job, "inventory", self._inventory(job, effect.generation))
+                    asks.ask(job, "inventory", asks.inventory(job, effect.generation))
                 case m.ResetLogs():
-                    self._ask(job, "reset", self._reset(job, effect.generation))
+                    asks.ask(job, "reset", asks.reset(job, effect.generation))
                 case m.TrimLogs():
-                    self._ask(job, "trim", self._trim(job, effect.below_step))
+                    asks.ask(job, "trim", asks.trim(job, effect.below_step))
 
     def _publish(self, row: JobRow) -> None:
         before = self._views.get(row.job)
@@ -463,178 +445,6 @@ class Driver:
         self._waking.discard(name)
         for changed in self._watchers.get(name, ()):
             changed.set()
-
-    def _ask(self, job: Job, kind: str, question: Coroutine[None, None, None]) -> None:
-        key = (job.row.job, kind)
-        older = self._tasks.get(key)
-        if older is not None:
-            older.cancel()
-        task = asyncio.get_running_loop().create_task(question)
-        self._tasks[key] = task
-        task.add_done_callback(lambda done: self._done(key, done))
-
-    def _done(self, key: tuple[str, str], task: "asyncio.Task[None]") -> None:
-        if self._tasks.get(key) is task:
-            del self._tasks[key]
-        if not task.cancelled():
-            error = task.exception()
-            if error is not None and not self.failed.done():
-                logger.error("asking the log servers (%s)", " ".join(key), exc_info=error)
-                self._fail(f"{type(error).__name__} in {' '.join(key)}: {error}")
-
-    # --- questions to log servers ---
-
-    async def _fence(self, job: Job, generation: int) -> None:
-        calls = self._calls(job, generation, to_fence(job))
-        if await self._ask_all(job, generation, calls) is not None:
-            await self.apply(job.row.job, m.LogsFenced(generation=generation))
-
-    async def _reset(self, job: Job, generation: int) -> None:
-        calls = self._calls(job, generation, to_give_up(job))
-        if await self._ask_all(job, generation, calls) is not None:
-            await self.apply(job.row.job, m.LogsReset(generation=generation))
-
-    def _calls(self, job: Job, generation: int, calls: Mapping[str, Sequence[Call]]) -> Callable[[str], None]:
-        name = job.row.job
-
-        def ask(address: str) -> None:
-            for call in calls[address]:
-                if call in RESETS:
-                    self._logs.reset(address, name, generation, RESETS[call])
-                else:
-                    self._logs.fence(address, name, generation, call is Call.FENCE_HELD)
-
-        return ask
-
-    async def _inventory(self, job: Job, generation: int) -> None:
-        name = job.row.job
-
-        def inventory(address: str) -> list[StreamSummary]:
-            return self._logs.inventory(address, name)
-
-        answers = await self._ask_all(job, generation, inventory)
-        if answers is not None:
-            await self.apply(name, m.InventoryTaken(generation=generation, servers=answers))
-
-    async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
-        """The answer of every log server in use; None: nobody needs it any more, or one refused the generation, and the
-        job has heard of it."""
-        refusals: list[GenerationRefused] = []
-        overtaken = False
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {
-                    address: group.create_task(self._until_answered(job, generation, address, call))
-                    for address in job.row.addresses()
-                }
-        except* GenerationRefused as errors:
-            refusals = [error for error in errors.exceptions if isinstance(error, GenerationRefused)]
-        except* _Overtaken:
-            overtaken = True
-        for refusal in refusals[:1]:
-            unfit = isinstance(refusal, Unfit)
-            await self._refused(job, generation, refusal.address, str(refusal), unfit=unfit)
-        if refusals or overtaken:
-            return None
-        return {address: task.result() for address, task in tasks.items()}
-
-    async def _until_answered(self, job: Job, generation: int, address: str, call: Callable[[str], T]) -> T:
-        """Asks for as long as the generation lasts: without its log servers a job cannot recover, and they may come
-        back. _Overtaken: they need not any more. Unfit: it is there, and answers with nothing but errors."""
-        name = job.row.job
-        pause_s = RETRY_FIRST_S
-        errors = 0
-        while True:
-            if job.row.generation != generation or job.row.state.is_over:
-                raise _Overtaken
-            try:
-                answer = await self._in_thread(lambda: call(address))
-            except GenerationRefused as refusal:
-                refusal.address = address
-                raise
-            except JobForgotten:
-                await self._begin_anew(job, generation, address)
-                raise _Overtaken from None
-            except ServiceError as error:
-                await self.apply(
-                    name, m.LogsBlocked(generation=generation, address=address, reason=str(error))
-                )
-                errors = errors + 1 if isinstance(error, Answered) else 0
-                if errors >= ERRORS_MAX:
-                    unfit = Unfit(f"{error} ({errors} times in a row)")
-                    unfit.address = address
-                    raise unfit from None
-                await asyncio.sleep(pause_s)
-                pause_s = min(RETRY_LAST_S, 2 * pause_s)
-            else:
-                await self.apply(name, m.LogHeard(address=address))
-                await self.apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
-                return answer
-
-    async def _in_thread(self, call: Callable[[], T], pool: ThreadPoolExecutor | None = None) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool or self._threads, call)
-
-    async def _space(self, job: Job, generation: int) -> None:
-        """A server that does not answer is asked again soon enough: nothing waits for this."""
-        name = job.row.job
-        granted = job.row.granted  # before it is asked: one that has just come may not know the job yet
-
-        async def one(address: str) -> None:
-            try:
-                space = await self._in_thread(
-                    lambda: self._logs.space(address, name, generation), self._pollers
-                )
-            except Unfit as unfit:
-                await self._refused(job, generation, address, str(unfit), unfit=True)
-                return
-            except ServiceError as error:
-                logger.info("log server %s does not say how much room it has: %s", address, error)
-                return
-            await self.apply(name, m.LogHeard(address=address))
-            if space.unknown and granted == generation:
-                await self._begin_anew(job, generation, address)
-            if space.wants_checkpoint:
-                await self.apply(
-                    name,
-                    m.LogsPressed(
-                        address=address,
-                        reason=space.wants_checkpoint,
-                        trimmed_below_step=space.trimmed_below_step,
-                    ),
-                )
-
-        async with asyncio.TaskGroup() as group:
-            for address in job.row.addresses():
-                group.create_task(one(address))
-
-    async def _refused(self, job: Job, generation: int, address: str, reason: str, *, unfit: bool) -> None:
-        await self.apply(
-            job.row.job,
-            m.LogsRefused(generation=generation, reason=reason, address=address, unfit=unfit),
-        )
-
-    async def _begin_anew(self, job: Job, generation: int, address: str) -> None:
-        change = used_anew(job, generation, address)
-        if change is not None:
-            await self.apply(job.row.job, change)
-
-    async def _trim(self, job: Job, below_step: int) -> None:
-        """A few times only: the next checkpoint trims again, and records too many do no harm."""
-        name = job.row.job
-
-        async def one(address: str) -> None:
-            for attempt in range(TRIM_ATTEMPTS):
-                try:
-                    await self._in_thread(lambda: self._logs.trim(address, name, below_step))
-                except ServiceError as error:
-                    events.emit("trim_failed", job=name, address=address, reason=str(error))
-                    await asyncio.sleep(RETRY_FIRST_S * 2**attempt)
-                else:
-                    return
-
-        async with asyncio.TaskGroup() as group:
-            for address in job.row.addresses():
-                group.create_task(one(address))
 
 
 def _persists(effect: m.Effect) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from services.coordinator import commands as m
 from services.coordinator import driver as driver_module
+from services.coordinator import questions as questions_module
 from services.coordinator.apart import JobApart
 from services.coordinator.driver import Driver, NoSuchJob, Unavailable
 from services.coordinator.fencing import EMPTIED_WHEN_NEW
@@ -76,7 +77,7 @@ async def test_a_newer_generation_does_not_wait_for_the_older_fence(
 
 
 async def asks_no_more(driver: Driver) -> None:
-    await until(lambda: not driver._tasks)
+    await until(lambda: not driver._questions._tasks)
 
 
 @scenario
@@ -162,7 +163,7 @@ async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_fo
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver_module, "ERRORS_MAX", 3)
+        patch.setattr(questions_module, "ERRORS_MAX", 3)
         await lose_rank_0(driver)
         await view_with(driver, lambda view: view.state == pb.PLANNING)
         logs.troubles["l1"] = Answered("log server l1: INTERNAL: a bug")
@@ -325,13 +326,13 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     logs.spaces["l1"] = JobSpace(0, "", unknown=True)
     logs.gate.clear()
     await driver.join("j", join())
-    asked = asyncio.create_task(driver._space(driver._jobs["j"], 1))
+    asked = asyncio.create_task(driver._questions.space(driver._jobs["j"], 1))
     # Asked before anybody has fenced it: it cannot know the job.
     await until(lambda: any(call[:2] == ("space", "l1") for call in logs.calls))
     logs.gate.set()
     await asked
     await run_to_running(driver)
-    await driver._space(driver._jobs["j"], 1)
+    await driver._questions.space(driver._jobs["j"], 1)
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
     assert view.generation == 2
     assert view.reason == "log server l1 is lost: it has come back without this job's records"
@@ -342,7 +343,7 @@ async def test_a_log_server_that_has_forgotten_the_job_begins_anew(
     ]
     assert sorted(view.log_copies[0].servers) == ["l0", "l1"]
     assert ("reset", "l1", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
-    await driver._begin_anew(driver._jobs["j"], 1, "l1")  # late
+    await driver._questions._begin_anew(driver._jobs["j"], 1, "l1")  # late
     assert driver.generation_of("j") == 2
     driver.stop()
 

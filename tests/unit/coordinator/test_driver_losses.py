@@ -95,7 +95,7 @@ async def test_servers_that_come_back_empty_together_are_all_used_anew(
     driver = await driver_of(logs, store, copies=2)
     await run_to_running(driver)
     logs.forgotten = {"l0", "l1"}
-    await driver._space(driver._jobs["j"], 1)
+    await driver._questions.space(driver._jobs["j"], 1)
     await planning(driver, 3)
     lost = [address for address, gone in servers(driver)[:2] if gone]
     assert lost == ["l0", "l1"]
@@ -209,7 +209,7 @@ async def test_an_answer_from_before_its_first_fence_gives_no_server_up(
 
     logs.space, logs.reset = space, until_told  # type: ignore[method-assign]
     await driver.apply("j", m.ChangeLogServers(add="l2"))
-    question = asyncio.create_task(driver._space(driver._jobs["j"], 2))
+    question = asyncio.create_task(driver._questions.space(driver._jobs["j"], 2))
     await asyncio.sleep(0)  # it begins: nobody holds generation 2
     assert driver._jobs["j"].row.granted == 1
     reset.set()
@@ -230,11 +230,11 @@ async def test_servers_elsewhere_are_named_in_the_order_of_the_beginning(
     await run_to_running(first)
     for generation, address in ((2, "l0"), (3, "l0"), (4, "l1")):
         logs.forgotten = {address}
-        await first._space(first._jobs["j"], generation - 1)
+        await first._questions.space(first._jobs["j"], generation - 1)
         await planning(first, generation)
     assert servers(first) == [("l0", True), ("l1", True), ("l0", True), ("l0", False), ("l1", False)]
     logs.forgotten = {"l0"}
-    await first._space(first._jobs["j"], 4)
+    await first._questions.space(first._jobs["j"], 4)
     await planning(first, 5)
     assert servers(first)[-2:] == [("l1", False), ("l0", False)]
     first.stop()

@@ -1,6 +1,6 @@
 """torch's `dist._reconfigure` (2.14 and later) beside our own way to build a generation's group over gloo.
 
-    PYTHONPATH=. python scripts/reconfigure.py [ROUNDS]      with a torch that has it
+    python -m tests.compat.reconfigure [ROUNDS]      with a torch that has it
 
 Four ranks are processes on loopback. Measured per round, by the slowest rank, from a common start: the group is built,
 and its first small sum is over. Then: whether a reconfiguration frees a thread that waits in an operation of the group,
