@@ -397,8 +397,8 @@ class Job(Transitions):
             self.leases.start_afresh(now)
             self.places.start_afresh(now)
         elif behind:
-            self.leases.stand_still(now - looked)
-            self.places.stand_still(now - looked)
+            self.leases.stand_still(now - looked, now)
+            self.places.stand_still(now - looked, now)
         if self.row.state.is_over:
             return []
         late = self.leases.overdue(self._timing.lease_s, now)

@@ -42,9 +42,14 @@ class Leases(Generic[Who]):
         self._heard = dict.fromkeys(self._heard, now - self._stood_s)
         self._own = dict(self._heard)
 
-    def stand_still(self, seconds: float) -> None:
+    def stand_still(self, seconds: float, now: float) -> None:
         """The last `seconds` count for no lease: what came in them may not have been read."""
         self._stood_s += seconds
+        at = now - self._stood_s
+        for who in reversed(self._heard):
+            if self._heard[who] <= at:
+                break
+            self._heard[who] = at  # it was heard in that time: as if now
 
     def overdue(self, limit_s: float, now: float) -> dict[Who, str]:
         """Those whose lease has run out -> in words."""

@@ -46,8 +46,8 @@ class Places:
     def start_afresh(self, now: float) -> None:
         self._leases.start_afresh(now)
 
-    def stand_still(self, seconds: float) -> None:
-        self._leases.stand_still(seconds)
+    def stand_still(self, seconds: float, now: float) -> None:
+        self._leases.stand_still(seconds, now)
 
     def forget_all(self) -> None:
         """The row is given other servers, by which their numbers begin anew."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 QUIET_S = 0.002
 """Longer than it takes a thread of gRPC to hand over what it has read."""
-STARVED = 0.25
-"""Part of the time that a thread has waited for a processor."""
+BUSY = 0.9
+"""Part of the time in which a thread ran, or waited for a processor: it was never idle for long."""
 _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
@@ -22,7 +22,7 @@ class QuietSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self._was_quiet = True
-        self._asked_at, self._queued_s = time.monotonic(), _queued_s()
+        self._asked_at, self._ready_s = time.monotonic(), _ready_s()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
@@ -35,14 +35,14 @@ class QuietSelector(selectors.DefaultSelector):
     def caught_up(self) -> bool:
         """Whether it has been so since this was asked last."""
         was_quiet, self._was_quiet = self._was_quiet, False
-        before_at, before_s = self._asked_at, self._queued_s
-        self._asked_at, self._queued_s = time.monotonic(), _queued_s()
-        return was_quiet and self._queued_s - before_s <= STARVED * (self._asked_at - before_at)
+        before_at, before_s = self._asked_at, self._ready_s
+        self._asked_at, self._ready_s = time.monotonic(), _ready_s()
+        return was_quiet and self._ready_s - before_s <= BUSY * (self._asked_at - before_at)
 
 
-def _queued_s() -> float:
-    """How long this thread has waited for a processor, ever; 0 where the kernel does not say."""
+def _ready_s() -> float:
+    """How long this thread has run or waited for a processor, ever; 0 where the kernel does not say."""
     try:
-        return int(_SCHEDULED.read_text().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
+        return sum(map(int, _SCHEDULED.read_text().split()[:2])) * 1e-9
+    except (OSError, ValueError):
         return 0.0

@@ -29,8 +29,18 @@ def test_only_whoever_was_heard_least_lately_is_looked_at() -> None:
 
 def test_time_in_which_nothing_was_read_counts_for_none() -> None:
     leases = Leases([0], now=0.0)
-    leases.stand_still(50.0)
+    leases.stand_still(50.0, 50.0)
     assert leases.overdue(9.0, 58.0) == {}
     leases.hear(1, 58.0)
     assert leases.overdue(9.0, 60.0) == {0: "was silent for 10.0 s"}
     assert list(leases.overdue(9.0, 68.0)) == [0, 1]
+
+
+def test_whoever_was_heard_while_the_clock_stood_is_as_if_heard_now() -> None:
+    leases = Leases([0, 1], now=0.0)
+    leases.hear(0, 4.0)
+    leases.stand_still(5.0, 5.0)
+    leases.hear(1, 5.5)
+    assert [leases.age_s(who, 6.0) for who in (0, 1)] == [1.0, 0.5]
+    assert list(leases.overdue(9.0, 14.3)) == [0]
+    assert list(leases.overdue(9.0, 14.6)) == [0, 1]
