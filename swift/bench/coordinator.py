@@ -89,7 +89,9 @@ def measure(members: int) -> dict[str, Any]:
         used = cpu_s(pid)
         time.sleep(BEATS_S)
         beats = (cpu_s(pid) - used) / BEATS_S
-        recovery = phase(pid, processes, "recovery", lost=members // 2)
+        recovery = phase(
+            pid, processes, "recovery", **{"lost": members // 2, "from": checkpoint["generation"]}
+        )
     return {
         "members": members,
         "join_cpu_s": join["cpu_s"],

@@ -6,8 +6,8 @@ Ranks FIRST, FIRST + STEP, ... of so many members. Orders come on stdin, one a l
 
     {"order": "join"}                      all join; answered once all have seen RUNNING
     {"order": "checkpoint", "version": V}  all say that their shards are durable; once all have seen it complete
-    {"order": "recovery", "lost": RANK}    that one's exit is told, and it comes again as another process; once all
-                                           have seen RUNNING in a newer generation
+    {"order": "recovery", "lost": RANK, "from": G}    that one's exit is told, and it comes again as another process;
+                                           once all have seen RUNNING in a generation above G
 """
 
 import asyncio
@@ -47,8 +47,6 @@ class Fleet:
 
     async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         """Carries out one order (see above) with all members of this process, and says what they have seen of it."""
-        self.view_bytes = 0
-        generation = max(member.generation for member in self.members.values())
         match order["order"]:
             case "join":
                 for member in self.members.values():
@@ -61,9 +59,11 @@ class Fleet:
             case "recovery":
                 if order["lost"] in self.members:
                     await self.members[order["lost"]].die()
-                await self.until(lambda view: view.state == pb.RUNNING and view.generation > generation)
+                # What it was before is in the order: another process may have had its members recover by now.
+                await self.until(lambda view: view.state == pb.RUNNING and view.generation > order["from"])
         newest = max(member.generation for member in self.members.values())
-        return {"view_bytes": self.view_bytes, "generation": newest}
+        view_bytes, self.view_bytes = self.view_bytes, 0
+        return {"view_bytes": view_bytes, "generation": newest}
 
     async def until(self, condition: Callable[[pb.View], bool]) -> None:
         """Every member's View is such."""
