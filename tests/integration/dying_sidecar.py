@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift.log import link, link_core, ring, ring_writer, sidecar
+from swift.log import delivery, link, link_core, ring, ring_writer, sidecar
 from swift.log.ring import Word
 
 deaths = Path(os.environ["DIE_ONCE"])
@@ -77,7 +77,7 @@ ring.RingEntry.set_sequence = assign  # type: ignore[method-assign]
 original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")
-around(ring_writer.RingWriter, "_take", "before-take", "after-take")
+around(delivery.Delivery, "_take", "before-take", "after-take")
 around(link_core, "frames_message", "before-message", "after-message")
 around(link.Link, "_on_reply", "before-reply", "after-reply")
 around(ring_writer.RingWriter, "_learn", "before-learn", "after-learn")
