@@ -42,10 +42,12 @@ MODULES = {
 def make(tmp_path: Path) -> Iterator[Make]:
     nurseries = []
 
-    def make(preload: str = "json", on_unfit: Callable[[str], None] = print) -> Nursery:
+    def make(preload: str = "json", imports: str = "", on_unfit: Callable[[str], None] = print) -> Nursery:
         for name, text in MODULES.items():
             (tmp_path / f"{name}.py").write_text(text)
-        nurseries.append(Nursery(dict(os.environ), str(tmp_path), preload, on_unfit=on_unfit))
+        nurseries.append(
+            Nursery(dict(os.environ), str(tmp_path), preload, imports=imports, on_unfit=on_unfit)
+        )
         nurseries[-1].prepare()
         return nurseries[-1]
 

@@ -375,7 +375,7 @@ def test_a_communication_hook_is_refused_by_its_name() -> None:
 class Others:
     """A group of two replicas, of which the other one says what it is told to."""
 
-    ranks = (0, 1)
+    ranks = present = (0, 1)
 
     def __init__(self, change: Any) -> None:
         self._change = change

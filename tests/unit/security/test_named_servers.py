@@ -108,7 +108,7 @@ class Taker:
     def __init__(self) -> None:
         self.commands: list[m.Command] = []
 
-    def apply(self, _job: str, command: m.Command) -> None:
+    async def apply(self, _job: str, command: m.Command) -> None:
         self.commands.append(command)
 
 
