@@ -11,8 +11,8 @@ Facts, measured with torch 2.13, that this module is built on:
   the reductions that `tests/integration/test_groups.py` cuts hung within a dozen trials). So the trainer's thread never
   waits in gloo: a `Runner` does. The collectives are made of messages (`ordered`) for the same reason: gloo's own run
   in threads that its groups join.
-- A group that is built waits for connections that a dying peer never makes, without a socket that could be shut. So
-  building has a tight bound, and a runner waits for it as well.
+- A group that is built waits for connections that a dying peer never makes, without a socket that could be shut, and
+  for five times its timeout: gloo tries again. So a runner waits for it, and is left behind on an abort.
 - gloo takes the bound of a group's construction for its messages too. A notice ends a wait, so they get a long one.
 - gloo ends the whole process if `accept` fails on its listening socket, and if a message is larger than the buffer that
   waits for it.
