@@ -13,7 +13,7 @@ from swift import cli
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINE_COLUMNS_MAX = 120
-UNWRAPPED = ("benchmarks.md", "protocol.md")
+UNWRAPPED = ("benchmarks.md",)
 FOLDERS = ("swift", "services", "tests", "scripts", "docs", "examples", "proto")
 # Files that a run or an installation makes, by the names that documents give them.
 MADE = re.compile(r"_kernels_|_ring\.so|docs/compatibility")
