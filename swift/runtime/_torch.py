@@ -234,11 +234,10 @@ def is_transformed(tensor: torch.Tensor | None = None) -> bool:
 def clear_schedule(schedule: Any) -> None:
     """Forgets a half-done step. A successful step leaves all of these empty itself."""
     schedule._internal_losses.clear()
-    for name in ("fwd_recv_ops", "bwd_recv_ops"):
+    # A looped schedule's own. It notes which stages are gathered (FSDP2), which `reset_sharded` takes back.
+    for name in ("fwd_recv_ops", "bwd_recv_ops", "backward_counter", "unshard_ops", "unsharded_stages"):
         if hasattr(schedule, name):
             getattr(schedule, name).clear()
-    if hasattr(schedule, "backward_counter"):
-        schedule.backward_counter.clear()
     for stage in schedule_stages(schedule):
         versions.forget_reduction(stage)
         stage.clear_runtime_states()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift.errors import ServiceError, UsageError
@@ -193,6 +194,44 @@ def test_a_step_after_a_reset_is_a_first_step(
         grads.append([p.grad.to_local().clone() for p in parameters])
     for one, other in zip(*grads, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3])  # in a first forward another stage is still being gathered
+def test_a_looped_schedule_that_was_cut_short_gathers_its_stages_again(calls: int, mesh: DeviceMesh) -> None:
+    group = dist.new_group([dist.get_rank()])
+    grads = []
+    for cuts in (False, True):
+        modules = [module_on(mesh), module_on(mesh)]
+        stages = [PipelineStage(m, n, 2, torch.device("cpu"), group=group) for n, m in enumerate(modules)]
+        schedule = ScheduleInterleaved1F1B(stages, 2, loss_fn=nn.functional.mse_loss)
+        schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))  # stages have learned their shapes
+        if cuts:
+            _cut_at(calls, schedule, modules)
+            _torch.clear_schedule(schedule)
+            for module in modules:
+                _torch.reset_sharded(module)
+        for module in modules:
+            module.zero_grad()
+        schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+        grads.append([p.grad.to_local().clone() for module in modules for p in module.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+def _cut_at(calls: int, schedule: Any, modules: list[Any]) -> None:
+    """The schedule's step fails in the forward of a microbatch, after so many of them."""
+    left = [calls]
+
+    def die(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("connection")
+
+    handles = [module.register_forward_pre_hook(die) for module in modules]
+    with pytest.raises(RuntimeError):
+        schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    for handle in handles:
+        handle.remove()
 
 
 def test_a_module_that_has_not_run_needs_no_reset(mesh: DeviceMesh) -> None:
