@@ -63,7 +63,16 @@ def _pip(python: Path, *arguments: str) -> None:
     # An empty file of constraints takes the place of one that this machine's configuration may name.
     environment = os.environ | {"PIP_CONSTRAINT": os.devnull}
     done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments],
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-compile",
+            "--disable-pip-version-check",
+            *arguments,
+        ],
         env=environment,
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ class Row:
     date: str
     verdict: str
     reason: str = ""
-    """Of a verdict that is not `WORKS`, in one line."""
+    """In one line: of a verdict that is not `WORKS`, or what of it is refused."""
     build: str = ""
     suite: dict[str, int] = field(default_factory=dict)
     """passed, failed"""
@@ -29,13 +29,18 @@ class Row:
 
 
 def judged(suite: dict[str, int], trainers: dict[str, str], drills: dict[str, str]) -> tuple[str, str]:
-    """The verdict over a pair that could be tried, and its reason."""
+    """The verdict over a pair that could be tried, and its reason. What is refused does not fail."""
     wrong = [f"{suite['failed']} tests fail"] if suite["failed"] else []
     if not suite["failed"] and not suite["passed"]:
         wrong.append("no test ran")
-    wrong += [f"trainer {name}: {verdict}" for name, verdict in trainers.items() if verdict != "ok"]
+    wrong += [
+        f"trainer {name}: {verdict}" for name, verdict in trainers.items() if verdict not in ("ok", REFUSED)
+    ]
     wrong += [f"drill {name}: {verdict}" for name, verdict in drills.items() if verdict != "PASS"]
-    return (FAILS, "; ".join(wrong)) if wrong else (WORKS, "")
+    if wrong:
+        return FAILS, "; ".join(wrong)
+    refused = [name for name, verdict in trainers.items() if verdict == REFUSED]
+    return WORKS, f"{', '.join(refused)} refused" if refused else ""
 
 
 def read(path: Path) -> list[Row]:

@@ -33,6 +33,11 @@ def test_anything_else_fails_with_its_reason(
     assert table.judged(suite, trainers, drills) == (table.FAILS, reason)
 
 
+def test_what_is_refused_does_not_fail_but_is_named() -> None:
+    trainers = {"ddp": "ok", "fsdp2": table.REFUSED}
+    assert table.judged(SUITE, trainers, DRILLS) == (table.WORKS, "fsdp2 refused")
+
+
 def test_rows_are_kept_but_for_the_pair_that_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     rows = table.with_row([row("2.9.1"), row("2.13.0", verdict=table.FAILS)], row("2.13.0"))

@@ -15,10 +15,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swift.errors import ServiceError, UsageError
 from swift.optim.lamb import Lamb
 from swift.recovery import Assignment
-from swift.runtime import _torch, sharded
+from swift.runtime import _torch, _torch_versions, sharded
 from swift.runtime.backends.ordered import Alone
 from swift.runtime.groups import ReconfigurableGroup
 from tests.local_backend import LocalBackend
+
+pytestmark = pytest.mark.skipif(
+    not _torch_versions.RESETS_SHARDED, reason="swift refuses FSDP2 with this torch"
+)
 
 
 @pytest.fixture(scope="module")
