@@ -17,8 +17,8 @@ In a trainer::
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before grpc is imported anywhere. What a trainer forks (a DataLoader's workers) never calls it; its handlers of forks
-# cannot run while threads of ours are in it, and would say so at every fork.
+# Must be set before grpc is imported anywhere. Processes that a trainer forks (a DataLoader's workers) never call grpc.
+# Its fork handlers cannot run while our threads are in it, and would print a message at every fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:

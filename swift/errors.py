@@ -1,24 +1,24 @@
 """Every error that swift raises for its users.
 
 SwiftError
-├── UsageError                 bad input: says what to do; exit code 2
-│   └── UnknownJob             the log server, or the coordinator, knows no such job
+├── UsageError                 bad input; the message says what to do; exit code 2
+│   └── UnknownJob             the log server or the coordinator does not know the job
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
-│   ├── AccessDenied           a service does not take this process's token, or has none to take
-│   ├── JobSetApart            a service does nothing for this job: what it keeps of it is damaged
+│   ├── AccessDenied           a service does not accept this process's token, or got none
+│   ├── JobSetApart            a service's data of this job is damaged, so it does nothing for the job
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
-│       └── LogInterrupted     the wait was called off: a new generation is being formed
+│       └── LogInterrupted     the wait was ended, because a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
-├── NonFiniteLoss              a loss is not finite, and the trainer chose that this ends the job; exit code 1
+├── NonFiniteLoss              a loss is not finite, and the trainer's settings end the job; exit code 1
 ├── JobFailed                  the job cannot go on, for another rank's reason; exit code 1
-├── JoinRefused                the coordinator will not have this rank (fingerprint, configuration, holder)
+├── JoinRefused                the coordinator refuses this rank (fingerprint, configuration, holder)
 ├── LogError
 │   ├── StaleGeneration        an append under a fenced generation
 │   ├── RecordCorrupt          a checksum does not match: never replayed
 │   ├── RecordTrimmed          the step was trimmed: a checkpoint covers it
-│   ├── RecordInvalid          checksums match, but it makes no sense here (version, codec, size, shape)
+│   ├── RecordInvalid          checksums match, but the content is invalid (version, codec, size, shape)
 │   ├── RecordMissing          the record is not in the log and nobody will write it
-│   └── SequenceConflict       same key or sequence with other bytes
+│   └── SequenceConflict       the same key or sequence, with other bytes
 └── ReplayRefused              replay would not be exact: a regenerated send differs, or one of the LogErrors
     ├── Divergence             computed bits differ from the logged ones
     └── ReplicaDiffers         replicas hold different states, or what arrived is not what was sent
@@ -38,19 +38,20 @@ class UsageError(SwiftError):
 
 
 class UnknownJob(UsageError):
-    """The log server, or the coordinator, knows no such job."""
+    """The log server or the coordinator does not know the job."""
 
 
 class ServiceError(SwiftError):
-    """A service or the machine is not able to do it."""
+    """A service or the machine cannot do what was asked."""
 
 
 class AccessDenied(ServiceError):
-    """A service does not take this process's token: missing, expired, or of another job, role or generation."""
+    """A service does not accept this process's token: it is missing, has expired, or is for another job, role or
+    generation."""
 
 
 class JobSetApart(ServiceError):
-    """What a service keeps of the job is damaged: it does nothing for it, and serves the others."""
+    """A service's data of the job is damaged. It does nothing for this job, and serves the others."""
 
 
 class LogUnavailable(ServiceError):
@@ -58,11 +59,11 @@ class LogUnavailable(ServiceError):
 
 
 class LogInterrupted(LogUnavailable):
-    """Waiting for the log was called off, because a new generation is being formed."""
+    """A wait for the log was ended, because a new generation is being formed."""
 
 
 class Fenced(SwiftError):
-    """This process belongs to an older generation; somebody else holds its rank."""
+    """This process belongs to an older generation. Another process holds its rank."""
 
 
 class NonFiniteLoss(SwiftError):
@@ -78,17 +79,17 @@ class JobFailed(SwiftError):
 
 
 class JoinRefused(SwiftError):
-    """The coordinator will not have this rank. The message names both values that differ."""
+    """The coordinator refuses this rank. The message names both values that differ."""
 
     exit_code = 2
 
 
 class LogError(SwiftError):
-    """The log cannot serve what was asked."""
+    """The log cannot give what was asked for."""
 
 
 class StaleGeneration(LogError):
-    """An append under a generation that was fenced."""
+    """A record was appended under a generation that was fenced."""
 
 
 class RecordCorrupt(LogError):
@@ -96,11 +97,11 @@ class RecordCorrupt(LogError):
 
 
 class RecordTrimmed(LogError):
-    """The step asked for was trimmed. The message names the oldest step that is there."""
+    """The step that was asked for has been trimmed. The message names the oldest step that is there."""
 
 
 class RecordInvalid(LogError):
-    """Well-formed by its checksums, but of an unknown version, or its sizes and shape contradict each other."""
+    """A record's checksums match, but its version is unknown, or its sizes and shape contradict each other."""
 
 
 class RecordMissing(LogError):
@@ -108,28 +109,29 @@ class RecordMissing(LogError):
 
 
 class SequenceConflict(LogError):
-    """The same key or sequence number came with other bytes."""
+    """The log has a record with the same key or sequence number and other bytes."""
 
 
 class ReplayRefused(SwiftError):
-    """Replay would not be exact, so it is not done; the checkpoint stands behind."""
+    """A replay would not be exact, so it is not done. The checkpoint is restored instead."""
 
 
 class Divergence(ReplayRefused):
-    """Bits that were computed again differ from the logged ones."""
+    """The result of a computation that was done again differs from the logged one."""
 
 
 class ReplicaDiffers(ReplayRefused):
-    """Replicas hold different states, or what arrived is not what was sent. Names the ranks and a path."""
+    """Replicas hold different states, or a state was damaged on its way. The message names the ranks and a path."""
 
     def __init__(self, message: str, *, damaged: bool = False) -> None:
         super().__init__(message)
         self.damaged = damaged
-        """It was damaged on its way, which says nothing about the replicas."""
+        """The state was damaged on its way. The replicas themselves may be equal."""
 
 
 def is_difference(error: BaseException) -> bool:
-    """Something that was done again came out different. (What is damaged, or missing, is another matter.)"""
+    """Whether the error means that a computation done again had another result. Damaged or missing data do not
+    count."""
     if isinstance(error, ReplicaDiffers):
         return not error.damaged
     return isinstance(error, Divergence | SequenceConflict)

@@ -18,8 +18,8 @@ HEAD = """# API reference
 
 <!-- Made from docstrings by scripts/gen_api: change those. -->
 
-What a trainer uses: `import swift` (light; torch is imported with the first of these names). How a trainer is
-written stands in [trainers.md](trainers.md).
+These are the names that a trainer uses. `import swift` is light: torch is imported when one of them is first used.
+[trainers.md](trainers.md) describes how to write a trainer.
 """
 NAMES = ("Session", "SessionConfig")
 
@@ -99,7 +99,12 @@ def of_config(config: type) -> list[str]:
 
 
 def of_errors() -> list[str]:
-    lines = ["## Errors", "", "All are `swift.errors.SwiftError`: one line that says what to do.", ""]
+    lines = [
+        "## Errors",
+        "",
+        "All are subclasses of `swift.errors.SwiftError`. Each message is one line.",
+        "",
+    ]
     lines += ["| error | exit code | |", "|---|---|---|"]
     for name, value in vars(errors).items():
         if inspect.isclass(value) and issubclass(value, errors.SwiftError):

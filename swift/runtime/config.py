@@ -1,4 +1,4 @@
-"""What a session is told, and what all ranks of a job must agree on."""
+"""The settings of a session, and those that must be equal on all ranks of a job."""
 
 from dataclasses import dataclass
 
@@ -22,62 +22,66 @@ class SessionConfig:
     """Settings of one rank's session; those in `agreed` must be equal on all ranks."""
 
     seed: int = 0
-    """Root of all randomness in steps: of torch, `random` and numpy, inside the stages and outside."""
+    """The root of all randomness in steps: of torch, `random` and numpy, inside the stages and outside."""
     checkpoint_every: int = 100
-    """Optimizer steps between two checkpoints; the log holds what came after the newest complete one."""
+    """Optimizer steps between two checkpoints. The log holds the steps since the newest complete one."""
     strategy: str = "auto"
-    """How ranks get back after a failure: "auto" (a replica, else the log, else the
+    """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
     checkpoint), "replica", "replay", "checkpoint"."""
     groups: str = ""
-    """Recovery groups: runs of stages that fail and recover together, between which alone the log is kept, such as
-    "0-1,2-3". Empty: every rank by itself."""
+    """Recovery groups, such as "0-1,2-3": runs of stages that fail and recover together. Only what passes between
+    groups is logged. Empty: every rank is a group by itself."""
     replicas: int = 1
-    """Data-parallel replicas D of every stage; rank = (pipeline rank * D + replica) * shards + shard."""
+    """The number D of data-parallel replicas of every stage. rank = (pipeline rank * D + replica) * shards + shard."""
     shards: int = 1
-    """Ranks that share one replica's state (FSDP2 on `session.mesh`)."""
+    """The number of ranks that share one replica's state (FSDP2 on `session.mesh`)."""
     updates: str = "after_backward"
-    """When buckets are applied: "after_backward", or "wait_free": each as soon as it is reduced."""
+    """When the optimizer updates a bucket of parameters: "after_backward", or "wait_free" (as soon as it is
+    reduced)."""
     undo: str = "exact"
-    """How a wait-free step is taken back: "exact" (up to 3 bytes a parameter), "arithmetic" (no memory, not exact),
-    "preimage" (a copy of the buckets in flight)."""
+    """How a wait-free step is taken back: "exact" (keeps up to 3 bytes per parameter), "arithmetic" (keeps nothing, not
+    exact), "preimage" (keeps a copy of the buckets in flight)."""
     reduction: str = "auto"
-    """Order of additions: "fast" (the backend's), "ordered" (by `dp_rank`), "auto" (ordered from 3 ranks on)."""
+    """The order in which gradients are summed: "fast" (the backend's), "ordered" (by `dp_rank`), "auto" (ordered from 3
+    ranks on)."""
     bucket_bytes: int = 25 << 20
-    """Gradients that are reduced and applied together."""
+    """Bytes of gradients that are reduced and applied together."""
     measure_undo: bool = False
-    """Keep copies to tell an arithmetic undo's true error (drills)."""
+    """Keep copies that show the true error of an arithmetic undo (for drills)."""
     codec: str = "none"
-    """Codec of this rank's log streams: "none", "lz4" (zeros after ReLU), "bitshuffle" (floats), or "auto": by stream,
-    and only while it makes the way to the log faster."""
+    """The codec of this rank's log streams: "none", "lz4" (for zeros after ReLU), "bitshuffle" (for floats), or "auto"
+    (chosen for each stream, and only while it makes logging faster)."""
     log_fsync: str = ""
     """When a record of this rank counts as durable: "always" (after fdatasync), "interval" or "never" (after the
-    write). Empty: as the log server was started."""
+    write). Empty: the log server's own setting."""
     log_queue_bytes: int = 256 << 20
-    """Room for records that the log has not acknowledged, in shared memory; a larger record is refused."""
+    """Bytes of shared memory for records that the log has not acknowledged. A larger record is refused."""
     log_when_full: str = "block"
-    """When that room is used up: "block" (training waits for the log), or "drop" (it never does; what is not logged is
-    declared so, and a checkpoint is made soon: a failure before it is there costs what came since the one before)."""
+    """What happens when that memory is full: "block" (training waits for the log), or "drop" (training never waits).
+    With "drop", steps that were not logged are declared so, and a checkpoint is made soon. A failure before it is
+    complete costs the steps since the previous one."""
     helpers: int = 3
-    """So many other ranks, at most, help to replay each lost stage, if trainers call `Session.help_replay`. A recovery
-    group is replayed in copies: so many besides its own, each of as many ranks as the group has."""
+    """At most this many other ranks help to replay each lost stage, if trainers call `Session.help_replay`. A recovery
+    group is replayed in copies: at most this many besides its own, each with as many ranks as the group has."""
     last_checkpoint: bool = True
-    """Save the version at which the run ends: the job can be started again with more steps, and a rank that is lost
-    after the end comes back. False: the trainer saves the end by itself."""
+    """Save a checkpoint of the version at which the run ends. With it the job can be started again with more steps, and
+    a rank that is lost after the end can be restored. False: the trainer saves the end by itself."""
     paranoid: bool = False
-    """Compute the first step twice from one state, and again after every recovery, and compare inputs, losses, what is
-    sent and gradients. At the start a difference refuses the job; after a recovery it makes it not exact."""
+    """Compute the first step twice from one state, and do so after every recovery, and compare inputs, losses, sends
+    and gradients. If they differ at the start, the job is refused; after a recovery, it is reported as not exact."""
     non_finite_loss: str = "warn"
-    """What a loss that is nan or infinite does: "warn" (said where it begins), "fail" (the job ends, and may be started
-    again from its newest checkpoint), "ignore"."""
+    """What happens if a loss is nan or infinite: "warn" (a message at the first one), "fail" (the job ends, and may be
+    started again from its newest checkpoint), "ignore"."""
     metrics_listen: str = ""
-    """HOST:PORT (loopback) where this rank shows Prometheus metrics; a port other than 0 is counted up by the local
-    rank. Empty: what SWIFT_METRICS_LISTEN says, else nowhere."""
+    """HOST:PORT (loopback) where this rank shows Prometheus metrics. A port other than 0 is raised by the local rank.
+    Empty: the value of SWIFT_METRICS_LISTEN; without that, metrics are off."""
     suspicion_timeout_s: float = 30.0
-    """After a communication error without a notice from the coordinator, the error is the trainer's own."""
+    """How long a rank waits for the coordinator after a communication error. If no failure is announced by then, the
+    error is raised as the trainer's own."""
 
     replay_stall_s: float = 180.0
-    """A replay in which nothing moves for so long (the trainer waits for something that is not the session's) is given
-    up, and a checkpoint restored."""
+    """A replay that makes no progress for this long is given up, and a checkpoint is restored. (The trainer then waits
+    for something that the session does not know.)"""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 1:

@@ -1,4 +1,4 @@
-"""What ``swift-ft run`` has told this process by its environment."""
+"""The values that ``swift-ft run`` passes to a rank in its environment variables."""
 
 import os
 from dataclasses import dataclass
@@ -13,22 +13,23 @@ ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """What the environment of a rank says."""
+    """A rank's part in its job, from its environment variables."""
 
     rank: int
     """The number of its slot."""
     assignment: Assignment
-    """Of the full world."""
+    """Of the full world: no slot is vacant."""
     coordinator: str
     """host:port"""
     job: str
     incarnation: str
     checkpoint_dir: str
-    """The job's own: two jobs may share a directory."""
+    """The job's own folder in the directory of `--checkpoint-dir`, which jobs may share."""
 
 
 def from_environment(config: SessionConfig) -> Launched:
-    """Raises UsageError: it was not launched, or not for such a job."""
+    """Reads the environment. Raises UsageError: this process was not started by ``swift-ft run``, or `config` does not
+    fit the number of ranks."""
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         coordinator, job = os.environ["SWIFT_COORDINATOR"], os.environ["SWIFT_JOB"]

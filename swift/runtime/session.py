@@ -64,14 +64,14 @@ class Session:
         self, *, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
     ):
         self.rank = rank
-        """This process's number among all ranks, from 0; one that replaces a lost one has the same."""
+        """This process's number among all ranks, from 0. A process that replaces a lost rank has the same number."""
         self.world_size = len(assignment.slots)
-        """Ranks of the job."""
+        """The number of ranks in the job."""
         self._backend = default_backend(self._service_ports)
         self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
         self._gate = Gate()
         self.groups = groups_behind(self._gate, rank, assignment.process_groups(rank), self._backend)
-        """Process groups that outlive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
+        """Process groups that survive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
         (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
         everybody = self.groups["world"].ranks
         # The session's own: votes, copies.
@@ -133,12 +133,13 @@ class Session:
     def from_env(
         cls, *, seed: int = 0, checkpoint_every: int = 100, codec: str = "none", **settings: Any
     ) -> "Session":
-        """The session of the rank that ``swift-ft run`` made of this process.
+        """Makes the session of this process, which ``swift-ft run`` has started as a rank. Blocks until all ranks have
+        joined.
 
-        `seed`: root of all randomness in steps. `checkpoint_every`: steps between checkpoints.
-        `codec`: "none", "lz4", "bitshuffle" or "auto". Other settings: see `SessionConfig`. Blocks until all ranks
-        have joined.
-        Raises UsageError (not launched, bad setting), JoinRefused (another rank differs).
+        `seed`: the root of all randomness in steps. `checkpoint_every`: optimizer steps between checkpoints. `codec`:
+        "none", "lz4", "bitshuffle" or "auto". `settings`: see `SessionConfig`.
+        Raises UsageError (not started by ``swift-ft run``, or a wrong setting) and JoinRefused (another rank has other
+        settings, another machine or another world size).
         """
         settings.setdefault("paranoid", bool(os.environ.get(ENV_PARANOID)))
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
@@ -162,8 +163,8 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Leaves the job. Records that are not acked yet are given up: after an error nobody will replay them,
-        and after `run` there are none."""
+        """Leaves the job. Records that the log has not acknowledged are dropped: after an error no rank will replay
+        them, and after `run` there are none."""
         self._end_metrics()
         self._engine.close()
 
@@ -171,34 +172,35 @@ class Session:
 
     @property
     def replicas(self) -> int:
-        """D: how many ranks hold the same state."""
+        """D: the number of ranks that hold the same state."""
         return self._assignment.replicas
 
     @property
     def dp_rank(self) -> int:
-        """This rank's number among the data-parallel workers of its stage; each trains on batches of its own."""
+        """This rank's number among the data-parallel ranks of its stage. Each trains on batches of its own."""
         return self._slot.dp_rank
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel workers of a stage: replicas * shards."""
+        """The number of data-parallel ranks of a stage: replicas * shards."""
         return self._assignment.dp_size
 
     @property
     def pipeline_rank(self) -> int:
-        """This rank's place in its pipeline."""
+        """This rank's position in its pipeline, from 0."""
         return self._slot.stage_group
 
     @property
     def pipeline_ranks(self) -> int:
-        """Ranks in a pipeline."""
+        """The number of ranks in a pipeline."""
         return self._assignment.stage_groups
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """("replicate", "shard"), or ("shard",) with one replica, for ``fully_shard(module, mesh=session.mesh)``.
+        """The device mesh for ``fully_shard(module, mesh=session.mesh)``. Its dimensions are ("replicate", "shard"), or
+        ("shard",) with one replica.
 
-        It stays valid through failures. Shard a module before `pipeline_stage`, and make its optimizer after.
+        It stays valid through failures. Shard a module before `pipeline_stage`, and make its optimizer after that.
         """
         return sharded.device_mesh(self._assignment, self.groups)
 
@@ -212,10 +214,11 @@ class Session:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> LoggedPipelineStage:
-        """A `torch.distributed.pipelining.PipelineStage` whose boundaries are logged; `options` are torch's.
+        """Makes a `torch.distributed.pipelining.PipelineStage` whose boundaries are logged. `options` are torch's.
 
-        With replicas, the gradients of `module` are averaged over them before the optimizer's step, unless it
-        averages them itself (`session.ddp`, FSDP2 on `session.mesh`). Its group is this rank's pipeline.
+        The stage's group is this rank's pipeline. With replicas, the session averages the gradients of `module` over
+        them before the optimizer's step, unless `module` averages them itself (`session.ddp`, FSDP2 on
+        `session.mesh`). Raises UsageError: the device is not the backend's, or the stage does not fit the groups.
         """
         device = torch.device(device)
         _check_device(device, self._backend)
@@ -247,11 +250,12 @@ class Session:
             self._updates.ready_in_backward(stage)
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A whole model that is trained without a pipeline; returns the same module. There may be several (a GAN's).
+        """Registers a whole model that is trained without a pipeline, and returns the same module. There may be several
+        (a GAN's).
 
-        The gradients of `module` are averaged over the replicas before the optimizer's step, or while backward
-        goes on with updates='wait_free', unless it averages them itself (`session.ddp`, FSDP2 on `session.mesh`).
-        No schedule is needed.
+        The session averages the gradients of `module` over the replicas before the optimizer's step; with
+        updates='wait_free', while backward goes on. It does not if `module` averages them itself (`session.ddp`, FSDP2
+        on `session.mesh`). No schedule is needed.
         """
         if self.pipeline_ranks > 1:
             raise UsageError(
@@ -269,15 +273,17 @@ class Session:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes in here only add to the gradients of `session.module`; the last one comes outside."""
+        """Accumulates gradients: backward passes inside of this context only add to the gradients of `session.module`.
+        Run the last backward pass of a step outside of it."""
         with accumulating([stage for stage in self._state.stages if isinstance(stage, WholeModule)]):
             yield
 
     def ddp(self, module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        """`module` as a DistributedDataParallel over the replicas, for `pipeline_stage`; `options` are torch's.
+        """Wraps `module` as a DistributedDataParallel over the replicas, for `pipeline_stage`. `options` are torch's.
 
-        It differs from one that a trainer makes itself: its group is rebuilt under it after a failure, and its
-        buckets are never re-arranged after the first step (a replacement would arrange them in another step).
+        It differs from a DistributedDataParallel that a trainer makes itself in two ways. Its group is rebuilt under it
+        after a failure. And its buckets are never rearranged after the first step, because a replacement would
+        rearrange them in another step.
         """
         if self.replicas == 1:
             raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
@@ -290,7 +296,8 @@ class Session:
         return wrapped
 
     def adopt(self, stage: Any) -> Any:
-        """Makes a stage that exists already (built by `pipeline().build_stage`, say) a logged one."""
+        """Turns an existing stage (for example one that `pipeline().build_stage` has built) into a logged one, and
+        returns it."""
         _check_device(torch.device(getattr(stage, "device", self._backend.device)), self._backend)
         if stage.group is None and self.dp_size == 1:
             stage.group = self.groups["pipeline"]
@@ -303,40 +310,41 @@ class Session:
         return stage
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
-        """Tells the session of an optimizer; returns the same object. It must hold parameters of stages only.
+        """Registers an optimizer with the session, and returns the same object. It must hold parameters of stages only.
 
-        Its `step` is carried out bucket by bucket from here on, with the same bits. Make it after the stages.
+        From then on its `step` is carried out bucket by bucket, with the same bits. Make it after the stages.
         """
         self._state.add_optimizer(optimizer)
         return optimizer
 
     def tie(self, parameter: torch.nn.Parameter, ranks: Sequence[int]) -> None:
-        """This weight and those that the other `ranks` tie in the same call are one (an embedding and the head).
+        """Ties this weight to the weights that the other `ranks` pass in the same call (an embedding and the head).
 
-        `ranks`: the pipeline ranks whose stages have it, this one among them. They begin with the value of the first
-        of them, and their gradients are summed, in rank order, before the norm is taken or an optimizer steps; under
-        equal optimizers they stay equal. Call it on each of these ranks, in the same order, before `run`; the
-        gradients need no `all_reduce`, and `clip_grad_norm_` counts the weight once.
+        `ranks`: the pipeline ranks whose stages have the weight, this one among them. All begin with the first rank's
+        value. Their gradients are summed, in rank order, before the norm is taken or an optimizer steps. With equal
+        optimizers they stay equal. Call it on each of these ranks, in the same order, before `run`. The gradients need
+        no `all_reduce`, and `clip_grad_norm_` counts the weight once.
         """
         self._updates.tie(parameter, ranks)
 
     def help_replay(self, make_module: Callable[[int], torch.nn.Module]) -> None:
-        """Lets this rank help when another one's stage is replayed, instead of waiting for it.
+        """Lets this rank help when another rank's stage is replayed, instead of waiting for it.
 
-        ``make_module(stage_index)`` gives a new module of that stage on the CPU, as that stage's rank makes it for
-        `pipeline_stage`; its weights are overwritten. It must share nothing with this rank's own stages nor with what
-        it gave before, and keep no state outside of parameters and buffers. Pipelines without replicas are helped,
-        under torch's schedules (not ScheduleLoopedBFS); by so many ranks, at most, as `SessionConfig.helpers` says.
+        ``make_module(stage_index)`` returns a new module of that stage on the CPU, as that stage's rank makes it for
+        `pipeline_stage`. Its weights are overwritten. The module must share nothing with this rank's own stages or with
+        earlier modules of this function, and must keep no state outside of parameters and buffers. Replays are shared
+        in pipelines without replicas, under torch's schedules except ScheduleLoopedBFS, by at most
+        `SessionConfig.helpers` ranks.
         """
         self._engine.help_replay(make_module)
 
     def register(self, *, schedule: Any = None, **objects: Any) -> None:
-        """What a recovery must know besides: the pipeline schedule, and everything with a state of its own
-        that a step changes (LR scheduler, data loader, gradient scaler), under any name.
+        """Registers the other objects that a recovery must restore: the pipeline schedule, and everything with a state
+        of its own that a step changes (LR scheduler, data loader, gradient scaler), under any name.
 
-        The objects' state_dict is copied at every step, so keep it small. `loader` counts as data position.
-        Generators (of torch, `random`, numpy), lists, dicts and deques may be given as they are.
-        Raises UsageError for another object without state_dict and load_state_dict.
+        The objects' state_dict is copied at every step, so keep it small. `loader` counts as data position. Generators
+        (of torch, `random`, numpy), lists, dicts and deques may be passed as they are. Raises UsageError for any other
+        object without state_dict and load_state_dict.
         """
         if schedule is not None:
             if not isinstance(schedule, _torch.Schedule):
@@ -365,22 +373,23 @@ class Session:
             self._state.add_object(name, value)
 
     def transient(self, *names: str) -> None:
-        """Attributes of modules, and variables of the script, that need not outlive a failure, by their names.
+        """Names attributes of modules, and variables of the script, that need not survive a failure.
 
-        What a step changes in a module (the last loss, a map of attention) is otherwise a part of the rank's state.
-        For a variable of the script that a step changes (``count``, or ``trainer.count``), and that is not registered,
-        the job is otherwise called inexact after a failure.
+        By default, an attribute of a module that a step changes (the last loss, an attention map) is a part of the
+        rank's state. And by default, a job is reported as not exact after a failure if a step changes a variable of the
+        script (``count``, or ``trainer.count``) that is not registered.
         """
         self._state.beside.transient.update(names)
 
     def run(self, train_step: TrainStep, num_steps: int) -> None:
-        """Calls ``train_step(step)`` for every step below `num_steps` that is still to do.
+        """Calls ``train_step(step)`` for every step below `num_steps` that is still to do. Returns when all ranks have
+        done all steps.
 
-        `train_step` does one whole optimizer step. When a rank is lost it is cut short by an exception of
-        torch's, and called again with the step where the job goes on; a replacement calls it for the steps
-        that it replays as well (`replaying` is True then). Returns when all ranks have done all steps.
+        `train_step` does one whole optimizer step. When a rank is lost, an exception of torch's cuts it short, and it
+        is called again with the step where the job goes on. A replacement also calls it for the steps that it replays;
+        `replaying` is True then.
 
-        Variables of the script that `train_step` changes, and that are not registered, are said on standard error.
+        Variables of the script that `train_step` changes and that are not registered are named on standard error.
         """
         if num_steps < 0:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")
@@ -398,56 +407,61 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The step that is under way, which is also the number of updates done."""
+        """The number of the step under way. It equals the number of updates done."""
         return self._state.version
 
     @property
     def replaying(self) -> bool:
-        """True while a step is replayed from the log, which the lost rank had begun before: it may have reported its
-        metrics, or died before it could (`log` reports once). Also while it is rehearsed, with `paranoid`."""
+        """True while a step is replayed from the log. The lost rank had begun that step before, and may or may not have
+        reported its metrics (`log` reports them exactly once). Also True in the first computation of a step that
+        `paranoid` computes twice."""
         return self._channel.replaying or self._channel.rehearsing
 
     def log(self, **values: object) -> None:
-        """One line of JSON for this step, exactly once and in order, whatever fails, in `metrics/rank<R>.jsonl` of the
-        job's checkpoint directory. Numbers, strings and tensors of one number; several calls make one line.
+        """Writes one line of JSON for this step to `metrics/rank<R>.jsonl` in the job's checkpoint directory. Each
+        step's line is written exactly once and in order, whatever fails. Several calls in a step make one line.
 
-        Call it before `optimizer.step()`: what is given behind the update is lost with a rank that dies right there,
-        if a replica gives it that update. Raises UsageError for other values.
+        `values`: numbers, strings, and tensors of one number. Raises UsageError for others. Call it before
+        `optimizer.step()`. Values that are passed after the update may be lost: if the rank dies right there, it is
+        restored from a replica that has done the update, and does not run that code again.
         """
         self._engine.lines.add(values)
 
     def stop(self, reason: str = "") -> None:
-        """(inside a step) This step is the last one, for all ranks: it is done to its end, and `run` returns.
+        """(inside a step) Ends the job early: all ranks do this step to its end, and then `run` returns.
 
-        Any rank may call it: the last one of a pipeline, which has the loss, or all. But replicas of a stage must
-        decide alike: sum up over them what you decide by (`dist.all_reduce`). The job is FINISHED; started again with
-        as many steps it has nothing to do, with more it goes on. `reason` is for people.
+        Any rank may call it: only the last one of a pipeline, which has the loss, or all. Replicas of a stage must
+        decide alike, so sum over them what the decision depends on (`dist.all_reduce`). The job is then FINISHED. If
+        it is started again with the same number of steps, it has nothing to do; with more, it goes on. `reason` is for
+        people.
         """
         self._gate.check_in_step("session.stop")
         self._engine.ending.call(" ".join(reason.split()))
 
     def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None = None) -> torch.Tensor:
-        """The sum of `tensor` over the ranks of this rank's pipeline, as a new tensor; its result is logged.
+        """Returns the sum of `tensor` over the ranks of this rank's pipeline, as a new tensor of the same shape, and
+        logs it.
 
-        A replay has nobody to communicate with, and reads it from the log. So it does with torch's own functions that
-        give all ranks the same, `dist.all_reduce` and the like; others are refused. Summed in rank order, so the bits
-        do not depend on the algorithm of a backend. `name` is for messages. `ranks`: the pipeline ranks that take part,
-        of which this is one; all if left out.
+        A replay has no peers, so it reads the result from the log. The same holds for torch's own functions that give
+        all ranks the same result (`dist.all_reduce` and the like); others are refused. The sum is taken in rank order,
+        so its bits do not depend on a backend's algorithm. `name` appears in messages. `ranks`: the pipeline ranks that
+        take part, this one among them; by default all.
         """
         return self._crossing.all_reduce(tensor, name, ranks)
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """(inside a step) For a loss that the session does not see: a whole module's, taken outside of its forward.
+        """(inside a step) Checks a loss that the session does not see: that of a whole module, if it is computed
+        outside of the module's forward.
 
-        If it is not finite, `SessionConfig.non_finite_loss` says what follows.
+        If it is not finite, `SessionConfig.non_finite_loss` decides what happens.
         """
         self._engine.losses.look(self.step, "the loss", loss)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Averages the gradients of this optimizer over the replicas now, if that has not been done since it stepped.
+        """Averages this optimizer's gradients over the replicas now, unless that was done since its last step.
 
-        `clip_grad_norm_` and `optimizer.step()` do so by themselves; call it before anything else that looks at
-        gradients (a gradient scaler's `unscale_`). With several optimizers, name the one that is about to step.
+        `clip_grad_norm_` and `optimizer.step()` do this themselves. Call it before anything else that reads gradients
+        (a gradient scaler's `unscale_`). With several optimizers, pass the one that is about to step.
         """
         self._crossing.reduce_gradients(optimizer)
 
@@ -459,11 +473,12 @@ class Session:
         *,
         uncounted: Iterable[torch.nn.Parameter] = (),
     ) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over the parameters of all stages; returns the global norm.
+        """Does `torch.nn.utils.clip_grad_norm_` over the parameters of all stages, and returns the global norm.
 
-        Each rank gives its own parameters. With replicas, gradients are averaged over them first. The global norm
-        is a crossing collective: its result is logged. A weight that `tie` was told of counts once; of one that ranks
-        share otherwise, all but one of them name it in `uncounted`: it is clipped there, and left out of the norm.
+        Each rank passes its own parameters. With replicas, gradients are averaged over them first. The global norm is
+        a collective over all stages, and is logged. A weight that was passed to `tie` counts once. If ranks share a
+        weight in another way, all but one of them pass it in `uncounted`: there it is clipped, but left out of the
+        norm.
         """
         return self._crossing.clip_grad_norm_(parameters, max_norm, norm_type, uncounted)
 
