@@ -28,11 +28,11 @@ from swift.drill.sizes import ModelConfig
 from swift.drill.trainer import make_scheduler
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
-from swift.runtime.engine import Engine
 from swift.runtime.rng import Randomness
 from swift.runtime.script import Script
 from swift.runtime.stage import LoggedPipelineStage
 from swift.runtime.state import TrainerState
+from swift.runtime.step_runner import StepRunner
 from swift.runtime.updates import Updates
 from swift.runtime.witness import Witness
 
@@ -57,7 +57,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("randomness by counter", Randomness, "_set"),
     ("state kept for a step that is dropped", TrainerState, "begin_step end_step"),
     ("variables of the script", Script, "begin end look"),
-    ("loop of the session", Engine, "_step"),
+    ("loop of the session", StepRunner, "run"),
     (
         "stages that are logged",
         LoggedPipelineStage,
@@ -172,14 +172,11 @@ class UnderSession:
 
     def about(self) -> dict[str, Any]:
         """The process beside this one, if there is one."""
-        writer = self._session._engine._writer
-        return {"sidecar": None if writer is None else writer.pid}
+        return {"sidecar": self._session._engine.log.writer.pid}
 
     def drain(self) -> None:
         """What a slice has put into the ring is sent before another one begins."""
-        writer = self._session._engine._writer
-        assert writer is not None
-        writer.flush(FLUSH_S)
+        self._session._engine.log.writer.flush(FLUSH_S)
 
 
 def train(config: dict[str, Any], kind: type[Plain] | type[UnderSession]) -> None:

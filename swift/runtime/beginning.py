@@ -4,13 +4,12 @@ Either is this job's first checkpoint: whatever is lost from here on leads back 
 nothing is written, and nothing is needed any more once this returns.
 """
 
-from collections.abc import Callable
-
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import ServiceError, UsageError
 from swift.runtime.checkpointing import Saving
+from swift.runtime.evidence import write_every_version
 from swift.runtime.state import TrainerState
 
 
@@ -20,15 +19,13 @@ def begin(
     state: TrainerState,
     store: CheckpointStore,
     saving: Saving,
-    seen: Callable[[], None],
 ) -> None:
-    """(every rank, FORMING) Returns when the coordinator knows of the first checkpoint. `seen` is called with the state
-    that it is of."""
+    """(every rank, FORMING) Returns when the coordinator knows of the first checkpoint."""
     state.align()
     if view.from_job:
         _take(view.from_job, view.from_version, rank, state, store.of_job(view.from_job))
     state.present = True
-    seen()
+    write_every_version(state, rank)
     saving.save_first()
 
 

@@ -30,7 +30,7 @@ from swift.log.writers import Writer
 from swift.runtime.checkpointing import Saving
 from swift.runtime.early_checkpoint import flush_at_end
 from swift.runtime.member import Member
-from swift.runtime.restore import FLUSH_TIMEOUT_S, log_totals
+from swift.runtime.own_log import FLUSH_TIMEOUT_S, log_totals
 from swift.runtime.state import Stopped, TrainerState
 from swift.runtime.strategies.load import load_checkpoint
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from swift.runtime.stage import WholeModule
+from swift.runtime.whole_module import WholeModule
 
 Named = dict[str, torch.nn.Parameter]
 

@@ -1,21 +1,23 @@
 """What a rank tells of itself while it trains, in numbers: to its metrics, and to the coordinator."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 
 from swift.checkpoint.store import CheckpointStore
 from swift.log.stats import WriterStats
-from swift.log.writers import Writer
 from swift.recovery import RankMeasured
 from swift.runtime.channel import Channel
+from swift.runtime.own_log import OwnLog
 
 
-def progress(generation: int, version: int, vote_seconds: float, writer: Writer | None) -> dict[str, float]:
+def progress(generation: int, version: int, vote_seconds: float, log: OwnLog) -> dict[str, float]:
     """By the names of `metrics.Progress`."""
-    done: dict[str, float] = {"generation": generation, "version": version, "vote_seconds": vote_seconds}
-    if writer is not None:
-        done |= {**asdict(writer.stats), "queued_bytes": writer.queued_bytes}
-    return done
+    return {
+        "generation": generation,
+        "version": version,
+        "vote_seconds": vote_seconds,
+        **asdict(log.stats),
+        "queued_bytes": log.queued_bytes,
+    }
 
 
 class Measures:
@@ -25,12 +27,13 @@ class Measures:
         self._channel = channel
         self._store = store
         self._held_up = (0.0, 0)  # by the log, when it was looked at last
+        self.gradient_bytes: dict[int, int] = {}
+        """Of each stage; set by the trainer's thread before its first step."""
 
-    def now(self, writer: Writer | None, gradient_bytes: Mapping[int, int]) -> RankMeasured | None:
-        """What the rank's steps take."""
-        stats = writer.stats if writer is not None else WriterStats()
+    def now(self, stats: WriterStats) -> RankMeasured | None:
+        """What the rank's steps take. `stats`: of its log."""
         held_up = (stats.blocked_seconds, stats.dropped_records)
         full, self._held_up = held_up > self._held_up, held_up
         return self._channel.profile.measured(
-            gradient_bytes, self._store.saved, stats.pace_bytes_per_s or None, log_full=full
+            self.gradient_bytes, self._store.saved, stats.pace_bytes_per_s or None, log_full=full
         )

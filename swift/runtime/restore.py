@@ -23,6 +23,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.member import Member
+from swift.runtime.own_log import FLUSH_TIMEOUT_S, log_totals
 from swift.runtime.own_streams import OwnStreams
 from swift.runtime.pace import Pace
 from swift.runtime.shared_replay.helper import Helper, MakeModule
@@ -32,13 +33,6 @@ from swift.runtime.standstill import Standstill
 from swift.runtime.state import TrainerState
 from swift.runtime.strategies import TABLE
 from swift.runtime.strategies.restore import Site
-
-FLUSH_TIMEOUT_S = 60.0
-
-
-def log_totals(writer: Writer) -> dict[str, int]:
-    stats = writer.stats
-    return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
 
 
 class Restorer:

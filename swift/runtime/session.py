@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -17,38 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from swift import events
-from swift.checkpoint.store import CheckpointStore
 from swift.errors import UsageError
-from swift.names import ENV_LEAVE_VACANT, leaves_vacant
 from swift.recovery import Assignment
-from swift.recovery.groups import RecoveryGroups
-from swift.recovery.strategies import may_copy
-from swift.runtime import _torch, sharded
-from swift.runtime.audit import Audit
-from swift.runtime.backends import default_backend
-from swift.runtime.backends.base import Backend
-from swift.runtime.channel import Channel
-from swift.runtime.communicator import Communicator
+from swift.runtime import sharded
 from swift.runtime.config import SessionConfig
-from swift.runtime.crossing import Crossing
-from swift.runtime.differences import Differences
-from swift.runtime.engine import Engine, TrainStep
-from swift.runtime.faults import FaultInjector
 from swift.runtime.fingerprint import determinism_fingerprint
-from swift.runtime.gate import Gate, groups_behind
 from swift.runtime.gradients import accumulating
-from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.launched import from_environment
-from swift.runtime.lines import Lines
-from swift.runtime.losses import Losses
 from swift.runtime.member import Member
-from swift.runtime.rank_store import CoordinatorStores
-from swift.runtime.reducer import Reducer, is_ordered
-from swift.runtime.stage import LoggedPipelineStage, WholeModule, adopt, inferred_whole, logged_loss
-from swift.runtime.state import TrainerState
-from swift.runtime.ties import Ties
-from swift.runtime.updates import Updates
-from swift.runtime.witness import Witness, watch_forwards
+from swift.runtime.stage import LoggedPipelineStage
+from swift.runtime.step_runner import TrainStep
+from swift.runtime.wiring import Parts
 
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 ENV_PARANOID = "SWIFT_PARANOID"
@@ -67,67 +45,24 @@ class Session:
         """This process's number among all ranks, from 0. A process that replaces a lost rank has the same number."""
         self.world_size = len(assignment.slots)
         """The number of ranks in the job."""
-        self._backend = default_backend(self._service_ports)
-        self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
-        self._gate = Gate()
-        self.groups = groups_behind(self._gate, rank, assignment.process_groups(rank), self._backend)
+        parts = Parts.wired(rank, assignment, member, checkpoint_dir, config)
+        self.groups = parts.groups
         """Process groups that survive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
         (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
-        everybody = self.groups["world"].ranks
-        # The session's own: votes, copies.
-        self._all = ReconfigurableGroup("all", everybody, rank, self._backend, step=None, gate=None)
         self._config = config
         self._member = member
-        self._faults = FaultInjector(rank)
-        store = _checked_store(checkpoint_dir, rank, member)
-        self._communicator = Communicator(
-            self._backend,
-            rank,
-            groups=(*self.groups.values(), self._all),
-            default=self.groups["world"],
-            store_of=CoordinatorStores(member.client),
-        )
-        self._channel = Channel(
-            rank,
-            assignment,
-            config.seed,
-            self._backend.device,
-            self._faults,
-            lambda: self._communicator.store,
-            member.check,
-            self._communicator.check_whole,
-            RecoveryGroups.parse(config.groups),
-        )
-        losses = Losses(rank, config.non_finite_loss, self._channel)
-        differences = Differences(member.client)
-        witness = Witness(differences.say, lambda: self._communicator.broken is not None, losses.look)
-        self._channel.watch(witness)
-        self._updates = self._make_updates()
-        self._state = TrainerState(self._channel.randomness, self._updates, self.groups.get("replicate"))
-        self._state.iterators.install()
-        self._engine = Engine(
-            rank,
-            config,
-            member,
-            self._communicator,
-            self._channel,
-            self._state,
-            store,
-            self._faults,
-            self._all,
-            assignment,
-            witness=witness,
-            losses=losses,
-            differences=differences,
-            audit=self._make_audit(),
-            lines=Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl")),
-        )
-        self._gate.bind(self._channel, self._updates)
-        _torch.before_pickling(self._gate.pickles)
-        self._crossing = Crossing(self._channel, self._updates, self.groups)
+        self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
+        self._gate = parts.gate
+        self._channel, self._updates = parts.channel, parts.updates
+        self._state = parts.state
+        self._crossing = parts.crossing
+        self._model_parts = parts.model_parts
+        self._losses = parts.losses
+        self._lines = parts.lines
+        self._engine = parts.engine
         self._end_metrics = self._show_metrics(member.client.job)
         member.join(self.world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine)
-        self._engine.form()
+        self._engine.membership.form()
 
     @classmethod
     def from_env(
@@ -220,34 +155,9 @@ class Session:
         them before the optimizer's step, unless `module` averages them itself (`session.ddp`, FSDP2 on
         `session.mesh`). Raises UsageError: the device is not the backend's, or the stage does not fit the groups.
         """
-        device = torch.device(device)
-        _check_device(device, self._backend)
-        options.setdefault("group", self.groups["pipeline"])
-        stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
-        stage._attach(self._channel, self._updates)
-        self._add_stage(stage)
-        return stage
-
-    def _add_stage(self, stage: Any) -> None:
-        self._state.add_stage(stage)
-        mine = {self.rank: sorted({each.stage_index for each in self._state.stages})}
-        if problem := self._channel.groups.problem(stage.num_stages, mine):
-            raise UsageError(problem)
-        stage.groups = list(self.groups.values())
-        self._updates.reduced_elsewhere(sharded.sharded_parameters(stage.submod, self.groups))
-        if isinstance(stage.submod, DistributedDataParallel):
-            if stage.submod.process_group is not self.groups["data"]:
-                raise UsageError(
-                    "DistributedDataParallel over a group that is not made again after a failure; use "
-                    "session.ddp(module) in its place"
-                )
-            if leaves_vacant():
-                raise UsageError(
-                    f"{ENV_LEAVE_VACANT}: DistributedDataParallel divides by the ranks of a full world"
-                )
-            self._updates.reduced_elsewhere(stage.submod.parameters())
-        elif self._updates.wait_free:
-            self._updates.ready_in_backward(stage)
+        return self._model_parts.pipeline_stage(
+            module, stage_index, num_stages, torch.device(device), options
+        )
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Registers a whole model that is trained without a pipeline, and returns the same module. There may be several
@@ -257,25 +167,13 @@ class Session:
         updates='wait_free', while backward goes on. It does not if `module` averages them itself (`session.ddp`, FSDP2
         on `session.mesh`). No schedule is needed.
         """
-        if self.pipeline_ranks > 1:
-            raise UsageError(
-                f"session.module with {self.pipeline_ranks} pipeline ranks; give replicas={self.world_size}, or use "
-                "session.pipeline_stage"
-            )
-        for parameter in module.parameters():
-            if parameter.device.type != "meta":  # not materialised yet
-                _check_device(parameter.device, self._backend)
-        whole = WholeModule(module)
-        self._add_stage(whole)
-        watch_forwards(module, self._channel)
-        whole.seeded_by(self._channel.randomness, len(self._state.stages))
-        return module
+        return self._model_parts.module(module)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Accumulates gradients: backward passes inside of this context only add to the gradients of `session.module`.
         Run the last backward pass of a step outside of it."""
-        with accumulating([stage for stage in self._state.stages if isinstance(stage, WholeModule)]):
+        with accumulating(self._model_parts.whole_modules()):
             yield
 
     def ddp(self, module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
@@ -285,29 +183,12 @@ class Session:
         after a failure. And its buckets are never rearranged after the first step, because a replacement would
         rearrange them in another step.
         """
-        if self.replicas == 1:
-            raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
-        wrapped = DistributedDataParallel(
-            module,
-            process_group=self.groups["data"],
-            **{"init_sync": False, "find_unused_parameters": True, **options},
-        )
-        _torch.keep_reference(wrapped)
-        return wrapped
+        return self._model_parts.ddp(module, options)
 
     def adopt(self, stage: Any) -> Any:
         """Turns an existing stage (for example one that `pipeline().build_stage` has built) into a logged one, and
         returns it."""
-        _check_device(torch.device(getattr(stage, "device", self._backend.device)), self._backend)
-        if stage.group is None and self.dp_size == 1:
-            stage.group = self.groups["pipeline"]
-        if stage.group is not self.groups["pipeline"]:
-            raise UsageError(
-                "the stage communicates over a group that is not rebuilt after a failure; "
-                'build it with group=session.groups["pipeline"]'
-            )
-        self._add_stage(adopt(stage, self._channel, self._updates))
-        return stage
+        return self._model_parts.adopt(stage)
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Registers an optimizer with the session, and returns the same object. It must hold parameters of stages only.
@@ -347,28 +228,7 @@ class Session:
         object without state_dict and load_state_dict.
         """
         if schedule is not None:
-            if not isinstance(schedule, _torch.Schedule):
-                raise UsageError(
-                    f"register(schedule=...) was given a {type(schedule).__name__}; give a schedule of "
-                    "torch.distributed.pipelining"
-                )
-            stages = _torch.schedule_stages(schedule)
-            if not all(stage in self._state.stages for stage in stages):
-                raise UsageError(
-                    "the schedule runs a stage that is not logged; use session.pipeline_stage or adopt"
-                )
-            scale = _torch.schedule_grad_scale(schedule)
-            for stage in stages:
-                stage.grad_scale = scale
-                if isinstance(stage.submod, DistributedDataParallel) and _torch.splits_backward(schedule):
-                    raise UsageError(
-                        f"{type(schedule).__name__} computes weight gradients apart, where DistributedDataParallel "
-                        "does not see them; give the stage a plain module, the session averages its gradients"
-                    )
-            _torch.wrap_loss(schedule, logged_loss(stages, self._channel))
-            number = len(self._state.schedules)
-            _torch.around_calls(schedule, lambda: self._around_call(number))
-            self._state.schedules.append(schedule)
+            self._model_parts.add_schedule(schedule)
         for name, value in objects.items():
             self._state.add_object(name, value)
 
@@ -425,7 +285,7 @@ class Session:
         `optimizer.step()`. Values that are passed after the update may be lost: if the rank dies right there, it is
         restored from a replica that has done the update, and does not run that code again.
         """
-        self._engine.lines.add(values)
+        self._lines.add(values)
 
     def stop(self, reason: str = "") -> None:
         """(inside a step) Ends the job early: all ranks do this step to its end, and then `run` returns.
@@ -455,7 +315,7 @@ class Session:
 
         If it is not finite, `SessionConfig.non_finite_loss` decides what happens.
         """
-        self._engine.losses.look(self.step, "the loss", loss)
+        self._losses.look(self.step, "the loss", loss)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Averages this optimizer's gradients over the replicas now, unless that was done since its last step.
@@ -484,10 +344,6 @@ class Session:
 
     # --- inside ---
 
-    def _contributions(self) -> int:
-        """What this stage's gradients are divided by in this generation."""
-        return self._engine.assignment.contributions(self._slot.stage_group)
-
     def _show_metrics(self, job: str) -> Callable[[], None]:
         listen = self._config.metrics_listen or os.environ.get(ENV_METRICS_LISTEN, "")
         if not listen:
@@ -497,54 +353,3 @@ class Session:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         progress = self._engine.progress
         return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
-
-    @contextmanager
-    def _around_call(self, schedule: int) -> Iterator[None]:
-        """Of the schedule with this number."""
-        self._channel.shapes.schedule = schedule
-        self._updates.communicates()
-        with inferred_whole(self._state.schedules[schedule]), self._updates.spoiling(), self._gate.passing():
-            yield
-        self._channel.randomness.outside()
-
-    def _make_updates(self) -> Updates:
-        reducer, size = None, self._assignment.dp_size
-        if size > 1:
-            ordered = is_ordered(self._config.reduction, size)
-            reducer = Reducer(self.groups["data"], self._contributions, ordered=ordered)
-        return Updates(
-            self._config,
-            reducer,
-            self._faults,
-            ties=Ties(self._channel, self.groups["pipeline"]),
-            channel=self._channel,
-            check=self._member.check,
-            groups_whole=self._communicator.check_whole,
-        )
-
-    def _make_audit(self) -> Audit | None:
-        if self.replicas == 1 or not may_copy(self._config.strategy):
-            return None
-        return Audit(self.groups.get("replicate", self.groups["data"]), self._state)
-
-    def _service_ports(self) -> list[int]:
-        addresses = [self._member.client.address, *self._engine.log_servers]
-        return [int(address.rpartition(":")[2]) for address in addresses]
-
-
-def _check_device(device: torch.device, backend: Backend) -> None:
-    """Raises UsageError: the backend moves no tensors of another device."""
-    if device.type != backend.device.type:
-        here = f"{backend.device.type.upper()} ({backend.name})"
-        raise UsageError(f"device {device}: this version recovers {here} pipelines only")
-
-
-def _checked_store(checkpoint_dir: str, rank: int, member: Member) -> CheckpointStore:
-    """Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without."""
-    store = CheckpointStore(checkpoint_dir, rank, member)
-    try:
-        store.check()
-    except UsageError:
-        if not member.replaces_another():
-            raise
-    return store

@@ -7,30 +7,20 @@ in a replay the channel takes the place of the transport, and no operation is re
 Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import ReplayRefused, UsageError
 from swift.runtime import _torch, _torch_versions
-from swift.runtime.before import Before
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
-from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.profiling import WEIGHTS
-from swift.runtime.rng import Randomness, kept
+from swift.runtime.shape_inference import LearnsShapesAlone
 from swift.runtime.updates import Updates
-
-if TYPE_CHECKING:
-    _Base = PipelineStage
-else:
-    # Python lets an object change its class only between classes that grew from the same one.
-    _Base = _torch.StageBase
 
 # Several destinations of one stage keep apart: slot = destination * _SLOTS + position among its tensors.
 _SLOTS = 256
@@ -60,44 +50,17 @@ class Share(Protocol):
         of which that is so now."""
 
 
-class Inference:
-    """(torch runs a stage once more, to learn its shapes) ``Inference(module)`` … ``end()``: as if it had not."""
-
-    def __init__(self, module: torch.nn.Module):
-        self._module = Before([module], parameters=True)
-        self._module.keep()
-        self._modes = [(part, part.training) for part in module.modules()]
-        self._randomness = ExitStack()
-        self._randomness.enter_context(kept())
-
-    def end(self) -> bool:
-        """The forward has changed something."""
-        changed = self._module.changed
-        self._module.put_back()
-        for part, training in self._modes:
-            part.training = training
-        self._randomness.close()
-        return changed
-
-
-class _Logged(_Base):
+class _Logged(LearnsShapesAlone):
     """What a logged stage does differently from torch's. Mixed in before the torch class."""
 
-    _channel: Channel
     _calls: int
-    _inferring: bool
-    _before_inference: Inference | None
     _awaiting_forward: set[int]
     _awaiting_backward: set[int]
     _updates: Updates
     last_backward: bool
     grad_scale: int
-    groups: Sequence[ReconfigurableGroup] = ()
-    """Over which a module, DDP or FSDP may communicate in a forward or backward."""
     share: Share | None = None
     """While others help with a replay."""
-    changes_buffers = False
-    """A forward changes its module (running statistics), so that each microbatch needs what the one before has left."""
     loss_like: Any = None
     """(last stage) What the loss function returns."""
     skipped: int | None = None
@@ -108,13 +71,11 @@ class _Logged(_Base):
     """What was withheld, and is under way."""
 
     def _attach(self, channel: Channel, updates: Updates) -> None:
-        self._channel = channel
+        self._attach_shapes(channel)
         self._updates = updates
         self.last_backward = False
         self.grad_scale = 1
         self._calls = -1
-        self._inferring = False
-        self._before_inference = None
         self._awaiting_forward = set()
         self._awaiting_backward = set()
         self._withheld, self._arriving = {}, {}
@@ -342,104 +303,6 @@ class _Logged(_Base):
         else:
             super().scale_grads(grad_scale_factor)
 
-    # --- start without peers ---
-    # torch's stages agree on shapes by messages (pickled ones) between neighbours in their first step. A
-    # replacement has no neighbour in its first step, so the metadata goes through the job's store as JSON,
-    # where it stays. One more forward at the start of every process is what it costs.
-
-    def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        metas = meta.forward_metas if isinstance(meta, _torch.ForwardMeta) else meta.backward_metas
-        kind = FORWARD if isinstance(meta, _torch.ForwardMeta) else BACKWARD
-        self._channel.shapes.put(kind, self.stage_index, dst_stage, _torch.meta_to_json(metas))
-
-    def _recv_meta(self, src_stage: int) -> Any:
-        kind = FORWARD if src_stage < self.stage_index else BACKWARD
-        metas = _torch.meta_from_json(self._channel.shapes.get(kind, src_stage, self.stage_index))
-        return _torch.ForwardMeta(metas) if kind == FORWARD else _torch.BackwardMeta(metas)
-
-    # Inference runs the module on arbitrary bits, so what it did to it (running statistics, attributes, an encoder that
-    # follows another one) is taken back, and what it drew.
-    # Other ranks do not take part in it, so the weights that FSDP gathers are arbitrary as well.
-
-    def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        self._inferring = True
-        self._channel.inferring()
-        training, first = bool(self.has_backward), self.is_first
-        self._channel.shapes.infer(self._channel.step, self.call, training=training, first=first)
-        self._before_inference = Inference(self.submod)
-        with self._alone():
-            return super()._forward_metadata_inference(*args, **kwargs)
-
-    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        with self._alone():
-            return super()._backward_metadata_inference(*args, **kwargs)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for group in self.groups:
-                stack.enter_context(group.quiet())
-            yield
-
-    def _compute_outputs(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> Any:
-        """(inference) Past DDP: it would reduce the gradients of this, which its peers may not take part in."""
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        return super()._compute_outputs(*args, module=module, **kwargs)
-
-    def _post_metadata_inference_cleanup(self) -> None:
-        super()._post_metadata_inference_cleanup()
-        self._end_inference()
-
-    def _end_inference(self) -> None:
-        _torch.reset_sharded(self.submod)
-        if self._before_inference is not None:
-            self.changes_buffers = self._before_inference.end() or self.changes_buffers
-        self._before_inference = None
-        self._inferring = False
-
-    def give_up_inference(self) -> bool:
-        """(a call has failed) True: it had been under way."""
-        inferring = self._inferring
-        if inferring:
-            self._end_inference()
-        return inferring
-
-
-_torch_versions.learn_shapes_alone(_Logged)
-
-
-class WholeModule:
-    """A module that is no pipeline stage: what the session does with a stage's state, without a boundary.
-
-    A rank may have several (a generator and a discriminator): all are the one stage of a pipeline of one.
-    """
-
-    stage_index, num_stages = 0, 1
-    stage_index_to_group_rank: Mapping[int, int] = MappingProxyType({0: 0})
-    grad_scale = 1
-
-    def __init__(self, module: torch.nn.Module):
-        self.submod = module
-        self.last_backward = True  # False while gradients are only accumulated
-        self._forwards = 0
-
-    def seeded_by(self, randomness: Randomness, number: int) -> None:
-        """Each forward begins with generators of its own: what was drawn before, and how often, does not count."""
-
-        def before_forward() -> None:
-            randomness.whole(number, self._forwards)
-            self._forwards += 1
-
-        _torch.before_forward(self.submod, before_forward)
-
-    def begin_step(self) -> None:
-        self._forwards = 0
-
-    def streams_read(self) -> list[str]:
-        """(replay) Nothing: it has no neighbours."""
-        return []
-
 
 def _arriving(infos: tuple[Any, ...]) -> list[Any]:
     """Of a microbatch, what another stage sends; torch has a receive operation for each."""
@@ -478,26 +341,13 @@ def adopt(stage: Any, channel: Channel, updates: Updates) -> Any:
     return stage
 
 
-@contextmanager
-def inferred_whole(schedule: Any) -> Iterator[None]:
-    """Around a call. A schedule notes that shapes are known once all of its stages have agreed on them: were it cut
-    short before that, buffers would be of training and the note of evaluation, or the other way round."""
-    try:
-        yield
-    except BaseException:
-        given_up = [stage.give_up_inference() for stage in _torch.schedule_stages(schedule)]
-        if any(given_up):
-            _torch.forget_shapes(schedule)
-        raise
-
-
 def logged_loss(stages: list[Any], channel: Channel) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A wrapper for a schedule's loss function that records the targets of the last stage."""
     last = next((stage for stage in stages if stage.is_last), None)
 
     def wrapper(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         def loss(output: Any, target: Any, **kwargs: Any) -> Any:
-            if last is not None and not last._inferring and isinstance(target, torch.Tensor):
+            if last is not None and not last.inferring and isinstance(target, torch.Tensor):
                 channel.targeted(last.stage_index, target)
             if last is not None and last.skipped is not None:
                 if kwargs:
@@ -505,7 +355,7 @@ def logged_loss(stages: list[Any], channel: Channel) -> Callable[[Callable[..., 
                 return last.share.loss(last.skipped)
             result = loss_fn(output, target, **kwargs)
             if last is not None and isinstance(result, torch.Tensor):
-                if last._inferring:
+                if last.inferring:
                     last.loss_like = result.detach()
                 else:
                     channel.lost(last.stage_index, result)

@@ -26,9 +26,9 @@ from swift.runtime.manifest import local
 from swift.runtime.param_groups import Groups, ParamGroups, become, told
 from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
 from swift.runtime.settings import Settings
-from swift.runtime.stage import WholeModule
 from swift.runtime.tensors import byte_view, digest, plain
 from swift.runtime.updates import Updates
+from swift.runtime.whole_module import WholeModule
 
 # What default generators are seeded with while an object loads its state.
 _LOADING = 0x5EED_10AD

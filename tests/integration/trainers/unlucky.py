@@ -64,7 +64,7 @@ def reset_connections() -> int:
 
 
 def swift_ports() -> list[str]:
-    return list(session._engine.log_servers) if "session" in globals() else []
+    return list(session._engine.log.servers_of_job) if "session" in globals() else []
 
 
 def happen(at: str, step: int = -1) -> None:

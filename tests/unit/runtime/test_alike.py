@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from swift.runtime.config import SessionConfig
-from swift.runtime.stage import WholeModule
+from swift.runtime.whole_module import WholeModule
 from tests.unit.optim import models
 from tests.unit.optim.test_journal import Lazy
 from tests.unit.runtime.test_replica import copy, same

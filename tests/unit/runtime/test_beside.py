@@ -15,8 +15,9 @@ from torch import nn
 from swift.checkpoint.state import join, split
 from swift.errors import UsageError
 from swift.runtime.beside import Beside
-from swift.runtime.stage import Inference, WholeModule
+from swift.runtime.shape_inference import Inference
 from swift.runtime.state import TrainerState
+from swift.runtime.whole_module import WholeModule
 from tests.unit.runtime.wired import state_of, updates_of
 
 

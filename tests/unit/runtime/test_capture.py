@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.ring import Word
 from swift.log.sidecar_client import SidecarWriter
+from swift.recovery import Assignment
 from swift.runtime.backends.gloo import GlooBackend
 from swift.runtime.capture import DeviceCapture, HostCapture, capture_for
-from swift.runtime.session import Session
+from swift.runtime.gate import Gate
+from swift.runtime.model_parts import ModelParts
 from tests.unit.log.service import JOB, InProcess, eventually
 
 QUEUE_BYTES = 1 << 20
@@ -282,10 +285,13 @@ def test_anything_but_the_cpu_is_refused() -> None:
         UsageError, match=r"^device cuda: this version recovers CPU \(gloo\) pipelines only$"
     )
     on_cuda = SimpleNamespace(device=torch.device("cuda"))
-    session = SimpleNamespace(pipeline_ranks=1, _backend=GlooBackend())
+    nothing: Any = None
+    parts = ModelParts(
+        0, Assignment.grid(1), GlooBackend(), Gate(), {}, channel=nothing, updates=nothing, state=nothing
+    )
     with refused:
-        Session.pipeline_stage(session, torch.nn.Linear(1, 1), 0, 1, "cuda")  # type: ignore[arg-type]
+        parts.pipeline_stage(torch.nn.Linear(1, 1), 0, 1, torch.device("cuda"), {})
     with refused:
-        Session.adopt(session, on_cuda)  # type: ignore[arg-type]
+        parts.adopt(on_cuda)
     with refused:
-        Session.module(session, SimpleNamespace(parameters=lambda: [on_cuda]))  # type: ignore[arg-type]
+        parts.module(SimpleNamespace(parameters=lambda: [on_cuda]))  # type: ignore[arg-type]

@@ -230,7 +230,7 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         2, SessionConfig(checkpoint_every=5), member=member, channel=channel, state=state, store=store
     )
     plan = Plan(target_version=12, ranks=(), collective_source=-1, reason="", saves=saves)
-    engine._plan = PublishedPlan(generation=9, plan=plan, sources={})
-    engine._writer = SimpleNamespace(unlogged=SimpleNamespace(news=lambda: None), forget_below=ignored)  # type: ignore[assignment]
-    engine._step(ignored)
+    engine.membership.plan = PublishedPlan(generation=9, plan=plan, sources={})
+    engine.log._writer = SimpleNamespace(unlogged=SimpleNamespace(news=lambda: None), forget_below=ignored)  # type: ignore[assignment]
+    engine._steps.run(ignored)
     assert store.saved == wanted

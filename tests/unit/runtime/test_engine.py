@@ -21,8 +21,9 @@ from swift.errors import (
 from swift.recovery import Plan, RankPlan, RecoveryGroups, Strategy
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.config import SessionConfig
-from swift.runtime.engine import Engine, own_servers
-from swift.runtime.member import Member
+from swift.runtime.engine import Engine
+from swift.runtime.member import Member, own_servers
+from swift.runtime.own_log import OwnLog
 from tests.unit.runtime import wired
 from tests.unit.runtime.wired import state_of, updates_of
 
@@ -72,9 +73,14 @@ class Told:
 def engine_of(told: Told) -> Engine:
     state = state_of(1, updates_of(vote=None, before_update=None))
     channel: Any = SimpleNamespace(logged_groups=LoggedGroups(1, RecoveryGroups()))
-    engine = wired.engine_of(1, SessionConfig(), member=None, channel=channel, state=state)
-    engine._member = type("Member", (), {"client": told})()  # type: ignore[assignment]
-    return engine
+    member: Any = SimpleNamespace(client=told, lease={})
+    return wired.engine_of(1, SessionConfig(), member=member, channel=channel, state=state)
+
+
+def log_with(told: Told, engine: Engine) -> OwnLog:
+    """It is open."""
+    engine.log._writer = told  # type: ignore[assignment]
+    return engine.log
 
 
 def test_a_server_is_known_by_its_number() -> None:
@@ -86,11 +92,10 @@ def test_a_server_is_known_by_its_number() -> None:
 def test_a_writer_hears_which_server_was_emptied_though_no_view_without_it_was_seen() -> None:
     told = Told()
     engine = engine_of(told)
-    engine._place_log(view_of("l0:1", "l1:1"))
-    engine._writer = told  # type: ignore[assignment]
-    engine._report(view_of("l0:1", "l1:1"))
-    engine._report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))
-    engine._report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))  # said again
+    log_with(told, engine)._place(view_of("l0:1", "l1:1"))
+    engine._recovery.report(view_of("l0:1", "l1:1"))
+    engine._recovery.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))
+    engine._recovery.report(view_of("l0:1", "l1:1", lost=(0,), again="l0:1", generation=4))  # said again
     both = ["l0:1", "l1:1"]
     assert told.moves == [(2, both, []), (4, both, ["l0:1"]), (4, both, [])]
 
@@ -108,15 +113,15 @@ def test_a_writer_hears_which_server_was_emptied_though_no_view_without_it_was_s
 def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: SwiftError) -> None:
     told = Told(trouble)
     engine = engine_of(told)
-    engine._writer = told  # type: ignore[assignment]
-    engine._report(view_of("l0:1"))
+    log_with(told, engine)
+    engine._recovery.report(view_of("l0:1"))
     assert told.reports == [2]
     assert not engine._restorer.site.flushed, "its log is no witness"
     told.trouble = None
-    engine._report(view_of("l0:1"))
+    engine._recovery.report(view_of("l0:1"))
     assert engine._restorer.site.flushed
     told.deaf = trouble
-    engine._report(view_of("l0:1"))
+    engine._recovery.report(view_of("l0:1"))
     assert told.reports == [2, 2, 2]
     assert not engine._restorer.site.flushed
 
@@ -130,31 +135,31 @@ def test_a_trainers_own_error_is_raised_whoever_cannot_be_told_of_it(away: Swift
     told = Told()
     told.fail = fail  # type: ignore[attr-defined]
     with pytest.raises(KeyError, match="a mistake"):
-        engine_of(told)._fail(KeyError("a mistake"))
+        engine_of(told)._failures._fail(KeyError("a mistake"))
 
 
 @pytest.mark.parametrize("when", ["before", "with", "after"])
 def test_a_record_that_was_not_taken_is_refused_however_many_generations_come_between(when: str) -> None:
     told = Told()
     engine = engine_of(told)
-    engine._writer = told  # type: ignore[assignment]
+    log_with(told, engine)
     followed: list[Any] = []
     engine._restorer.follow = lambda published, *_: followed.append(published.plan.ranks[0].strategy)  # type: ignore[method-assign]
     if when != "after":
         told.lost = Divergence("s1.F step 3 is not the same")
         told.trouble = told.lost if when == "with" else None
-        engine._report(view_of("l0:1"))
+        engine._recovery.report(view_of("l0:1"))
         told.trouble = None
-        engine._report(view_of("l0:1", generation=3))
+        engine._recovery.report(view_of("l0:1", generation=3))
         assert not engine._restorer.site.flushed
     else:
         told.lost = ServiceError("s1.F step 3 cannot be logged")
     for strategy in (Strategy.KEEP, Strategy.REPLICA, Strategy.KEEP):
         with pytest.raises(ReplayRefused, match="what rank 1 has done is not in the log: s1"):
-            engine._follow_plan(plan_of(strategy), lambda _: None)
+            engine._recovery._follow(plan_of(strategy), lambda: None)
     assert followed == []
     for strategy in (Strategy.CHECKPOINT, Strategy.KEEP):  # it does these steps again
-        engine._follow_plan(plan_of(strategy), lambda _: None)
+        engine._recovery._follow(plan_of(strategy), lambda: None)
     assert followed == [Strategy.CHECKPOINT, Strategy.KEEP]
 
 
@@ -167,9 +172,9 @@ def plan_of(strategy: Strategy) -> PublishedPlan:
 def test_what_no_generation_makes_good_is_still_raised() -> None:
     told = Told(UsageError("start it with a larger --body-bytes-max"))
     engine = engine_of(told)
-    engine._writer = told  # type: ignore[assignment]
+    log_with(told, engine)
     with pytest.raises(UsageError):
-        engine._report(view_of("l0:1"))
+        engine._recovery.report(view_of("l0:1"))
 
 
 class Watched:
@@ -193,15 +198,15 @@ def test_ready_is_said_once_for_each_change_though_the_view_that_was_entered_is_
     )
     member: Any = Member("127.0.0.1:1", "j", 1, "i")
     member.watcher = Watched(granted, running)
-    engine._member = member
-    engine._faults = SimpleNamespace(while_others_replay=lambda version: None)  # type: ignore[assignment]
+    engine._recovery._member = member
+    engine._recovery._faults = SimpleNamespace(while_others_replay=lambda version: None)  # type: ignore[assignment]
     said: list[int] = []
 
     def say() -> None:
         assert len(said) < 10, "it is said again and again"
         said.append(1)
 
-    engine._await_running(entered, say)
+    engine._recovery._await_running(entered, say)
     member.client.close()
     assert len(said) == 1
 
@@ -209,10 +214,9 @@ def test_ready_is_said_once_for_each_change_though_the_view_that_was_entered_is_
 def test_who_calls_the_end_in_a_step_that_it_replays_has_called_it() -> None:
     """Its predecessor had called it, and was lost with the word. The replay comes before the loop over the steps."""
     engine = engine_of(Told())
-    engine.ending._member = engine._member
     engine._member.watcher = SimpleNamespace(latest=None)  # type: ignore[assignment]
     engine._member.await_change = lambda _view: None  # type: ignore[method-assign]
-    engine._writer = Told()  # type: ignore[assignment]
+    log_with(Told(), engine)
     ended: list[int] = []
 
     def replay(_train_step: Any) -> None:
@@ -227,9 +231,10 @@ def test_who_calls_the_end_in_a_step_that_it_replays_has_called_it() -> None:
     engine._rejoin = replay  # type: ignore[method-assign]
     engine._faults = SimpleNamespace(at=lambda *_: None)  # type: ignore[assignment]
     engine._member.check = lambda: None  # type: ignore[method-assign]
-    engine._step = go_on  # type: ignore[method-assign]
+    engine._steps.run = go_on  # type: ignore[method-assign]
     engine._script = SimpleNamespace(look=lambda: None)  # type: ignore[assignment]
     engine.ending.finish = lambda *_: ended.append(engine._state.version)  # type: ignore[method-assign]
-    engine.lines = SimpleNamespace(cut=lambda _version: None)  # type: ignore[assignment]
+    engine._lines = SimpleNamespace(cut=lambda _version: None)  # type: ignore[assignment]
+    engine.membership._view = pb.View(state=pb.RUNNING)
     engine.run(lambda _step: None, 30)
     assert ended == [21]

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from swift.runtime import _torch
 from swift.runtime.rng import Randomness
-from swift.runtime.stage import WholeModule
 from swift.runtime.state import TrainerState
+from swift.runtime.whole_module import WholeModule
 from tests.unit.runtime.wired import state_of, updates_of
 
 

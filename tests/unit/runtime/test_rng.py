@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swift.checkpoint.state import join, split
 from swift.runtime import _torch
 from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_for
-from swift.runtime.stage import WholeModule
+from swift.runtime.whole_module import WholeModule
 
 GOLDEN = (1195769770526638388, 6442797892194084694)
 

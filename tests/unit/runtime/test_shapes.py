@@ -6,8 +6,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from swift.runtime import shapes as module
+from swift.runtime.shape_inference import inferred_whole
 from swift.runtime.shapes import POINTS_MAX, Shapes
-from swift.runtime.stage import inferred_whole
 
 
 class Waits(Exception):

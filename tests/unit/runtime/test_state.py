@@ -10,9 +10,9 @@ from torch.nn.utils import prune
 
 from swift.errors import ReplicaDiffers, ServiceError, UsageError
 from swift.runtime.audit import _DIGEST_BYTES, _SIZE_BYTES, Audit, _digest
-from swift.runtime.stage import WholeModule
 from swift.runtime.standing import Standing
 from swift.runtime.state import TrainerState
+from swift.runtime.whole_module import WholeModule
 from tests.unit.runtime.wired import state_of, updates_of
 
 

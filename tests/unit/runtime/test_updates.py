@@ -8,8 +8,8 @@ from torch import nn
 
 from swift.errors import UsageError
 from swift.runtime.config import SessionConfig
-from swift.runtime.stage import WholeModule
 from swift.runtime.standing import Standing
+from swift.runtime.whole_module import WholeModule
 from tests.unit.runtime.wired import updates_of
 
 

@@ -156,7 +156,7 @@ def build(directory: str) -> None:
     for hook in hooks:
         with pytest.raises(AssertionError, match="is bound already"):
             hook.bind(ignored)
-    assert session._engine._witness is session._channel.witness
+    assert session._engine._steps._witness is session._channel.witness
     assert session._state.randomness is session._state.iterators.randomness is session._channel.randomness
     for name, group in session.groups.items():
         assert group._step is session._gate
@@ -165,7 +165,7 @@ def build(directory: str) -> None:
     # The notice frees the trainer's thread: the communicator hears of it.
     coordinator.saw(pb.View(job="j", generation=5, state=pb.PLANNING))
     deadline = time.monotonic() + TIMEOUT_S
-    while session._communicator._newest != 5:
+    while session._engine._communicator._newest != 5:
         assert time.monotonic() < deadline, "nobody is told of a newer generation"
         time.sleep(0.005)
     member.enter(5)

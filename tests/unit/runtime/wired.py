@@ -10,7 +10,6 @@ from swift.runtime.differences import Differences
 from swift.runtime.engine import Engine
 from swift.runtime.faults import FaultInjector
 from swift.runtime.lines import Lines
-from swift.runtime.losses import Losses
 from swift.runtime.rng import Randomness
 from swift.runtime.state import TrainerState
 from swift.runtime.ties import Ties
@@ -87,7 +86,6 @@ def engine_of(
         nothing,
         Assignment.grid(4),
         witness=Witness(ignored, lambda: False, ignored),
-        losses=Losses(rank, config.non_finite_loss, channel),
         differences=Differences(nothing),
         audit=None,
         lines=Lines(Path(os.devnull)),

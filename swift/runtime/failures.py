@@ -1,0 +1,92 @@
+"""What an error that ends a step means: a failure's consequence, a step to be done again, or the end of the job.
+
+A rank accuses nobody. It says what broke, and waits for the coordinator's notice of a newer generation.
+"""
+
+import math
+import time
+
+from swift import events
+from swift.errors import LogError, LogUnavailable, ReplayRefused, SwiftError, UsageError, is_difference
+from swift.runtime.communicator import Communicator, Interrupted
+from swift.runtime.errors import advice_on, let_go, words_of
+from swift.runtime.member import RESAY_S, Member
+from swift.runtime.retries import Retries
+
+_NOTICE_POLL_S = 0.005
+_FAIL_S = 5.0
+"""How long a rank that ends with an error tries to tell the coordinator."""
+
+
+class Failures:
+    """One rank's. Trainer's thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        member: Member,
+        communicator: Communicator,
+        retries: Retries,
+        suspicion_timeout_s: float,
+    ) -> None:
+        """`suspicion_timeout_s`: an error after which no newer generation has come for so long ends the job."""
+        self._rank = rank
+        self._member = member
+        self._communicator = communicator
+        self._retries = retries
+        self._suspicion_timeout_s = suspicion_timeout_s
+
+    def handle(self, error: Exception, generation: int) -> None:
+        """Returns if the error is a failure's consequence (a newer generation is there); else raises it.
+
+        `generation`: in which it was raised.
+        """
+        let_go(error)
+        if self._member.noticed:
+            self.await_notice(error)
+        elif isinstance(error, ReplayRefused | LogError):
+            self._member.client.refuse(generation, str(error), differs=is_difference(error))
+            self.await_notice(error)
+        elif (
+            self._communicator.lost_peer(error)
+            or isinstance(error, LogUnavailable)
+            or self._communicator.broken is not None  # the trainer may have stumbled over what came of it
+        ):
+            # Not ours to decide: the coordinator hears of a death from a launcher or from the lease, and if there is
+            # none, all go on together in another generation.
+            self.await_notice(error, generation)
+        elif again := self._retries.again(error):
+            self.await_notice(error, generation, again)
+        else:
+            self._fail(error)
+
+    def await_notice(self, error: Exception, suspected_in: int = 0, again: str = "") -> None:
+        """Returns once a newer generation is there. Raises Fenced or JobFailed; the error itself if none comes.
+
+        `suspected_in`: the generation whose connections broke, which the coordinator is to know. `again`: it was not
+        that, but the trainer's own error, after which the step is to be done again.
+        """
+        deadline = time.monotonic() + self._suspicion_timeout_s
+        suspected_at = -math.inf
+        while not self._member.noticed:
+            if time.monotonic() > deadline:
+                self._fail(error)
+            if suspected_in and time.monotonic() - suspected_at > RESAY_S:
+                self._member.client.suspect(suspected_in, again or words_of(error), again=bool(again))
+                suspected_at = time.monotonic()
+            time.sleep(_NOTICE_POLL_S)
+        try:
+            self._member.check()
+        except Interrupted:
+            return
+
+    def _fail(self, error: Exception) -> None:
+        """The job ends. Bad input is told by the exit code: the launcher stops the job with the same one."""
+        if not isinstance(error, UsageError):
+            try:
+                self._member.client.fail(words_of(error)[:400] + advice_on(error), patience_s=_FAIL_S)
+            except (
+                SwiftError
+            ) as untold:  # the launcher tells of our end, and its author is to see the error itself
+                events.emit("failure_untold", rank=self._rank, reason=str(untold))
+        raise error

@@ -1,0 +1,188 @@
+"""The parts of a session, made in the order in which they need each other.
+
+Two parts may need each other: the updates call the vote, and the engine, which holds it, is made of the state that has
+the updates. Then one has a `Hook` (`swift.runtime.hook`), or asks when it is called: a generation's store and its
+assignment are there only once there is a generation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from swift.checkpoint.store import CheckpointStore
+from swift.errors import UsageError
+from swift.recovery import Assignment
+from swift.recovery.groups import RecoveryGroups
+from swift.recovery.strategies import may_copy
+from swift.runtime import _torch
+from swift.runtime.audit import Audit
+from swift.runtime.backends import default_backend
+from swift.runtime.backends.base import Backend
+from swift.runtime.channel import Channel
+from swift.runtime.communicator import Communicator
+from swift.runtime.config import SessionConfig
+from swift.runtime.crossing import Crossing
+from swift.runtime.differences import Differences
+from swift.runtime.engine import Engine
+from swift.runtime.faults import FaultInjector
+from swift.runtime.gate import Gate, groups_behind
+from swift.runtime.groups import ReconfigurableGroup
+from swift.runtime.lines import Lines
+from swift.runtime.losses import Losses
+from swift.runtime.member import Member
+from swift.runtime.model_parts import ModelParts
+from swift.runtime.rank_store import CoordinatorStores
+from swift.runtime.reducer import Reducer, is_ordered
+from swift.runtime.state import TrainerState
+from swift.runtime.ties import Ties
+from swift.runtime.updates import Updates
+from swift.runtime.witness import Witness
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a session hands its calls to."""
+
+    gate: Gate
+    groups: dict[str, ReconfigurableGroup]
+    """Those that the trainer communicates over, by name."""
+    channel: Channel
+    updates: Updates
+    state: TrainerState
+    crossing: Crossing
+    losses: Losses
+    lines: Lines
+    model_parts: ModelParts
+    engine: Engine
+
+    @classmethod
+    def wired(
+        cls, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
+    ) -> Self:
+        """`assignment`: of the full world. Raises UsageError if nothing can be written in `checkpoint_dir`."""
+
+        def service_ports() -> list[int]:
+            addresses = [member.client.address, *engine.log.servers_of_job]
+            return [int(address.rpartition(":")[2]) for address in addresses]
+
+        def contributions() -> int:
+            """What this stage's gradients are divided by in this generation."""
+            return engine.membership.assignment.contributions(assignment.slots[rank].stage_group)
+
+        backend = default_backend(service_ports)
+        gate = Gate()
+        groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
+        world = _own_world(groups["world"].ranks, rank, backend)
+        faults = FaultInjector(rank)
+        store = _checked_store(checkpoint_dir, rank, member)
+        all_groups = (*groups.values(), world)
+        stores = CoordinatorStores(member.client)
+        communicator = Communicator(backend, rank, all_groups, default=groups["world"], store_of=stores)
+        channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
+        losses = Losses(rank, config.non_finite_loss, channel)
+        differences = Differences(member.client)
+        witness = Witness(differences.say, lambda: communicator.broken is not None, losses.look)
+        channel.watch(witness)
+        reducer = _reducer_of(assignment, config, groups["data"], contributions)
+        updates = Updates(
+            config,
+            reducer,
+            faults,
+            ties=Ties(channel, groups["pipeline"]),
+            channel=channel,
+            check=member.check,
+            groups_whole=communicator.check_whole,
+        )
+        state = TrainerState(channel.randomness, updates, groups.get("replicate"))
+        state.iterators.install()
+        lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
+        engine = Engine(
+            rank,
+            config,
+            member,
+            communicator,
+            channel,
+            state,
+            store,
+            faults,
+            world,
+            assignment,
+            witness=witness,
+            differences=differences,
+            audit=_audit_of(assignment, config, groups, state),
+            lines=lines,
+        )
+        gate.bind(channel, updates)
+        _torch.before_pickling(gate.pickles)
+        return cls(
+            gate=gate,
+            groups=groups,
+            channel=channel,
+            updates=updates,
+            state=state,
+            crossing=Crossing(channel, updates, groups),
+            losses=losses,
+            lines=lines,
+            model_parts=ModelParts(rank, assignment, backend, gate, groups, channel, updates, state),
+            engine=engine,
+        )
+
+
+def _own_world(ranks: Sequence[int], rank: int, backend: Backend) -> ReconfigurableGroup:
+    """All ranks, for what the session itself says: votes, copies. Nobody asks the gate about it."""
+    return ReconfigurableGroup("all", ranks, rank, backend, step=None, gate=None)
+
+
+def _channel_of(
+    rank: int,
+    assignment: Assignment,
+    config: SessionConfig,
+    backend: Backend,
+    faults: FaultInjector,
+    communicator: Communicator,
+    member: Member,
+) -> Channel:
+    return Channel(
+        rank,
+        assignment,
+        config.seed,
+        backend.device,
+        faults,
+        lambda: communicator.store,
+        member.check,
+        communicator.check_whole,
+        RecoveryGroups.parse(config.groups),
+    )
+
+
+def _reducer_of(
+    assignment: Assignment, config: SessionConfig, data: ReconfigurableGroup, contributions: Callable[[], int]
+) -> Reducer | None:
+    """None: no other rank has gradients of this stage."""
+    if assignment.dp_size == 1:
+        return None
+    return Reducer(data, contributions, ordered=is_ordered(config.reduction, assignment.dp_size))
+
+
+def _audit_of(
+    assignment: Assignment,
+    config: SessionConfig,
+    groups: Mapping[str, ReconfigurableGroup],
+    state: TrainerState,
+) -> Audit | None:
+    """None: there are no replicas, or nothing is copied from them."""
+    if assignment.replicas == 1 or not may_copy(config.strategy):
+        return None
+    return Audit(groups.get("replicate", groups["data"]), state)
+
+
+def _checked_store(checkpoint_dir: str, rank: int, member: Member) -> CheckpointStore:
+    """Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without."""
+    store = CheckpointStore(checkpoint_dir, rank, member)
+    try:
+        store.check()
+    except UsageError:
+        if not member.replaces_another():
+            raise
+    return store
