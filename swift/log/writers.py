@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from swift.log import ring
 from swift.log.lending import Lending
 from swift.log.record import RecordKey
-from swift.log.sidecar_client import ENV_OFF, SidecarWriter
+from swift.log.sidecar_client import SidecarWriter
+from swift.log.sidecar_supervisor import ENV_OFF
 from swift.log.stats import WriterStats
 from swift.log.unlogged import Unlogged
 from swift.log.writer import LogWriter

@@ -18,28 +18,16 @@ import torch
 
 from swift.errors import UsageError
 from swift.runtime import _torch
-from swift.runtime.backends.base import Backend, Circuit, Collective, Collectives, Connections, Op, Pending
-from swift.runtime.backends.ordered import Alone, operation
+from swift.runtime.backends.base import Backend, Circuit, Collective, Connections
+from swift.runtime.backends.ordered import Alone
 from swift.runtime.backends.runner import Task
 from swift.runtime.tags import group_number
+from swift.runtime.torch_collectives import ONE_PART_EACH, TorchCollectives
 from swift.runtime.traffic import Gate, Step
-
-_ONE_PART_EACH = frozenset(
-    {
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_to_all",
-        "all_to_all_single",
-        "gather",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-    }
-)
-"""Collectives that have a part for every rank."""
+from swift.runtime.works import CollectiveWork, FinishedWork, MessageWork
 
 
-class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
+class ReconfigurableGroup(TorchCollectives):
     """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
 
     (communicator) ``attach(connections, present)``, ``register()`` in each new generation; ``detach()`` at its end
@@ -195,11 +183,11 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
         circuit = self._messaging("send")
-        return _MessageWork(circuit.send(tensors, self._place(to), tag), self._breaker())
+        return MessageWork(circuit.send(tensors, self._place(to), tag), self._breaker())
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
         circuit = self._messaging("recv")
-        return _MessageWork(circuit.recv(tensors, self._place(source), tag), self._breaker())
+        return MessageWork(circuit.recv(tensors, self._place(source), tag), self._breaker())
 
     def _messaging(self, kind: str) -> Circuit:
         if self.gate is not None:
@@ -223,8 +211,8 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
         """`name`: of torch's function. `alike`: all ranks get the same result."""
         if self._quiet:
             run(Alone(self._own, len(self.ranks)))
-            return _CollectiveWork(None, result)
-        if self._circuit is not None and len(self._present) < len(self.ranks) and name in _ONE_PART_EACH:
+            return FinishedWork(result)
+        if self._circuit is not None and len(self._present) < len(self.ranks) and name in ONE_PART_EACH:
             raise UsageError(
                 f"process group {self.label}: {name} has a part for ranks that are not there now"
             )
@@ -232,18 +220,18 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
             self._step.used()
         gate = self.gate if len(self.ranks) > 1 else None
         if gate is not None and gate.collective(self, name, result, run, alike=alike):
-            return _CollectiveWork(None, result)
+            return FinishedWork(result)
         broke = self._breaker()
         if self.broken is not None and self._swallow:
-            return _CollectiveWork(None, result)
+            return FinishedWork(result)
         try:
             task = self.submit(run)
         except RuntimeError as error:
             self.broken = error
             if not self._swallow:
                 raise
-            return _CollectiveWork(None, result)
-        return _CollectiveWork(task, result, broke, swallow=self._swallow)
+            return FinishedWork(result)
+        return CollectiveWork(task, result, broke, swallow=self._swallow)
 
     def _breaker(self) -> Callable[[Exception], None]:
         """What hears of an error of this generation. DDP may wait for a work of the last one in the next."""
@@ -263,242 +251,8 @@ class ReconfigurableGroup(_torch.ProcessGroup):  # type: ignore[misc]
             self._step.reducing()
         return work
 
-    def _operation(self, options: Any) -> tuple[Op, Callable[[torch.Tensor], Any]]:
-        """(what combines two tensors, what makes the result of all that are combined)."""
-        op = options.reduceOp if options is not None else None
-        if _torch.reduction_name(op) != "AVG":
-            return operation(op), lambda total: total
-        return operation(None), lambda total: total.div_(len(self.ranks))
-
-    # Memory is handed on without autograd's view of it: a result is no computation (as in torch's own groups).
-
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        op, finish = self._operation(options)
-
-        def run(collectives: Collectives) -> None:
-            for tensor in tensors:
-                collectives.all_reduce(tensor.data, op)
-                finish(tensor.data)
-
-        return self._reduction("all_reduce", tensors, run)
-
-    allreduce_coalesced = allreduce
-
-    def reduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        op, finish = self._operation(options)
-
-        def run(collectives: Collectives) -> None:
-            for tensor in tensors:
-                whole = tensor.data.clone()
-                collectives.all_reduce(whole, op)
-                if self._own == options.rootRank:
-                    tensor.data.copy_(finish(whole))
-
-        return self._reduction("reduce", tensors, run, alike=False)
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
-        root = options.rootRank if options is not None else 0
-
-        def run(collectives: Collectives) -> None:
-            for tensor in tensors:
-                collectives.broadcast(tensor.data, self._place(root))
-
-        return self._collective("broadcast", tensors, run)
-
-    def barrier(self, opts: Any = None) -> Any:
-        return self._collective("barrier", [], lambda collectives: collectives.barrier())
-
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self.barrier().wait()
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
-    ) -> Any:
-        def run(collectives: Collectives) -> None:
-            for parts, own in zip(outputs, inputs, strict=True):
-                _gather(collectives, parts, own)
-
-        return self._collective("all_gather", [part for parts in outputs for part in parts], run)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
-    ) -> Any:
-        def run(collectives: Collectives) -> None:
-            for output, own in zip(outputs, inputs, strict=True):
-                collectives.all_gather(self._parts(output.data), own.data.contiguous())
-
-        return self._collective("all_gather_into_tensor", outputs, run)
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-
-    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any = None) -> Any:
-        return self.allgather_into_tensor_coalesced([output], [own])
-
-    all_gather_single = _allgather_base
-
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
-        """`outputs` is empty but on the root."""
-
-        def run(collectives: Collectives) -> None:
-            for index, own in enumerate(inputs):
-                parts = outputs[index] if outputs else [torch.empty_like(own) for _ in self.ranks]
-                _gather(collectives, parts, own)
-
-        return self._collective("gather", [part for parts in outputs for part in parts], run, alike=False)
-
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
-        """`inputs` is empty but on the root."""
-
-        def run(collectives: Collectives) -> None:
-            for index, output in enumerate(outputs):
-                for rank in range(len(self.ranks)):
-                    part = (inputs[index][rank] if inputs else torch.empty_like(output)).data.contiguous()
-                    collectives.broadcast(part, options.rootRank)
-                    if rank == self._own:
-                        output.data.copy_(part)
-
-        return self._collective("scatter", outputs, run, alike=False)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
-    ) -> Any:
-        op, finish = self._operation(options)
-
-        def run(collectives: Collectives) -> None:
-            for output, whole in zip(outputs, inputs, strict=True):
-                collectives.reduce_scatter(output.data, self._parts(whole.data.contiguous()), op)
-                finish(output.data)
-
-        return self._reduction("reduce_scatter_tensor", outputs, run, alike=False)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Any:
-        return self.reduce_scatter_tensor_coalesced([output], [whole], options)
-
-    reduce_scatter_single = _reduce_scatter_base
-
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None
-    ) -> Any:
-        op, finish = self._operation(options)
-
-        def run(collectives: Collectives) -> None:
-            for output, parts in zip(outputs, inputs, strict=True):
-                collectives.reduce_scatter(output.data, [part.data.contiguous() for part in parts], op)
-                finish(output.data)
-
-        return self._reduction("reduce_scatter", outputs, run, alike=False)
-
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None) -> Any:
-        def run(collectives: Collectives) -> None:
-            incoming = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
-            collectives.all_to_all(incoming, [each.data.contiguous() for each in inputs])
-            for output, room in zip(outputs, incoming, strict=True):
-                output.data.copy_(room)
-
-        return self._collective("all_to_all", outputs, run, alike=False)
-
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        whole: torch.Tensor,
-        output_sizes: list[int],
-        input_sizes: list[int],
-        options: Any = None,
-    ) -> Any:
-        into, out_of = output.data, whole.data
-
-        def run(collectives: Collectives) -> None:
-            incoming = list(torch.split(into, output_sizes)) if output_sizes else self._parts(into)
-            outgoing = list(torch.split(out_of, input_sizes)) if input_sizes else self._parts(out_of)
-            collectives.all_to_all(incoming, outgoing)
-
-        return self._collective("all_to_all_single", [output], run, alike=False)
-
-    all_to_all_single = alltoall_base
-
     def new_group(self, *_: Any, **__: Any) -> Any:
         """torch asks the default group for a new one."""
         if self.gate is not None:
             self.gate.new_group()
         raise RuntimeError(f"process group {self.label} makes no others")
-
-    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """One piece for every rank; a contiguous tensor is not copied."""
-        return list(whole.view(len(self.ranks), -1).unbind())
-
-
-def _gather(collectives: Collectives, parts: list[torch.Tensor], own: torch.Tensor) -> None:
-    rooms = [part.data.contiguous() for part in parts]
-    collectives.all_gather(rooms, own.data.contiguous())
-    for part, room in zip(parts, rooms, strict=True):
-        if not part.is_contiguous():
-            part.data.copy_(room)
-
-
-class _MessageWork(_torch.Work):
-    """A point-to-point operation. `broke` hears of its error."""
-
-    def __init__(self, pending: Pending, broke: Callable[[Exception], None]):
-        super().__init__()
-        self._pending = pending
-        self._broke = broke
-
-    def wait(self, timeout: Any = None) -> bool:
-        try:
-            self._pending.wait()
-        except RuntimeError as error:
-            self._broke(error)
-            raise
-        return True
-
-
-class _CollectiveWork(_torch.Work):
-    """A collective, over at once without a task. `broke` hears of its error; with `swallow` torch does not."""
-
-    def __init__(
-        self,
-        task: Task | None,
-        result: list[torch.Tensor],
-        broke: Callable[[Exception], None] = lambda _error: None,
-        *,
-        swallow: bool = False,
-    ):
-        super().__init__()
-        self._task = task
-        self._result = result
-        self._broke = broke
-        self._swallow = swallow
-
-    def wait(self, timeout: Any = None) -> bool:
-        if self._task is not None:
-            try:
-                self._task.wait()
-            except RuntimeError as error:
-                self._broke(error)
-                if not self._swallow:
-                    raise
-        return True
-
-    def is_completed(self) -> bool:
-        return self._task is None or self._task.done
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-
-        def over() -> None:
-            error = self._task.error if self._task is not None else None
-            if error is not None:
-                self._broke(error)
-            if error is None or self._swallow:
-                future.set_result(self._result)
-            else:
-                future.set_exception(error)
-
-        if self._task is None:
-            over()
-        else:
-            self._task.then(over)
-        return future

@@ -6,15 +6,17 @@ import signal
 import struct
 import threading
 from contextlib import closing
+from typing import Any
 
 import pytest
 
 from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, UsageError
-from swift.log import ring, sidecar_process
+from swift.log import ring, sidecar_client, sidecar_process
 from swift.log.reader import LogReader
 from swift.log.ring_writer import RingWriter
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.sidecar_messages import Message
+from swift.log.sidecar_supervisor import SidecarSupervisor
 from tests.unit.log import test_writer_reader as inside
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import (
@@ -147,7 +149,7 @@ def test_a_writer_that_is_closed_says_so_and_harms_nobody() -> None:
         writer.close()
 
 
-class Overtaken(SidecarWriter):
+class Overtaken(SidecarSupervisor):
     """Somebody asks for something at the moment in which there is a line to a new sidecar."""
 
     asked: threading.Thread | None = None
@@ -155,22 +157,24 @@ class Overtaken(SidecarWriter):
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == "_line" and self.restarts and self.asked is None:
-            asking = threading.Thread(target=self.set_generation, args=(2,))
+            asking = threading.Thread(target=self.set_generation, args=(2, (), ()))
             asking.start()
             self.asked = asking
             asking.join(0.3)  # it gets as far as it can
 
 
-def test_a_request_never_comes_before_the_beginning() -> None:
-    with InProcess() as running, closing(Overtaken([running.address], JOB, 1)) as writer:
+def test_a_request_never_comes_before_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar_client, "SidecarSupervisor", Overtaken)
+    with InProcess() as running, closing(SidecarWriter([running.address], JOB, 1)) as writer:
+        sidecar: Any = writer._sidecar
         writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
         writer.flush(TIMEOUT_S)
         running.engine.administration.fence(JOB, 2)
         os.kill(writer.pid, signal.SIGKILL)
-        eventually(lambda: writer.asked is not None)
-        assert writer.asked is not None
-        writer.asked.join(TIMEOUT_S)
-        assert not writer.asked.is_alive()
+        eventually(lambda: sidecar.asked is not None)
+        assert sidecar.asked is not None
+        sidecar.asked.join(TIMEOUT_S)
+        assert not sidecar.asked.is_alive()
         writer.append("s0.F", key(1), "uint8", (5,), bytes(5))
         writer.flush(TIMEOUT_S)
         assert writer.restarts == 1
@@ -303,7 +307,7 @@ def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
 def test_a_sidecar_that_cannot_live_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SidecarWriter, "module", "swift.log.no_such_module")
     with InProcess() as running, writing(running) as writer:
-        eventually(lambda: writer._dead, 30.0)
+        eventually(lambda: writer._sidecar._dead, 30.0)
         for _ in range(2):
             with pytest.raises(LogUnavailable, match=r"has died 6 times within .*SWIFT_NO_SIDECAR=1"):
                 put(writer, 0)

@@ -14,7 +14,8 @@ from swift.errors import Divergence, LogInterrupted, RecordCorrupt, ServiceError
 from swift.log import admin, ring, writers
 from swift.log.reader import LogReader
 from swift.log.record import RecordKey, digest_of
-from swift.log.sidecar_client import ENV_OFF, SidecarWriter
+from swift.log.sidecar_client import SidecarWriter
+from swift.log.sidecar_supervisor import ENV_OFF
 from swift.log.unlogged import MARK_SLOT, Steps, mark
 from swift.log.writer import LogWriter
 from swift.log.writers import Writer, open_writer
