@@ -76,6 +76,7 @@ class CollectiveWork(_torch.Work):
         return self._task.done
 
     def get_future(self) -> Any:
+        """A torch Future: of the result, or of the collective's error, unless that is swallowed."""
         future: Any = torch.futures.Future()
 
         def over() -> None:
