@@ -56,9 +56,11 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-listen",
         default="",
         metavar="HOST:PORT",
-        help="show Prometheus metrics there over HTTP, port 0: any free one; default: no metrics",
+        help="show Prometheus metrics over HTTP at this address; port 0 takes any free one; default: no metrics",
     )
-    parser.add_argument("--metrics-address-file", type=Path, help="gets host:port once metrics are shown")
+    parser.add_argument(
+        "--metrics-address-file", type=Path, help="host:port is written to this file once metrics are shown"
+    )
 
 
 def metrics_address(text: str, *, insecure: bool, flag: str = "--metrics-listen") -> tuple[str, int] | None:

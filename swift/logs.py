@@ -281,12 +281,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-format",
         default=TEXT,
         choices=[TEXT, JSON],
-        help="stderr: lines for people, or one JSON object a line",
+        help="form of stderr: lines for people, or one JSON object per line",
     )
     parser.add_argument(
         "--log-level",
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
-        help="the least that is written; default: WARNING as text, INFO as json",
+        help="lowest level that is written; default: WARNING as text, INFO as json",
     )
 
 

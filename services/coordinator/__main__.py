@@ -118,46 +118,60 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="swift-ft coordinator",
         description="Runs the coordinator: membership, generations and recovery of training jobs.",
     )
-    parser.add_argument("--directory", type=Path, required=True, help="where its durable state is kept")
+    parser.add_argument("--directory", type=Path, required=True, help="the directory of its durable state")
     parser.add_argument(
         "--log-servers",
         default="",
         metavar="[MACHINE=]HOST:PORT,...",
-        help="the log servers, one per machine at best. MACHINE is the name by which the ranks there call their host "
-        "(default: HOST, or this machine if that is loopback): what a rank sends is kept on its own machine first. "
-        "None: every recovery restores the checkpoint",
+        help="the log servers, best one on each machine. MACHINE is the host name that the ranks there see (default: "
+        "HOST, or this machine if HOST is loopback). A rank's records are kept on its own machine first. Without log "
+        "servers every recovery restores the checkpoint",
     )
     parser.add_argument(
         "--copies",
         type=int,
         default=1,
         metavar="C",
-        help="log servers, on as many machines, that have a record before it counts as durable (default "
-        "%(default)s). Of a job that begins; one that is there keeps its own",
+        help="the number of log servers, on different machines, that must have a record before it counts as durable "
+        "(default %(default)s). Applies to new jobs; others keep their number",
     )
     parser.add_argument(
         "--log-lost-s",
         type=float,
-        help="a log server that has not answered for so long is lost, if another one is left: nobody uses it again, "
-        "its streams move; 0: only an operator says so, with swift-ft logs (default: 30 s, at least two calls to it)",
+        help="a log server that has not answered for this long is lost, if another one is left: its streams move, and "
+        "it is not used again. 0: only an operator gives a server up, with swift-ft logs (default: 30 s, at least "
+        "two calls to it)",
     )
-    parser.add_argument("--address-file", type=Path, help="gets host:port once it serves")
-    parser.add_argument("--heartbeat-s", type=float, default=0.5, help="default %(default)s")
-    parser.add_argument("--lease-s", type=float, help=f"default: {LEASE_HEARTBEATS} heartbeats")
+    parser.add_argument("--address-file", type=Path, help="host:port is written to this file once it serves")
+    parser.add_argument(
+        "--heartbeat-s",
+        type=float,
+        default=0.5,
+        help="seconds between two heartbeats of a rank; default %(default)s",
+    )
+    parser.add_argument(
+        "--lease-s",
+        type=float,
+        help=f"a rank that is silent for this long is fenced; default: {LEASE_HEARTBEATS} heartbeats",
+    )
     parser.add_argument(
         "--step-bound-s",
         type=float,
-        help="a step that runs longer (and 10 times longer than the longest of the last 32) is shown as hung; "
-        "default: 30 s, at least 2 leases",
+        help="a step that takes longer than this, and 10 times as long as the longest of the last 32, is shown as "
+        "hung; default: 30 s, at least 2 leases",
     )
     parser.add_argument(
         "--die-at",
         choices=[state.value for state in State],
-        help="fault injection: SIGKILL itself once the first transition into this state of a generation above 1 "
-        "is durable, before anything else happens; once per directory",
+        help="fault injection: it kills itself (SIGKILL) once its first transition into this state, in a generation "
+        "above 1, is durable and before anything else happens; once per directory",
     )
     parser.add_argument(
-        "--jobs-max", type=int, default=JOBS_MAX, metavar="N", help="jobs under way (default %(default)s)"
+        "--jobs-max",
+        type=int,
+        default=JOBS_MAX,
+        metavar="N",
+        help="limit of jobs under way (default %(default)s)",
     )
     listening.add_flags(parser)
     add_metrics_arguments(parser)

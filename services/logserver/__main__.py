@@ -109,23 +109,36 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         description="Keeps the log of training jobs in a directory and serves it over gRPC.",
     )
     parser.add_argument(
-        "--directory", type=Path, required=True, help="where segments are kept; made if missing"
+        "--directory", type=Path, required=True, help="the directory of the segments; made if it is missing"
     )
-    parser.add_argument("--address-file", type=Path, help="gets host:port once the server serves")
+    parser.add_argument(
+        "--address-file", type=Path, help="host:port is written to this file once the server serves"
+    )
     parser.add_argument(
         "--fsync",
         choices=[policy.value for policy in Fsync],
         default=Fsync.ALWAYS.value,
-        help="acknowledge after a shared fdatasync (always), or after the write; a stream may ask for its own",
+        help="acknowledge after a shared fdatasync (always), or after the write; a stream may choose its own policy",
     )
     parser.add_argument(
-        "--fsync-interval", type=float, default=0.1, metavar="SECONDS", help="for --fsync interval"
+        "--fsync-interval",
+        type=float,
+        default=0.1,
+        metavar="SECONDS",
+        help="time between syncs with --fsync interval",
     )
     parser.add_argument(
-        "--segment-bytes", type=int, default=128 << 20, help="a segment is sealed at this size"
+        "--segment-bytes", type=int, default=128 << 20, help="size at which a segment is sealed"
     )
-    parser.add_argument("--credit-bytes", type=int, default=64 << 20, help="bytes under way per writer")
-    parser.add_argument("--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="largest tensor accepted")
+    parser.add_argument(
+        "--credit-bytes", type=int, default=64 << 20, help="bytes that each writer may have under way"
+    )
+    parser.add_argument(
+        "--body-bytes-max",
+        type=int,
+        default=BODY_BYTES_MAX,
+        help="size of the largest tensor that is accepted",
+    )
     _add_limits(parser)
     listening.add_flags(parser)
     _add_space(parser)
@@ -164,42 +177,49 @@ def parse(argv: Sequence[str]) -> ServerConfig:
 def _add_space(parser: Parser) -> None:
     """How much is kept, and for how long."""
     parser.add_argument(
-        "--quota-bytes", type=int, default=0, help="most that is kept of all jobs; default: what the disk has"
+        "--quota-bytes",
+        type=int,
+        default=0,
+        help="limit of the records of all jobs together; default: the disk's size",
     )
-    parser.add_argument("--job-quota-bytes", type=int, default=0, help="most that is kept of one job")
+    parser.add_argument(
+        "--job-quota-bytes", type=int, default=0, help="limit of the records of one job; default: none"
+    )
     parser.add_argument(
         "--high-water",
         type=float,
         default=HIGH_WATER,
         metavar="PART",
-        help="of a quota, or of the disk: an early checkpoint is asked for; default %(default)s",
+        help="part of a quota, or of the disk, above which an early checkpoint is asked for; default %(default)s",
     )
     parser.add_argument(
         "--low-water",
         type=float,
         default=LOW_WATER,
         metavar="PART",
-        help="below it that alarm ends; default %(default)s",
+        help="part below which that alarm ends; default %(default)s",
     )
     parser.add_argument(
         "--keep-days",
         type=float,
         default=0.0,
         metavar="DAYS",
-        help="drop jobs that nobody has touched for so long; default: keep them until `swift-ft inspect --drop-job`",
+        help="drop jobs that nobody has used for this long; default: keep them until `swift-ft inspect --drop-job`",
     )
 
 
 def _add_limits(parser: Parser) -> None:
     """What one job, or many, can take of the server at most."""
     defaults = EngineConfig()
-    group = parser.add_argument_group("limits", "what goes beyond is refused, and told why")
+    group = parser.add_argument_group(
+        "limits", "a call that exceeds a limit is refused, and the answer names the limit"
+    )
     for flag, default, what in (
-        ("--jobs-max", defaults.jobs_max, "jobs that it keeps"),
+        ("--jobs-max", defaults.jobs_max, "jobs that the server keeps"),
         ("--job-streams-max", defaults.job_streams_max, "streams of a job"),
         ("--job-readers-max", defaults.job_readers_max, "streams of a job that are read at once"),
-        ("--job-records-max", defaults.job_records_max, "records that it keeps of a job"),
-        ("--job-bytes-max", defaults.job_bytes_max, "bytes under way, over all writers of a job"),
+        ("--job-records-max", defaults.job_records_max, "records of a job that the server keeps"),
+        ("--job-bytes-max", defaults.job_bytes_max, "bytes under way of all writers of a job together"),
     ):
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default %(default)s)")
 

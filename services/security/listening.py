@@ -200,7 +200,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--listen",
         default="127.0.0.1:0",
         metavar="HOST:PORT",
-        help="port 0: any free one (default %(default)s)",
+        help="address to listen on; port 0 takes any free one (default %(default)s)",
     )
     group = parser.add_argument_group("security", "see docs/security.md")
     add = group.add_argument
@@ -210,25 +210,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the server's certificate chain; reloaded when it changes",
     )
-    add("--tls-key", type=Path, metavar="FILE", help="its private key, mode 0600")
-    add("--tls-client-ca", type=Path, metavar="FILE", help="clients must show a certificate signed by it")
+    add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, mode 0600")
+    add(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="clients must show a certificate that this CA has signed",
+    )
     add(
         "--token-keys",
         type=Path,
         metavar="DIR",
-        help="public keys: every call needs a token signed by one of them",
+        help="directory of public keys; every call needs a token that is signed with one of these keys",
     )
     add(
         "--revoked",
         type=Path,
         metavar="FILE",
-        help="tokens that do not count any more: a line for each, its id or sub:NAME; read again when it changes",
+        help="tokens that do not count any more, one per line: its id, or sub:NAME; read again when it changes",
     )
     add(
         "--audit",
         type=Path,
         metavar="FILE",
-        help="append who changed something, and who was denied, as JSON lines (FILE.1: those before)",
+        help="append a JSON line for each change that a caller makes, and for each denied call (FILE.1: older lines)",
     )
     add("--insecure", action="store_true", help="allow --listen off loopback without TLS and tokens")
     add(
@@ -236,14 +241,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=CallLimits().per_peer,
         metavar="N",
-        help="calls under way from one address (default %(default)s)",
+        help="limit of calls under way from one address (default %(default)s)",
     )
     add(
         "--calls-per-token-s",
         type=float,
         default=CallLimits().per_token_s,
         metavar="N",
-        help="calls that one token may begin in a second; 0: any number (default %(default)g)",
+        help="limit of calls that one token may begin in a second; 0: no limit (default %(default)g)",
     )
 
 

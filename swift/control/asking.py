@@ -27,7 +27,7 @@ def parser_of(prog: str, description: str, json_help: str, *, of_job: bool = Tru
         default=known,
         required=not known,
         metavar="HOST:PORT",
-        help="default: $SWIFT_COORDINATOR",
+        help="the coordinator's address; default: $SWIFT_COORDINATOR",
     )
     if of_job:
         parser.add_argument("--job", required=True, metavar="NAME")

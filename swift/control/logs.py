@@ -28,8 +28,15 @@ def run(argv: Sequence[str]) -> int:
     Raises UsageError for flags that contradict each other, ServiceError if the coordinator does not answer.
     """
     parser = parser_of("swift-ft logs", DESCRIPTION, "print it as JSON")
-    parser.add_argument("--lost", default="", metavar="HOST:PORT", help="this one will not come back")
-    parser.add_argument("--add", default="", metavar="[MACHINE=]HOST:PORT", help="this one has come")
+    parser.add_argument(
+        "--lost", default="", metavar="HOST:PORT", help="give this log server up: it will not come back"
+    )
+    parser.add_argument(
+        "--add",
+        default="",
+        metavar="[MACHINE=]HOST:PORT",
+        help="use this log server from now on; with --lost, in place of the lost one",
+    )
     arguments = parser.parse_args(argv)
     host, add = parse_server(arguments.add, "--add") if arguments.add else ("", "")
     lost = parse_server(arguments.lost, "--lost")[1] if arguments.lost else ""

@@ -25,9 +25,11 @@ def parser() -> Parser:
         description="Checks whether this machine is fit for swift, and whether the services answer.",
     )
     parser.add_argument(
-        "--directory", type=Path, help="the log server's directory: writes 64 MiB there for a moment"
+        "--directory", type=Path, help="the log server's directory; 64 MiB are written there and removed"
     )
-    parser.add_argument("--ranks", type=int, default=0, help="that are to run on this machine")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="the number of ranks that will run on this machine"
+    )
     for flag, what in (
         ("--listen", "must be free here"),
         ("--server", "a log server that must answer"),
@@ -37,10 +39,17 @@ def parser() -> Parser:
             flag, action="append", default=[], metavar="HOST:PORT", help=f"{what}; may be repeated"
         )
     parser.add_argument(
-        "--certificate-days", type=float, default=30.0, help="warn so long before one expires"
+        "--certificate-days",
+        type=float,
+        default=30.0,
+        help="warn if a certificate expires within this many days",
     )
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for each service")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="findings and facts, for programs")
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="how long to wait for each service"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write findings and facts as JSON, for programs"
+    )
     return parser
 
 

@@ -24,26 +24,27 @@ from swift.recovery.groups import RecoveryGroups
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
 EPILOG = """\
-what --kill takes (several are carried out in the order in which the run meets them; several with the same step
-make victims at once):
+--kill takes one of these (several are carried out in the order in which the run reaches them; several with the same
+step kill at once):
   rank=2,step=17,microbatch=3,phase=backward    SIGKILL of a rank by itself, exactly there; phases: forward,
                                                 backward, reduce, update, optimizer, idle, replay, copy
-  rank=2,phase=replay                           at the first replay that runs while rank 2 lives
-  rank=2,phase=copy                             while rank 2 sends or receives a replica's state for the first time
+  rank=2,phase=replay                           SIGKILL at the first replay that runs while rank 2 lives
+  rank=2,phase=copy                             SIGKILL while rank 2 first sends or receives a replica's state
   service=logserver,step=12                     SIGKILL of the log server; it is started again
   log=0,step=12                                 SIGKILL of that log server for good (needs --log-servers 2 or more),
                                                 together with the ranks that are killed in that step
   log=0,phase=replay                            the same at the first replay
-  service=coordinator,state=recovering          the coordinator kills itself there: fencing, planning,
+  service=coordinator,state=recovering          the coordinator kills itself in this state: fencing, planning,
                                                 recovering, running
-  corrupt=copy,rank=3                           a bit of the state that a replica gives to that rank
-  corrupt=log,step=17[,stream=s1.F]             a bit of the live log, before the rank killed at that step dies
+  corrupt=copy,rank=3                           flips a bit of the state that a replica gives to that rank
+  corrupt=log,step=17[,stream=s1.F]             flips a bit of the live log, before the rank killed at that step dies
 
---model paced is tiny with stages that sleep for a fixed time, as if each had a device of its own.
-reduce is the middle of a step's gradient reduction (needs --replicas); update the middle of a wait-free update
-(needs --updates wait_free); optimizer the middle of optimizer.step(). Rank = pipeline rank * replicas + replica.
+--model paced is the tiny model with stages that sleep for a fixed time, as if each had a device of its own.
+The phase reduce is the middle of a step's gradient reduction (needs --replicas), update is the middle of a wait-free
+update (needs --updates wait_free), optimizer is the middle of optimizer.step(). A rank's number is
+pipeline rank * replicas + replica.
 
-exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or the environment, 130 interrupted
+exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or an error of the environment, 130 interrupted
 """
 SPACE_NEEDED_MB = {"tiny": 64, "default": 512, "paced": 64}
 

@@ -119,16 +119,23 @@ OPTIONS = (
     Option(
         name="stages",
         metavar="P",
-        help="pipeline ranks",
+        help="ranks in a pipeline",
         kind=int,
         default=4,
         field="pipeline_ranks",
         reach=Reach.BOTH,
     ),
-    Option(name="replicas", metavar="D", help="of every stage", kind=int, default=1, reach=Reach.BOTH),
+    Option(
+        name="replicas", metavar="D", help="replicas of every stage", kind=int, default=1, reach=Reach.BOTH
+    ),
     Option(name="steps", metavar="N", help="optimizer steps", kind=int, default=30, reach=Reach.BOTH),
     Option(
-        name="microbatches", metavar="M", help="per step and replica", kind=int, default=8, reach=Reach.BOTH
+        name="microbatches",
+        metavar="M",
+        help="microbatches per step and replica",
+        kind=int,
+        default=8,
+        reach=Reach.BOTH,
     ),
     Option(name="schedule", default="1f1b", known=tuple(SCHEDULES), reach=Reach.BOTH),
     Option(
@@ -141,7 +148,7 @@ OPTIONS = (
     Option(
         name="random-kills",
         metavar="N",
-        help="that many ranks, at coordinates that --seed decides",
+        help="kill this many ranks, at coordinates that --seed decides",
         kind=int,
         default=None,
     ),
@@ -154,28 +161,35 @@ OPTIONS = (
     Option(
         name="groups",
         metavar="RUNS",
-        help="stages that recover together, between which alone the log is kept, such as 0-1,2-3 (default: none)",
+        help="recovery groups, such as 0-1,2-3; only what passes between groups is logged (default: none)",
         reach=Reach.RUN,
     ),
     Option(
         name="regroup",
         metavar="SPEC",
-        help="other ones from a step on: step=8,groups=0-1,2-3 or step=8,storage-cap=BYTES (by a plan); with until=12 "
-        "or by=12 behind the step training waits there until they are asked for, or in force",
+        help="change the groups from a step on: step=8,groups=0-1,2-3 or step=8,storage-cap=BYTES (by a plan); add "
+        "until=12 or by=12 to make training wait before step 12 until they are asked for, or in force",
         several=True,
         field="regroups",
     ),
     Option(
         name="seed",
         metavar="S",
-        help="of everything random",
+        help="seed of everything random",
         kind=int,
         default=0,
         bounds=(0, 2**63 - 1),
         reach=Reach.BOTH,
     ),
-    Option(name="log-servers", metavar="N", help="as if on N machines", kind=int, default=1, bounds=(1, 16)),
-    Option(name="copies", metavar="C", help="of every record", kind=int, default=1),
+    Option(
+        name="log-servers",
+        metavar="N",
+        help="log servers, as if on N machines",
+        kind=int,
+        default=1,
+        bounds=(1, 16),
+    ),
+    Option(name="copies", metavar="C", help="copies of every record", kind=int, default=1),
     Option(name="spares", metavar="N", help="warm spare processes", kind=int, default=1, bounds=(0, 64)),
     Option(
         name="helpers",
@@ -187,7 +201,14 @@ OPTIONS = (
         reach=Reach.RUN,
     ),
     Option(name="model", default="default", known=tuple(MODELS), reach=Reach.BOTH),
-    Option(name="checkpoint-every", metavar="K", help="steps", kind=int, default=10, reach=Reach.BOTH),
+    Option(
+        name="checkpoint-every",
+        metavar="K",
+        help="steps between checkpoints",
+        kind=int,
+        default=10,
+        reach=Reach.BOTH,
+    ),
     Option(
         name="updates",
         help="when buckets of gradients are applied",
@@ -206,7 +227,7 @@ OPTIONS = (
     ),
     Option(
         name="reduction",
-        help="order of additions; auto: by replica from three replicas on",
+        help="the order in which gradients are summed; auto: by replica, from three replicas on",
         default="auto",
         known=("auto", "ordered", "fast"),
         reach=Reach.BOTH,
@@ -230,7 +251,7 @@ OPTIONS = (
     ),
     Option(
         name="optimizer-implementation",
-        help="torch's version of it (default: torch's choice)",
+        help="torch's implementation of the optimizer (default: torch's choice)",
         known=IMPLEMENTATIONS,
         reach=Reach.BOTH,
         updates=True,
@@ -238,19 +259,24 @@ OPTIONS = (
     Option(
         name="paranoid",
         metavar="",
-        help="compute the first step, and the one after every recovery, twice from one state, and compare",
+        help="compute the first step, and the first after every recovery, twice from one state, and compare",
         default=False,
     ),
     Option(
-        name="secure", metavar="", help="over mutual TLS, with tokens, all made for this drill", default=False
+        name="secure", metavar="", help="use mutual TLS and tokens, all made for this drill", default=False
     ),
     Option(
-        name="json", metavar="PATH", help="write the report there", kind=Path, default=None, field="json_path"
+        name="json",
+        metavar="PATH",
+        help="write the report as JSON",
+        kind=Path,
+        default=None,
+        field="json_path",
     ),
     Option(
         name="html",
         metavar="PATH",
-        help="write the report as a page there",
+        help="write the report as a page",
         kind=Path,
         default=None,
         field="html_path",
@@ -258,7 +284,7 @@ OPTIONS = (
     Option(
         name="directory",
         metavar="DIR",
-        help="keep everything of both runs there (must be empty)",
+        help="keep everything of both runs in this directory (must be empty)",
         kind=Path,
         default=None,
     ),
@@ -271,7 +297,7 @@ OPTIONS = (
     Option(
         name="twin",
         metavar="DIR",
-        help="the failure-free run to compare with: used if it is finished there, else made there",
+        help="directory of the failure-free run; the run is used if it is finished there, else made there",
         kind=Path,
         default=None,
     ),

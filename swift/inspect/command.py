@@ -94,15 +94,19 @@ def parse(argv: Sequence[str]) -> InspectConfig:
         prog="swift-ft inspect",
         description="Shows what is in the log, verifies it, exports records, drops the log of a job.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit codes: 0 done, 1 something is damaged, 2 usage, 3 the server or the disk is not able to",
+        epilog="exit codes: 0 done, 1 something is damaged, 2 usage, 3 the server or the disk does not allow it",
     )
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="of a log server; it may be running")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="a log server's directory; the server may be running"
+    )
     parser.add_argument("--server", default="", metavar="HOST:PORT", help="ask a running log server")
     parser.add_argument("--job", default="", help="only this job")
     parser.add_argument("--stream", default="", help="only this stream, such as s2.F")
-    parser.add_argument("--segments", action="store_true", help="list every file, too (--directory)")
+    parser.add_argument("--segments", action="store_true", help="list every file too (with --directory)")
     parser.add_argument(
-        "--verify", action="store_true", help="check every record, down to its digest; a line for each damage"
+        "--verify",
+        action="store_true",
+        help="check every record, down to its digest; print a line for each damage",
     )
     parser.add_argument(
         "--export",
@@ -110,14 +114,22 @@ def parse(argv: Sequence[str]) -> InspectConfig:
         metavar="FILE.safetensors",
         help="write the job's records, as s2.F/step/microbatch/slot",
     )
-    parser.add_argument("--step", default="0:", metavar="N[:M]", help="of these steps only; M is exclusive")
     parser.add_argument(
-        "--drop-job", default="", metavar="JOB", help="forget a job: its records, its generation, its trim"
+        "--step", default="0:", metavar="N[:M]", help="export these steps only, from N to M - 1"
     )
-    parser.add_argument("--force", action="store_true", help="drop it even if it may live")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what is shown for programs")
     parser.add_argument(
-        "--timeout-s", type=float, default=10.0, help="for a server's answer; default %(default)s"
+        "--drop-job",
+        default="",
+        metavar="JOB",
+        help="delete a job's log: its records, its generation, its trim",
+    )
+    parser.add_argument("--force", action="store_true", help="drop the job even if it may live")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write what is shown as JSON, for programs")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=10.0,
+        help="how long to wait for a server's answer; default %(default)s",
     )
     options = parser.parse_args(argv)
     first_step, end_step = _steps(options.step)

@@ -128,8 +128,8 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--job",
         metavar="NAME",
-        help="The job's name (default: made from the rendezvous id; on one machine without one, of the script's name "
-        "and six letters). A name that was made up is printed.",
+        help="The job's name. Default: made from the rendezvous id; on one machine without one, from the script's name "
+        "and six letters. A name that was made up is printed.",
     )
     ours.add_argument(
         "--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1)."
@@ -139,29 +139,29 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="MODULE,MODULE...",
-        help="What else is imported before a rank's script (once, in the process that ranks are forked from, or by "
-        f"each spare while it waits): besides {PRELOAD_DEFAULT.replace(',', ', ')}, and besides what the script "
-        "imports before anything else, as far as that is installed and safe before a fork.",
+        help="Modules to import before a rank's script: once, in the process that ranks are forked from, or by each "
+        f"spare while it waits. These are imported anyway: {PRELOAD_DEFAULT.replace(',', ', ')}, and what the script "
+        "imports before anything else, if it is installed and safe before a fork.",
     )
     ours.add_argument(
         "--preload-only",
         "--preload_only",
         metavar="MODULE,MODULE...",
-        help="In the place of all that --preload imports by itself.",
+        help="Import these modules only, in place of those that are imported anyway.",
     )
     ours.add_argument(
         "--start-method",
         "--start_method",
         choices=START_METHODS,
         default=os.environ.get("PET_START_METHOD", "fork"),
-        help="How processes start: 'fork' takes milliseconds and shares the memory of what was imported; 'spawn' "
-        "makes fresh interpreters, for modules of --preload that must not be forked. One that starts a thread or "
-        "keeps a file open is noticed, and then processes are spawned (default fork).",
+        help="How processes start: 'fork' takes milliseconds and shares the memory of imported modules; 'spawn' makes "
+        "fresh interpreters, for modules of --preload that must not be forked. If a module starts a thread or keeps a "
+        "file open, processes are spawned in any case (default fork).",
     )
     ours.add_argument(
         "--paranoid",
         action="store_true",
-        help="Compute the first step twice from one state, and again after every recovery, and compare.",
+        help="Compute the first step twice from one state and compare the results; do so after every recovery too.",
     )
     ours.add_argument(
         "--max-restarts",
@@ -169,36 +169,36 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
         metavar="N",
-        help="How many dead processes this launcher replaces in total (default %(default)s). A process that ends by "
-        "itself three times before a new version is reached ends the job whatever this says.",
+        help="How many dead processes this launcher replaces in total (default %(default)s). If a process ends by "
+        "itself three times before a new version is reached, the job ends in any case.",
     )
     ours.add_argument(
         "--retry-exceptions",
         type=int,
         default=0,
         metavar="N",
-        help="How often a step that raises an exception is done again from its start, by all ranks (default 0: the "
-        "job ends with it). The same exception twice at one step ends the job.",
+        help="How many times all ranks do a step again that has raised an exception (default 0: the job ends with the "
+        "exception). The same exception twice in one step ends the job.",
     )
     _add_checkpoints(ours)
     return parser
 
 
 def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
-    ours.add_argument("--checkpoint-dir", metavar="DIR", help="Where the ranks keep checkpoints.")
+    ours.add_argument("--checkpoint-dir", metavar="DIR", help="The directory of the ranks' checkpoints.")
     ours.add_argument(
         "--from-job",
         "--from_job",
         metavar="NAME",
-        help="Begin with the newest complete checkpoint of another job of the same coordinator, in the same "
-        "--checkpoint-dir, and with its step. A job that has checkpoints of its own goes on from those.",
+        help="Begin with the newest complete checkpoint, and the step, of another job of the same coordinator, in the "
+        "same --checkpoint-dir. A job that has checkpoints of its own goes on from those.",
     )
     ours.add_argument(
         "--from-version",
         "--from_version",
         type=int,
         metavar="V",
-        help="With --from-job: the checkpoint of this version instead of the newest.",
+        help="With --from-job: begin with the checkpoint of this version instead of the newest.",
     )
     ours.add_argument(
         "--sigterm-checkpoint-s",
@@ -206,8 +206,8 @@ def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
         type=float,
         default=LAST_CHECKPOINT_S_DEFAULT,
         metavar="SECONDS",
-        help="SIGTERM makes a checkpoint before it ends the ranks of a job that runs, if that takes no longer "
-        "(default %(default)g; 0: none).",
+        help="How long SIGTERM to a running job waits for a checkpoint before it ends the ranks "
+        "(default %(default)g; 0: no checkpoint).",
     )
 
 

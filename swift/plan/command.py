@@ -76,47 +76,67 @@ def _parser() -> Parser:
         prog="swift-ft plan",
         description="Chooses which boundaries to log: bytes, overhead and recovery time of every choice worth having.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit codes: 0 done, 1 the cap cannot be met, 2 usage, 3 the environment is not able to",
+        epilog="exit codes: 0 done, 1 the cap cannot be met, 2 usage, 3 the environment does not allow it",
     )
     parser.add_argument(
-        "profile", type=Path, nargs="?", metavar="PROFILE", help="JSON; docs/planning.md lists its fields"
+        "profile",
+        type=Path,
+        nargs="?",
+        metavar="PROFILE",
+        help="a JSON file; docs/planning.md lists its fields",
     )
     job = parser.add_argument_group("a running job, instead of PROFILE")
-    job.add_argument("--coordinator", metavar="HOST:PORT", help="its ranks have measured the profile")
+    job.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="take the profile that the ranks of a running job have measured",
+    )
     job.add_argument("--job", metavar="NAME")
-    job.add_argument("--save-profile", type=Path, metavar="PATH", help="what was measured, as JSON")
+    job.add_argument("--save-profile", type=Path, metavar="PATH", help="write what was measured as JSON")
     job.add_argument(
         "--apply", action="store_true", help="give the job the chosen groups, from the next checkpoint on"
     )
-    job.add_argument("--groups", metavar="0-1,2-3", help="with --apply: these (or none), without a plan")
+    job.add_argument(
+        "--groups", metavar="0-1,2-3", help="with --apply: these groups (or none), without a plan"
+    )
     job.add_argument(
         "--machine-per-rank",
         action="store_true",
-        help="as if each rank had a machine; else one for each host",
+        help="plan as if each rank had a machine; default: one for each host",
     )
-    job.add_argument("--log-read-rate", metavar="BYTES", help="per second; default: of a replay, else 1GB")
+    job.add_argument(
+        "--log-read-rate", metavar="BYTES", help="per second; default: as measured in a replay, else 1GB"
+    )
     job.add_argument("--log-write-rate", metavar="BYTES", help="per second; default: as measured, else 1GB")
     job.add_argument(
         "--network-rate",
         metavar="BYTES",
         help="per second, between two ranks; default: nobody helps a replay",
     )
-    job.add_argument("--machine-mtbf", metavar="SECONDS", help="between two failures; default: 30 days")
     job.add_argument(
-        "--fixed", metavar="SECONDS", help="of every recovery: detect, plan, rebuild; default: 0"
+        "--machine-mtbf",
+        metavar="SECONDS",
+        help="mean time between two failures of a machine; default: 30 days",
+    )
+    job.add_argument(
+        "--fixed", metavar="SECONDS", help="fixed part of every recovery (detect, plan, rebuild); default: 0"
     )
     caps = parser.add_mutually_exclusive_group()
     caps.add_argument(
-        "--storage-cap", metavar="BYTES", help="the log's size until the next checkpoint: 800GB"
+        "--storage-cap",
+        metavar="BYTES",
+        help="limit of the log's size until the next checkpoint, such as 800GB",
     )
     caps.add_argument(
-        "--recovery-cap", metavar="SECONDS", help="the recovery time expected over all failures"
+        "--recovery-cap",
+        metavar="SECONDS",
+        help="limit of the recovery time that is expected over all failures",
     )
     caps.add_argument(
-        "--worst-recovery-cap", metavar="SECONDS", help="the recovery time whichever machine fails"
+        "--worst-recovery-cap", metavar="SECONDS", help="limit of the recovery time, whichever machine fails"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="everything, for programs")
-    parser.add_argument("--svg", type=Path, metavar="PATH", help="a drawing of the frontier")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything as JSON, for programs")
+    parser.add_argument("--svg", type=Path, metavar="PATH", help="draw the frontier")
     return parser
 
 

@@ -69,39 +69,45 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         metavar="DIR",
         help="make a key pair: DIR/signing/KID.pem, DIR/verifying/KID.pem",
     )
-    add("--key", type=Path, metavar="FILE", help="the signing key; may be a link to it")
+    add("--key", type=Path, metavar="FILE", help="the signing key, or a link to it")
     add("--job", default="", metavar="NAME", help="the job, or '*' for every job")
     add(
         "--role",
         action="append",
         default=[],
         metavar="ROLE",
-        help=f"{', '.join(Role)}; several times, or with commas",
+        help=f"{', '.join(Role)}; repeat the flag or use commas for several",
     )
-    add("--hours", type=float, default=24.0, metavar="H", help="good for so long (default %(default)g)")
+    add("--hours", type=float, default=24.0, metavar="H", help="lifetime of the token (default %(default)g)")
     add(
         "--generation",
         type=int,
         metavar="G",
-        help="good until the job's generation is above G, that is to its next recovery (default: any)",
+        help="the token is valid until the job's generation is above G, that is until its next recovery (default: in "
+        "every generation)",
     )
-    add("--out", type=Path, metavar="FILE", help="write it there, mode 0600, instead of to the terminal")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the token to this file, mode 0600, instead of to the terminal",
+    )
     add(
         "--renew",
         action="store_true",
-        help="go on until SIGTERM: write a new one whenever half of --hours is over, or the key has changed",
+        help="run until SIGTERM: write a new token whenever half of --hours is over, or the key has changed",
     )
     add(
         "--owner",
         default="",
         metavar="USER[:GROUP]",
-        help="(as root) whose the file of --out is to be; default: yours",
+        help="(as root) the owner of the file of --out; default: you",
     )
     add(
         "--subject",
         default="",
         metavar="NAME",
-        help="whom it is for: a person or a machine, as the servers' audit trails are to name it",
+        help="the bearer, a person or a machine, as the servers' audit trails name it",
     )
     options = parser.parse_args(argv)
     return TokenConfig(
