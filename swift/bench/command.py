@@ -18,6 +18,7 @@ BENCHMARKS = {
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
     "imports": "a forked replacement's way to its script, with and without its imports in the fork server",
     "abort": "an abort of every operation of process groups: time until whoever waits is freed",
+    "compare": "one of two ranks dies: torchrun with checkpoints, torchft and swift side by side",
     "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }
 

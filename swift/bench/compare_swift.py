@@ -1,0 +1,30 @@
+"""The trainer of `swift-ft bench compare` for swift: two replicas of a whole model."""
+
+import swift
+from swift.bench.compare_trial import REPLICAS, Trial, make_model, make_optimizer, started_at
+
+
+def main() -> None:
+    trial = Trial.given()
+    trial.mark("imported", started=started_at())
+    session = swift.Session.from_env(replicas=REPLICAS, checkpoint_every=trial.every)
+    replica = session.dp_rank
+    trial.mark("connected", replica)
+    model = session.module(make_model())
+    optimizer = session.optimizer(make_optimizer(model))
+
+    def train_step(step: int) -> None:
+        optimizer.zero_grad()
+        loss = trial.loss(model, replica, step)
+        trial.maybe_die(replica, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        trial.mark("stepped", replica, step)
+
+    session.run(train_step, num_steps=trial.steps)
+    trial.end(replica, model)
+    session.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The trainer of `swift-ft bench compare` for torchft: one process for each replica group, over gloo.
+
+Gradients are averaged by `Manager.allreduce`: torchft's DistributedDataParallel (0.2.0) does not survive a lost peer
+over gloo, where the loss raises in `Work.wait`; its hook then ends the survivor with ``assert fut._fut``.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_saver import save
+from torchft import Manager, ProcessGroupGloo
+from torchft.optim import OptimizerWrapper
+
+from swift.bench.compare_trial import VICTIM, Trial, make_model, make_optimizer, started_at
+
+
+def main() -> None:
+    trial = Trial.given()
+    trial.mark("imported", started=started_at())
+    replica, least = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["MIN_REPLICAS"])
+    model = make_model()
+    plain = make_optimizer(model)
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": plain.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        plain.load_state_dict(state["optimizer"])
+        trial.mark("restored", replica)
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        min_replica_size=least,
+        replica_id=f"replica_{replica}",
+        timeout=timedelta(seconds=10),
+        use_async_quorum=least
+        == 1,  # where both are needed, a replica takes its state before the step, not in it
+    )
+    optimizer = OptimizerWrapper(manager, plain)
+    trial.mark("connected", replica)
+    trial.meet("connected")  # else the first one begins alone
+    while manager.current_step() < trial.steps:
+        optimizer.zero_grad()  # begins the step's quorum
+        step = manager.current_step()
+        loss = trial.loss(model, replica, step)
+        trial.maybe_die(replica, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            manager.allreduce(parameter.grad).wait()
+        optimizer.step()
+        if manager.current_step() <= step:
+            continue  # somebody was lost in it: it is done again
+        if manager.is_participating():
+            trial.mark("stepped", replica, manager.current_step() - 1)
+        if manager.current_step() % trial.every == 0 and replica != VICTIM:
+            state = {"training": state_dict(), "torchft": manager.state_dict()}
+            save(state, checkpoint_id=trial.checkpoints / str(manager.current_step()), no_dist=True)
+    trial.end(replica, model)
+    manager.shutdown(wait=False)
+
+
+if __name__ == "__main__":
+    main()

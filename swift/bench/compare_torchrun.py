@@ -1,0 +1,58 @@
+"""The trainer of `swift-ft bench compare` for torchrun: DistributedDataParallel, and torch.distributed.checkpoint."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
+
+from swift.bench.compare_trial import Trial, make_model, make_optimizer, started_at
+
+
+class Training(Stateful):
+    """All that a checkpoint holds."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model, self.optimizer, self.step = model, make_optimizer(model), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.step = state["step"]
+
+
+def main() -> None:
+    trial = Trial.given()
+    trial.mark("imported", started=started_at())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    trial.mark("connected", rank)
+    training = Training(DistributedDataParallel(make_model()))
+    newest = trial.newest_checkpoint()
+    if newest is not None:
+        load({"training": training}, checkpoint_id=newest)
+    trial.mark("restored", rank)
+    while training.step < trial.steps:
+        training.optimizer.zero_grad()
+        loss = trial.loss(training.model, rank, training.step)
+        trial.maybe_die(rank, training.step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        training.optimizer.step()
+        trial.mark("stepped", rank, training.step)
+        training.step += 1
+        if training.step % trial.every == 0:
+            save({"training": training}, checkpoint_id=trial.checkpoints / str(training.step))
+    trial.end(rank, training.model)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

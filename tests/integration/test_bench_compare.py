@@ -1,0 +1,30 @@
+"""`swift-ft bench compare` with real processes: a replica dies under torchrun, and under swift."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swift.bench.command import main
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("system", "again", "replaced"), [("torchrun", 2, 2), ("swift", 0, 1)])
+def test_it_runs(system: str, again: int, replaced: int, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    words = [
+        "--system",
+        system,
+        "--rounds",
+        "1",
+        "--steps",
+        "12",
+        "--kill-step",
+        "7",
+        "--checkpoint-every",
+        "5",
+    ]
+    assert main(["compare", *words, "--json", str(path)]) == 0
+    (found,) = json.loads(path.read_text())["cases"]
+    assert (found["steps_again"], found["restarted"], found["same_bits"]) == (again, replaced, True)
+    assert found["next_step_s"] <= found["all_again_s"]
