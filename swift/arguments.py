@@ -52,6 +52,7 @@ def is_loopback(host: str) -> bool:
 
 
 def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a service that shows metrics."""
     parser.add_argument(
         "--metrics-listen",
         default="",

@@ -48,7 +48,7 @@ class Protection:
         if self.client_ca is not None and self.certificate is None:
             raise UsageError("--tls-client-ca: needs --tls-cert and --tls-key as well")
         if self.revoked is not None and self.token_keys is None:
-            raise UsageError("--revoked: is of tokens, and needs --token-keys as well")
+            raise UsageError("--revoked: revokes tokens, so give --token-keys as well")
         host, colon, port = self.listen.rpartition(":")
         if not colon or not host or not port.isdecimal() or int(port) > 65535:
             raise UsageError(f"--listen {self.listen!r} is not HOST:PORT, such as 127.0.0.1:0")

@@ -137,7 +137,9 @@ def measure(tensors: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
                     lambda u=used, v=view, b=body, w=width: codecs.decompress(u, v, b.nbytes, w)  # type: ignore[misc]
                 )
                 if raw != body:
-                    raise ServiceError(f"{tensor['tensor']}, {codec}: what came back is not what went in")
+                    raise ServiceError(
+                        f"{tensor['tensor']}, {codec}: decompressing gives other bytes than were compressed"
+                    )
                 seconds.setdefault((number, codec, "compress"), []).append(took)
                 if used != "none":
                     seconds.setdefault((number, codec, "decompress"), []).append(back)

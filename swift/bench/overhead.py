@@ -101,7 +101,7 @@ class Rank:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise ServiceError("a process of the benchmark is gone; what it said stands above") from None
+            raise ServiceError("a process of the benchmark is gone; its output stands above") from None
 
     def hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None

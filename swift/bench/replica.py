@@ -190,4 +190,4 @@ def run_ranks(mebibytes: int, rounds: int) -> dict[str, Any]:
     try:
         return dict(json.loads(output.splitlines()[-1]))
     except (IndexError, ValueError):
-        raise ServiceError("a rank ended before it had measured; what it said stands above") from None
+        raise ServiceError("a rank ended before it had measured; its output stands above") from None

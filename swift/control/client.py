@@ -437,7 +437,7 @@ class CoordinatorClient:
 
     def _me(self) -> "_Me":
         if self.member is None:
-            raise UsageError("join the job before you speak as one of its ranks")
+            raise UsageError("join the job before you make calls as one of its ranks")
         return {"rank": self.member.rank, "incarnation": self.member.incarnation}
 
     def _call(
@@ -497,5 +497,5 @@ class CoordinatorClient:
         if code == grpc.StatusCode.NOT_FOUND:
             return UnknownJob(f"{details}: swift-ft jobs lists those that there are")
         if code == grpc.StatusCode.UNIMPLEMENTED:
-            return UsageError(f"at {self.address} there is no coordinator but another service")
+            return UsageError(f"at {self.address} is another service, not a coordinator")
         return ServiceError(f"the coordinator at {self.address}: {code.name}: {details}")

@@ -132,7 +132,7 @@ def parse(spec: str) -> Fault:
         if not equals or not key or not value:
             raise UsageError(f"--kill {spec!r}: {part!r} is not key=value (such as rank=2,step=17)")
         if key in fields:
-            raise UsageError(f"--kill {spec!r}: {key} stands there twice")
+            raise UsageError(f"--kill {spec!r}: {key} is given twice")
         fields[key] = value
     if "corrupt" in fields:
         return _corrupt_fault(spec, fields)

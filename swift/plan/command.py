@@ -209,13 +209,13 @@ def _running(options: argparse.Namespace) -> Running | None:
 
 
 def _check_groups(options: argparse.Namespace) -> None:
-    """They are said by hand: nothing is planned."""
+    """Raises UsageError: groups are given by hand, so no other flag of the planner has a use."""
     if not options.apply:
-        raise UsageError("--groups needs --apply: it says what the job is to have")
+        raise UsageError("--groups needs --apply: it names the groups that the job gets")
     for name in vars(options):
         if name not in ("coordinator", "job", "apply", "groups") and getattr(options, name):
             flag = name.replace("_", "-")
-            raise UsageError(f"--groups says what the job is to have: --{flag} has no use with it")
+            raise UsageError(f"--groups names the groups that the job gets: --{flag} has no use with it")
 
 
 def read(path: Path) -> Profile:

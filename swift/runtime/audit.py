@@ -92,8 +92,8 @@ class Audit:
             if not self._state.updated:
                 raise UsageError(
                     f"{name} of this rank are not the same as on rank {ranks}, a replica: train_step changes weights, "
-                    "and no optimizer that the session was told of has stepped, which averages gradients before it "
-                    "does; give session.optimizer(...) the one that steps"
+                    "but no optimizer of the session has stepped, and gradients are averaged before one does; pass the "
+                    "optimizer that steps to session.optimizer(...)"
                 )
             raise ReplicaDiffers(
                 f"{name} at version {self._state.version} differ from those of rank {ranks}, a replica"

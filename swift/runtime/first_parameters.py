@@ -55,8 +55,8 @@ def check_ready(module: torch.nn.Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, lazy):
             raise UsageError(
-                f"{name} of a lazy module has no shape yet; call the module once (under torch.no_grad()) before the "
-                "session is told of it, and make the optimizer after that"
+                f"{name} of a lazy module has no shape yet; call the module once (under torch.no_grad()) before you "
+                "pass it to the session, and make the optimizer after that"
             )
 
 

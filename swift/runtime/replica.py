@@ -243,9 +243,7 @@ def _same_manifest(
         try:
             manifests[source] = Manifest.from_bytes(text)
         except ValueError as error:
-            raise ReplicaDiffers(
-                f"rank {source} sent a manifest that makes no sense: {error}", damaged=True
-            ) from None
+            raise ReplicaDiffers(f"rank {source} sent an invalid manifest: {error}", damaged=True) from None
     for source, manifest in manifests.items():
         if manifest.version != transfer.version:
             raise ReplicaDiffers(
@@ -267,7 +265,7 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tup
     protocol, _version, length, digest, logged = header.tolist()
     if protocol != _PROTOCOL or not 0 < length <= _MANIFEST_BYTES_MAX:
         raise ReplicaDiffers(
-            f"rank {source} sent {protocol:#x} where a copy begins; run one version of swift", damaged=True
+            f"rank {source} sent {protocol:#x} where a copy begins; run one version of swift-ft", damaged=True
         )
     check()
     text = torch.empty(length, dtype=torch.uint8)

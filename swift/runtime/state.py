@@ -135,7 +135,7 @@ class TrainerState:
         """Raises UsageError behind the begin of `session.run`: a process that takes over a rank would not have it."""
         if self.beside.remembered:
             raise UsageError(
-                f"the session was told of {what} in train_step: a process that replaces a lost rank begins without it; "
+                f"the session was given {what} in train_step: a process that replaces a lost rank begins without it; "
                 "make all of them before session.run, and let steps choose which they use"
             )
 
@@ -166,7 +166,7 @@ class TrainerState:
         if not self.stages:
             raise UsageError(
                 "no pipeline stage: make it with session.pipeline_stage(...) or session.adopt(stage); a whole "
-                "model is told with session.module(model)"
+                "model is registered with session.module(model)"
             )
         if not self.optimizers:
             raise UsageError("no optimizer: write optimizer = session.optimizer(torch.optim....)")

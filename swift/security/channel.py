@@ -62,7 +62,7 @@ class Credentials:
         if (self.certificate is None) != (self.key is None):
             raise UsageError(f"{ENV_CERTIFICATE} and {ENV_KEY}: give both, or neither")
         if self.certificate is not None and self.ca is None:
-            raise UsageError(f"{ENV_CERTIFICATE}: a certificate is of use with {ENV_CA} only; give that too")
+            raise UsageError(f"{ENV_CERTIFICATE}: a client's certificate needs {ENV_CA} too; set both")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Credentials":

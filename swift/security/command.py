@@ -51,9 +51,9 @@ class TokenConfig:
         if self.generation_max is not None and self.generation_max < 1:
             raise UsageError(f"token: --generation {self.generation_max}: they start at 1")
         if self.renew and self.out is None:
-            raise UsageError("token: --renew writes a file again and again: name it with --out FILE")
+            raise UsageError("token: --renew rewrites a file: name it with --out FILE")
         if self.owner and self.out is None:
-            raise UsageError("token: --owner is of a file: name it with --out FILE")
+            raise UsageError("token: --owner is the owner of a file: name it with --out FILE")
         if self.renew and self.generation_max is not None:
             raise UsageError(
                 "token: --generation is for one generation, --renew for a whole run: leave one out"

@@ -28,7 +28,7 @@ def read_secret(path: Path, flag: str) -> bytes:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_IMODE(mode) & 0o077:
-                raise UsageError(f"{flag} {path}: others than its owner have access to it: chmod 600 {path}")
+                raise UsageError(f"{flag} {path}: users other than its owner can access it: chmod 600 {path}")
             return file.read(_BYTES_MAX)
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None

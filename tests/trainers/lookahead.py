@@ -1,4 +1,4 @@
-"""A Lookahead wrapper around an optimizer: the session is told of the inner one."""
+"""A Lookahead wrapper around an optimizer: the session is given the inner one."""
 
 # verdict: named inexact
 # worlds: 1, 2

@@ -1,8 +1,8 @@
-"""Another optimizer from step 6 on, of which the session is told then."""
+"""Another optimizer from step 6 on, which the session is given only then."""
 
 # verdict: refused
 # worlds: 1, 2
-# says: was told of an optimizer in train_step
+# says: was given an optimizer in train_step
 
 import probe
 import torch

@@ -13,7 +13,6 @@ from swift import cli
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINE_COLUMNS_MAX = 120
-UNWRAPPED = ("benchmarks.md",)
 FOLDERS = ("swift", "services", "tests", "scripts", "docs", "examples", "proto")
 # Files that a run or an installation makes, by the names that documents give them.
 MADE = re.compile(r"_kernels_|_ring\.so|docs/compatibility")
@@ -113,8 +112,6 @@ def test_scripts_that_are_called_exist(document: Path) -> None:
 @every_document
 def test_text_fits_its_lines(document: Path) -> None:
     """Rows of a table are one line however long; code is as it is."""
-    if document.name in UNWRAPPED:
-        pytest.skip("not wrapped yet")
     lines = [line for line in prose(document.read_text()) if not line.startswith(("|", "<!--"))]
     assert [line for line in lines if len(line) > LINE_COLUMNS_MAX] == []
 

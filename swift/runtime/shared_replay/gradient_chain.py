@@ -60,7 +60,9 @@ class Post:
         self.receive(sizes, source, NOTE).wait()
         length, size = sizes.tolist()
         if not 0 < length <= _NOTE_BYTES_MAX or size < 0:
-            raise ReplayRefused(f"rank {source} sent something else than a note; run one version of swift")
+            raise ReplayRefused(
+                f"rank {source} sent something other than a note; run one version of swift-ft on all ranks"
+            )
         data = torch.empty(length, dtype=torch.uint8)
         self.receive(data, source, NOTE).wait()
         payload = torch.empty(size, dtype=torch.uint8)

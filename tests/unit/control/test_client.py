@@ -243,7 +243,7 @@ def test_patience_ends_with_the_address(served: Served) -> None:
         (
             grpc.StatusCode.UNIMPLEMENTED,
             UsageError,
-            "^at 127.0.0.1:[0-9]+ there is no coordinator but another service$",
+            "^at 127.0.0.1:[0-9]+ is another service, not a coordinator$",
         ),
         (grpc.StatusCode.INTERNAL, ServiceError, "INTERNAL: scripted"),
     ],
