@@ -156,7 +156,7 @@ def test_credentials_that_cannot_be_used_are_refused_at_the_start(
         ("holds no token", {"token_file": empty}),
         ("No such file", {"ca": tmp_path / "none"}),
         ("give both", {"ca": ca.certificate, "key": client.key}),
-        ("with SWIFT_TLS_CA only", {"certificate": client.certificate, "key": client.key}),
+        ("needs SWIFT_TLS_CA too", {"certificate": client.certificate, "key": client.key}),
     ):
         with pytest.raises(UsageError, match=message):
             use(**files)
