@@ -231,11 +231,14 @@ def is_transformed(tensor: torch.Tensor | None = None) -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
+_UNDER_WAY = ("fwd_recv_ops", "bwd_recv_ops", "backward_counter")
+
+
 def clear_schedule(schedule: Any) -> None:
     """Forgets a half-done step. A successful step leaves all of these empty itself."""
     schedule._internal_losses.clear()
     # A looped schedule's own. It notes which stages are gathered (FSDP2), which `reset_sharded` takes back.
-    for name in ("fwd_recv_ops", "bwd_recv_ops", "backward_counter", "unshard_ops", "unsharded_stages"):
+    for name in (*_UNDER_WAY, *versions.GATHERED):
         if hasattr(schedule, name):
             getattr(schedule, name).clear()
     for stage in schedule_stages(schedule):

@@ -17,6 +17,9 @@ SETTLE = next((name for name in _SETTLING if hasattr(schedules._PipelineSchedule
 RESETS_SHARDED = hasattr(FSDPModule, "reset_iter_state")
 """FSDP2 modules can be taken back out of the middle of a step: from 2.13 on. Without it `session.mesh` is refused."""
 
+GATHERED = ("unshard_ops", "unsharded_stages", "_deferred_stages", "_finalized_stages")
+"""Where a looped schedule notes which stages are gathered (FSDP2). The last two: from 2.15 on."""
+
 
 def learn_shapes_alone(kind: type[Any]) -> None:
     """Under every schedule, stages of this class learn their shapes without peers, which a replacement does not have.

@@ -25,7 +25,8 @@ SUITE = (
     "tests/unit/runtime/test_torch_names.py",
     "tests/integration/test_communicator.py",
 )
-TRAINERS = ("ddp", "fsdp2", "pipeline_eval")
+TRAINERS = {"ddp": 2, "fsdp2": 4, "pipeline_eval": 2}
+"""name → ranks"""
 SHARDED = "fsdp2"
 _KILL = "rank=1,step=8,microbatch=3,phase=backward"
 _TINY = ("--model", "tiny", "--steps", "14", "--checkpoint-every", "5")
@@ -42,8 +43,8 @@ DRILLS = {
     ),
 }
 _SUITE_LIMIT_S = 1800.0
-_TRAINER_LIMIT_S = 300.0
-_DRILL_LIMIT_S = 300.0
+_TRAINER_LIMIT_S = 600.0
+_DRILL_LIMIT_S = 600.0
 _END_S = 30.0
 _IMPORT = "import swift.runtime.session, swift.launch.torch_names"
 _SHARDS = "from swift.runtime import _torch_versions as v; print(v.RESETS_SHARDED)"
@@ -64,7 +65,7 @@ def refusal(environment: Environment) -> str:
 
 def suite(environment: Environment, output: Path) -> dict[str, int]:
     """How many tests of `SUITE` pass and fail; what pytest prints goes to `output`."""
-    done = _run(environment, ["-m", "pytest", "-q", "-m", "not matrix", *SUITE], _SUITE_LIMIT_S)
+    done = _run(environment, ["-m", "pytest", "-q", "-n", "2", "-m", "not matrix", *SUITE], _SUITE_LIMIT_S)
     if done is None:
         return {"passed": 0, "failed": 1}
     output.write_text(done.stdout + done.stderr)
@@ -78,11 +79,13 @@ def suite(environment: Environment, output: Path) -> dict[str, int]:
 def trainers(environment: Environment, output: Path) -> dict[str, str]:
     """The verdict of each of `TRAINERS`: ok, MISS, or REFUSED for what swift refuses with this torch."""
     found = {}
-    for name in TRAINERS:
+    for name, world in TRAINERS.items():
         if name == SHARDED and not _shards(environment):
             found[name] = REFUSED
             continue
-        done = _run(environment, ["-m", "tests.trainers.harness", name], _TRAINER_LIMIT_S)
+        done = _run(
+            environment, ["-m", "tests.trainers.harness", name, "--world", str(world)], _TRAINER_LIMIT_S
+        )
         words = _VERDICT.findall(done.stdout) if done is not None else []
         found[name] = "ok" if words and all(word == "ok" for word, _ in words) else "MISS"
         if done is not None:
