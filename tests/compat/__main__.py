@@ -27,11 +27,12 @@ def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
         environment = Environment.make(pair, place)
     except Unavailable as error:
         return Row(**row, verdict=table.UNAVAILABLE, reason=str(error))
-    if reason := seams.refusal(environment):
+    reason, shards = seams.imported(environment)
+    if reason:
         return Row(**row, verdict=table.REFUSED, reason=reason, build=environment.build)
     output = outputs / f"torch-{pair.torch}-python-{pair.python}.txt"
     suite = seams.suite(environment, output)
-    trainers = seams.trainers(environment, output)
+    trainers = seams.trainers(environment, output, shards=shards)
     drills = seams.drills(environment, output)
     verdict, reason = table.judged(suite, trainers, drills)
     return Row(

@@ -46,21 +46,24 @@ _SUITE_LIMIT_S = 1800.0
 _TRAINER_LIMIT_S = 600.0
 _DRILL_LIMIT_S = 600.0
 _END_S = 30.0
-_IMPORT = "import swift.runtime.session, swift.launch.torch_names"
-_SHARDS = "from swift.runtime import _torch_versions as v; print(v.RESETS_SHARDED)"
+_IMPORT = """
+import swift.runtime.session, swift.launch.torch_names
+from swift.runtime import _torch_versions
+print(_torch_versions.RESETS_SHARDED)
+"""
 _COUNT = re.compile(r"(\d+) (passed|failed|error|errors)\b")
 _VERDICT = re.compile(r"^(\w+) +(\w+) x\d+ ", re.MULTILINE)
 
 
-def refusal(environment: Environment) -> str:
-    """Why swift refuses this torch when it is imported; empty: it does not."""
+def imported(environment: Environment) -> tuple[str, bool]:
+    """Why swift refuses this torch when it is imported, empty if it does not; and whether it takes FSDP2 with it."""
     done = _run(environment, ["-c", _IMPORT], _TRAINER_LIMIT_S)
     if done is None:
-        return "the import does not end"
+        return "the import does not end", False
     if done.returncode == 0:
-        return ""
+        return "", done.stdout.strip() == "True"
     last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return last.removeprefix("swift.errors.ServiceError: ")
+    return last.removeprefix("swift.errors.ServiceError: "), False
 
 
 def suite(environment: Environment, output: Path) -> dict[str, int]:
@@ -76,11 +79,11 @@ def suite(environment: Environment, output: Path) -> dict[str, int]:
     return {"passed": counts.get("passed", 0), "failed": failed or int(done.returncode != 0)}
 
 
-def trainers(environment: Environment, output: Path) -> dict[str, str]:
-    """The verdict of each of `TRAINERS`: ok, MISS, or REFUSED for what swift refuses with this torch."""
+def trainers(environment: Environment, output: Path, *, shards: bool) -> dict[str, str]:
+    """The verdict of each of `TRAINERS`: ok, MISS, or REFUSED for FSDP2 if swift does not take it."""
     found = {}
     for name, world in TRAINERS.items():
-        if name == SHARDED and not _shards(environment):
+        if name == SHARDED and not shards:
             found[name] = REFUSED
             continue
         done = _run(
@@ -92,12 +95,6 @@ def trainers(environment: Environment, output: Path) -> dict[str, str]:
             with output.open("a") as file:
                 file.write(done.stdout + done.stderr)
     return found
-
-
-def _shards(environment: Environment) -> bool:
-    """FSDP2 works with this torch."""
-    done = _run(environment, ["-c", _SHARDS], _TRAINER_LIMIT_S)
-    return done is not None and done.stdout.strip() == "True"
 
 
 def drills(environment: Environment, output: Path) -> dict[str, str]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat import environment, table
+from swift.drill import command
+from tests.compat import environment, seams, table
 from tests.compat.table import Row
 
 SUITE, TRAINERS, DRILLS = {"passed": 9, "failed": 0}, {"ddp": "ok"}, {"zbv": "PASS"}
@@ -31,6 +32,17 @@ def test_anything_else_fails_with_its_reason(
     suite: dict[str, int], trainers: dict[str, str], drills: dict[str, str], reason: str
 ) -> None:
     assert table.judged(suite, trainers, drills) == (table.FAILS, reason)
+
+
+@pytest.mark.parametrize("options", seams.DRILLS.values(), ids=list(seams.DRILLS))
+def test_every_drill_can_be_run(options: tuple[str, ...]) -> None:
+    command.parse(options)
+
+
+def test_every_test_and_trainer_is_there() -> None:
+    assert all((environment.ROOT / path).is_file() for path in seams.SUITE)
+    assert seams.SHARDED in seams.TRAINERS
+    assert all((environment.ROOT / "tests" / "trainers" / f"{name}.py").is_file() for name in seams.TRAINERS)
 
 
 def test_what_is_refused_does_not_fail_but_is_named() -> None:
