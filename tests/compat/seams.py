@@ -25,7 +25,7 @@ SUITE = (
     "tests/unit/runtime/test_torch_names.py",
     "tests/integration/test_communicator.py",
 )
-TRAINERS = {"ddp": 2, "fsdp2": 4, "pipeline_eval": 2}
+TRAINERS = {"fsdp2": 4, "pipeline_eval": 2}
 """name → ranks"""
 SHARDED = "fsdp2"
 _KILL = "rank=1,step=8,microbatch=3,phase=backward"
