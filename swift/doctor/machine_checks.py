@@ -10,9 +10,10 @@ from swift.doctor.facts import Certificate, Directory, Facts, Peer
 GIB = 1 << 30
 DAY_S = 86400.0
 
+# Those of pyproject.toml.
 PYTHONS = ((3, 11), (3, 12))
-LEAST = {"grpcio": (1, 85), "protobuf": (7, 35), "torch": (2, 11)}
-TORCH_BELOW = (2, 14)
+LEAST = {"grpcio": (1, 85), "protobuf": (7, 35), "torch": (2, 12)}
+TORCH_BELOW = (2, 16)
 
 SYNC_PLAUSIBLE_S = 0.0005
 """A disk that says in less that it has written something answers from a cache; a good one has power for it."""

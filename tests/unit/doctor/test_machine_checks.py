@@ -1,6 +1,8 @@
 """The doctor's judgement over fabricated facts: every finding, on both sides of its threshold."""
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from swift.doctor.command import table
 from swift.doctor.facts import Certificate, Directory, Facts, Machine, Peer, Port, Software, Token
 from swift.doctor.machine_checks import DAY_S, GIB, Finding, Status, examine, exit_code
 
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {"torch": "2.13.0+cpu", "grpcio": "1.85.1", "protobuf": "7.36.2"}
 GOOD_DISK = Directory(
     path="/log",
@@ -88,14 +91,23 @@ def test_where_all_is_well_nothing_is_to_be_done() -> None:
     assert exit_code(findings) == 0
 
 
+def test_what_the_project_takes_is_what_is_judged() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    least, newest = machine_checks.PYTHONS[0], machine_checks.PYTHONS[-1]
+    assert project["requires-python"] == f">={least[0]}.{least[1]},<{newest[0]}.{newest[1] + 1}"
+    bounds = (machine_checks.LEAST["torch"], machine_checks.TORCH_BELOW)
+    assert "torch>={}.{},<{}.{}".format(*bounds[0], *bounds[1]) in project["optional-dependencies"]["train"]
+
+
 CASES = [
     (software(python=(3, 10, 0)), "python", "fail", "use Python 3.11 or 3.12"),
     (software(python=(3, 12, 1)), "python", "ok", ""),
     (software(python=(3, 13, 0)), "python", "fail", "use Python"),
     (packages(torch=None), "torch", "warn", "servers need none"),
-    (packages(torch="2.10.1"), "torch", "fail", "too old"),
-    (packages(torch="2.14.0"), "torch", "warn", "not tried"),
-    (packages(torch="2.11.0"), "torch", "ok", ""),
+    (packages(torch="2.11.1"), "torch", "fail", "too old"),
+    (packages(torch="2.16.0"), "torch", "warn", "not tried"),
+    (packages(torch="2.12.0"), "torch", "ok", ""),
+    (packages(torch="2.15.1"), "torch", "ok", ""),
     (packages(grpcio=None), "grpcio", "fail", "pip install"),
     (packages(grpcio="1.84.9"), "grpcio", "fail", "too old"),
     (packages(grpcio="2.0.0rc1"), "grpcio", "ok", ""),
