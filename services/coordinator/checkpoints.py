@@ -36,8 +36,7 @@ class CheckpointTracker:
     def __init__(self, row: JobRow, steps: StepClock, timing: Timing) -> None:
         self._row = row
         self._steps = steps
-        self._horizon_s = 2 * timing.interval_s(row.world_size)
-        """How old a version may be that heartbeats tell, and how long a View may take."""
+        self._timing = timing
         self._widened = 1
         self.unsaved: dict[int, m.Unsaved] = {}
         """rank -> the checkpoint that it could not write yet; not durable: it is said again."""
@@ -119,6 +118,11 @@ class CheckpointTracker:
         """It is there, or the log is empty: nobody needs it."""
         self._row.checkpoint_at, self._row.checkpoint_reason = None, ""
         self._widened = 1
+
+    @property
+    def _horizon_s(self) -> float:
+        """How old a version may be that heartbeats tell, and how long a View may take."""
+        return 2 * self._timing.interval_s(self._row.wanted)
 
     def _versions(self) -> Iterable[int]:
         return [self._steps.version(rank) for rank in self._row.holders]

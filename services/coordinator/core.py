@@ -82,7 +82,7 @@ class Job(Transitions):
             case m.Join():
                 return self._join(command, now)
             case m.MemberReport():
-                return self._report(command)
+                return self._report(command, now)
             case m.Ready():
                 return self._ready(command, now)
             case m.Refuse():
@@ -231,10 +231,10 @@ class Job(Transitions):
             return [event, *self._without_death(f"rank {rank}: {suspect.reason}")]
         return [event]
 
-    def _report(self, said: m.MemberReport) -> list[Effect]:
+    def _report(self, said: m.MemberReport, now: float) -> list[Effect]:
         row = self.row
         done = row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over
-        if is_stale(row, said.sender, said.generation) or done:
+        if self._is_stale(said, now) or done:
             return []
         if row.state is not State.PLANNING:
             raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
@@ -260,7 +260,7 @@ class Job(Transitions):
     def _ready(self, ready: m.Ready, now: float) -> list[Effect]:
         row = self.row
         rank = ready.sender.rank
-        if is_stale(row, ready.sender, ready.generation) or row.state is State.RUNNING or row.state.is_over:
+        if self._is_stale(ready, now) or row.state is State.RUNNING or row.state.is_over:
             return []
         check_ready(row, ready)
         if row.ready.get(rank) == ready.version:
@@ -271,6 +271,12 @@ class Job(Transitions):
             row.stage_shards[rank] = ready.shard
         is_ready(row, ready)
         return self._run_if_ready(now)
+
+    def _is_stale(self, said: m.MemberReport | m.Ready, now: float) -> bool:
+        """Whoever says this is alive, and does not beat beside it: thousands would, while they recover."""
+        stale = is_stale(self.row, said.sender, said.generation)
+        self.leases.hear(said.sender.rank, now)
+        return stale
 
     def _run_if_ready(self, now: float) -> list[Effect]:
         row = self.row

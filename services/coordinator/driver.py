@@ -265,7 +265,7 @@ class Driver:
         if is_stale(job.row, sender, generation) or job.row.state.is_over:
             return None
         if name not in self._sharing:
-            self._sharing[name] = Sharing(generation, job.row.world_size)
+            self._sharing[name] = Sharing(generation, job.row.wanted)
         return self._sharing[name]
 
     def meet(self, name: str, request: pb.MeetRequest) -> pb.MeetReply:

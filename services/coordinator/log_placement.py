@@ -97,8 +97,7 @@ class Places:
         """A process on `host` holds the rank. Its predecessor's records stay where they are."""
         placement = self._row.placement
         placement[rank] = replace(placement.get(rank, RankLogs(host=host)), host=host)
-        if len(self._row.placement) == self._row.world_size:
-            self._place()
+        self._place()
 
     def change(self, change: m.ChangeLogServers, now: float) -> tuple[bool, dict[int, str]]:
         """What an operator says. (whether one has come, which are to be lost -> why); said again: neither."""
@@ -134,7 +133,7 @@ class Places:
 
     def _place(self) -> None:
         row = self._row
-        if len(row.placement) < row.world_size:
+        if row.lacks(row.placement):  # not all have joined yet
             return
         senders = [
             Sender(rank=rank, host=logs.host, held=tuple(copy.server for copy in logs.copies))

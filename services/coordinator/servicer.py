@@ -109,7 +109,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             kept=request.kept,
         )
         job = await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
-        interval_s = self._driver.timing.interval_s(job.row.world_size)
+        interval_s = self._driver.timing.interval_s(job.row.wanted)
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=interval_s)
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.Ack:

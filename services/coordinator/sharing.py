@@ -36,12 +36,12 @@ _INT64 = 1 << 63
 class Sharing:
     """The keys of one job. On the driver's loop alone."""
 
-    def __init__(self, generation: int, world_size: int) -> None:
+    def __init__(self, generation: int, members: int) -> None:
         self.generation = generation
         self.epoch = secrets.randbits(63) + 1
         self.revision = 0
-        self._keys_max = KEYS_MAX + KEYS_PER_RANK * world_size
-        self._bytes_max = min(BYTES_EVER_MAX, BYTES_MAX + BYTES_PER_RANK * world_size)
+        self._keys_max = KEYS_MAX + KEYS_PER_RANK * members
+        self._bytes_max = min(BYTES_EVER_MAX, BYTES_MAX + BYTES_PER_RANK * members)
         self._bytes = 0
         self._shared: dict[str, pb.Shared] = {}
         """The newest change comes last."""

@@ -12,6 +12,7 @@ Ranks FIRST, FIRST + STEP, ... of so many members. Orders come on stdin, one a l
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -89,6 +90,7 @@ class Member:
             response_deserializer=bytes,
         )
         self._lives = 0
+        self._renewed_at = -math.inf
         self._me: dict[str, Any] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -164,10 +166,15 @@ class Member:
         )
 
     async def _beat(self) -> None:
+        """As ranks do: a Report or a Ready stands for a heartbeat."""
+        loop = asyncio.get_running_loop()
         while True:
             version = self.version or 0
             reply = await self._say(self._stub.Heartbeat, pb.HeartbeatRequest(**self._me, version=version))
-            await asyncio.sleep(reply.interval_s)
+            pause_s = reply.interval_s
+            while pause_s > 0:
+                await asyncio.sleep(pause_s)
+                pause_s = self._renewed_at + reply.interval_s - loop.time()
 
     async def _act(self) -> None:
         said = (0, 0)
@@ -187,7 +194,7 @@ class Member:
                     has_state=self.version is not None,
                     version=self.version or 0,
                 )
-                await self._say(self._stub.Report, request)
+                await self._renew(self._stub.Report, request)
             elif view.state == pb.RECOVERING:
                 await self._ready(view.generation, view.plan.target_version)
 
@@ -201,7 +208,13 @@ class Member:
             stages=[self._rank // replicas],
             num_stages=self._fleet.world_size // replicas,
         )
-        await self._say(self._stub.Ready, request)
+        await self._renew(self._stub.Ready, request)
+
+    async def _renew(self, method: Callable[..., Awaitable[Any]], request: Any) -> None:
+        """Says what renews the lease."""
+        begun = asyncio.get_running_loop().time()
+        await self._say(method, request)
+        self._renewed_at = begun
 
     async def _say(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
         """Again and again until it is answered; None: it was said too late. _Fenced."""

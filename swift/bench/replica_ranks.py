@@ -108,10 +108,11 @@ def measure(rank: int, store: Store, size: int, rounds: int) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     port, mebibytes, rounds, rank = map(int, arguments)
     torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     store = PrefixStore("bench", TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)))
     backend = default_backend()
     group = ReconfigurableGroup("world", range(JOINER + 1), rank, backend, step=None, gate=None)
-    communicator = Communicator(backend, rank, [group], group, store_of=lambda _generation: store)
+    communicator = Communicator(backend, rank, [group], group)
     communicator.build(1)
     result = measure(rank, store, mebibytes << 20, rounds)
     if rank == JOINER:

@@ -3,7 +3,7 @@
 (every rank)   client = CoordinatorClient(address, job); watcher = client.watch()
                client.join(make_member(rank), world_size, config, fingerprint)
                client.ready(generation, version, stages, num_stages)       state FORMING
-               client.heartbeat(version)                                   every HeartbeatReply.interval_s
+               client.heartbeat(version)                                   HeartbeatReply.interval_s after `renewed_at`
                client.checkpoint_durable(version)                          every K steps
                client.report(generation, version or None, ...)             state PLANNING
                client.ready(...) or client.refuse(...)                     state RECOVERING
@@ -16,6 +16,7 @@ The calls of a rank name the member that `join` was given. All are idempotent, s
 while the coordinator restarts; once answered they are durable there.
 """
 
+import math
 import os
 import socket
 import threading
@@ -114,6 +115,8 @@ class CoordinatorClient:
         self.job = job
         self.patience_s = patience_s
         self.member: pb.Member | None = None
+        self.renewed_at = -math.inf
+        """When this rank last began to say what renews its lease besides heartbeats; monotonic seconds."""
         self._line = Line(address, tell)
         self._channel = open_channel(address, CHANNEL_OPTIONS)
         self._stub = pb_grpc.CoordinatorStub(self._channel)
@@ -207,9 +210,9 @@ class CoordinatorClient:
         leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
         gradients being reduced (`forward_by_all`: who has not voted for it may lack its line). `can_help`: this rank
         can build other stages, to share a replay. `off_log`: what is held is not what the checkpoints and the log lead
-        to.
+        to. Renews the lease.
         """
-        self._call(
+        self._call_and_renew(
             self._stub.Report,
             pb.ReportRequest(
                 job=self.job,
@@ -238,9 +241,9 @@ class CoordinatorClient:
         """(state FORMING or RECOVERING) Groups are built and `version` (the plan's target) is held.
 
         `stages` of `num_stages` are what this rank runs, `shard` is which shard of their state it holds: ranks
-        that say the same of both are replicas of each other. `off_log`: as in `report`.
+        that say the same of both are replicas of each other. `off_log`: as in `report`. Renews the lease.
         """
-        self._call(
+        self._call_and_renew(
             self._stub.Ready,
             pb.ReadyRequest(
                 job=self.job,
@@ -439,6 +442,13 @@ class CoordinatorClient:
         if self.member is None:
             raise UsageError("join the job before you make calls as one of its ranks")
         return {"rank": self.member.rank, "incarnation": self.member.incarnation}
+
+    def _call_and_renew(
+        self, method: "grpc.UnaryUnaryMultiCallable[Request, Reply]", request: Request
+    ) -> None:
+        begun = time.monotonic()
+        self._call(method, request)
+        self.renewed_at = begun
 
     def _call(
         self,

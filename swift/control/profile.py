@@ -11,7 +11,7 @@ from swift.control.measured import from_message
 from swift.errors import ServiceError, UsageError
 from swift.plan.profile import COPIES_MAX, RATE_MAX, Parallel, Profile
 from swift.plan.running import DEFAULT_MTBF_S, DEFAULT_RATE, Given
-from swift.recovery import RankMeasured
+from swift.recovery import Assignment, RankMeasured
 
 
 class MeasuredJob:
@@ -39,7 +39,7 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Pro
             f"job {job} has {dp_size} data-parallel ranks to a stage: it recovers by copying, and needs no plan"
         )
     measured = {rank.rank: from_message(rank.measured) for rank in reply.ranks}
-    missing = [rank for rank in range(reply.world_size) if rank not in measured]
+    missing = [rank for rank in Assignment.grid(reply.world_size).occupied if rank not in measured]
     if missing:
         names = ", ".join(map(str, missing))
         raise ServiceError(

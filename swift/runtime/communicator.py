@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -20,12 +21,21 @@ from swift.runtime import _torch
 from swift.runtime.backends.base import Backend, Connections, Fabric
 from swift.runtime.errors import is_communication
 from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.rank_store import CoordinatorStore
 
 # A blocked thread may start its next operation after the first abort.
 _ABORT_INTERVAL_S = 0.02
-StoreOf = Callable[[int], Store]
-"""The store that the groups of a generation are built with: all ranks see the same one."""
+
+
+class Stores(Protocol):
+    """What the groups of each generation are built with: all its ranks see the same store."""
+
+    def __call__(self, generation: int) -> Store: ...
+
+    def built(self) -> None:
+        """The groups of the newest one are built: from now on its keys are the trainer's."""
+
+    def interrupt(self) -> None:
+        """(watcher thread) Whoever waits in the newest one gets an error."""
 
 
 class Interrupted(Exception):
@@ -47,10 +57,10 @@ class Communicator:
         groups: Sequence[ReconfigurableGroup],
         default: ReconfigurableGroup,
         build_timeout_s: float = 30.0,
-        store_of: StoreOf | None = None,
+        stores: Stores | None = None,
     ):
         """`groups`: all that are built in a generation. `default`: the one of them that is the default group for torch
-        and the trainer. `store_of`: without one, the store at MASTER_ADDR and MASTER_PORT, which must outlive all
+        and the trainer. `stores`: without them, the store at MASTER_ADDR and MASTER_PORT, which must outlive all
         ranks.
         """
         self._backend = backend
@@ -59,7 +69,7 @@ class Communicator:
         self._default = default
         # All ranks of a generation are known to live when it is built: building is bounded tightly.
         self._build_timeout = timedelta(seconds=build_timeout_s)
-        self._store_of = store_of or _launchers_store(self._build_timeout)
+        self._stores = stores or _LaunchersStores(self._build_timeout)
         self._generations_store: Store | None = None
         self._fabric: Fabric | None = None
         self._lock = threading.Lock()
@@ -89,7 +99,7 @@ class Communicator:
         self._check()
         try:
             # Kept as long as the groups are: torch keeps only the half of it that is in C++.
-            self._generations_store = self._store_of(generation)
+            self._generations_store = self._stores(generation)
             store = PrefixStore(f"g{generation}", self._generations_store)
             whole = self._connect(fabric, PrefixStore("whole", store), present)
             for group in self._groups:
@@ -103,8 +113,7 @@ class Communicator:
             # for a connection to it.
             store.set(f"built-{self._rank}", "")
             store.wait([f"built-{rank}" for rank in present], self._build_timeout)
-            if isinstance(self._generations_store, CoordinatorStore):
-                self._generations_store.built()
+            self._stores.built()
         except (RuntimeError, ValueError):
             self._check()
             raise
@@ -167,11 +176,9 @@ class Communicator:
         while True:
             with self._lock:
                 fabric = self._fabric if self.generation < generation else None
-                store = self._generations_store
             if fabric is None:
                 return
-            if isinstance(store, CoordinatorStore):
-                store.interrupt()
+            self._stores.interrupt()
             fabric.abort()
             if acknowledged():
                 return
@@ -183,11 +190,24 @@ class Communicator:
                 raise Interrupted(f"generation {self._newest} supersedes {self.generation}")
 
 
-def _launchers_store(timeout: timedelta) -> StoreOf:
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
-        raise ServiceError(
-            "MASTER_ADDR and MASTER_PORT are not set; start the trainer with `swift-ft run`"
-        ) from None
-    return lambda _generation: TCPStore(host, port, is_master=False, timeout=timeout)
+class _LaunchersStores:
+    """The store at MASTER_ADDR and MASTER_PORT, for every generation. Its waits end with their timeout alone."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        """ServiceError: the environment does not name it."""
+        try:
+            self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except (KeyError, ValueError):
+            raise ServiceError(
+                "MASTER_ADDR and MASTER_PORT are not set; start the trainer with `swift-ft run`"
+            ) from None
+        self._timeout = timeout
+
+    def __call__(self, _generation: int) -> Store:
+        return TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
+
+    def built(self) -> None:
+        pass
+
+    def interrupt(self) -> None:
+        pass

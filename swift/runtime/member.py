@@ -29,7 +29,7 @@ ENV_FROM_VERSION = "SWIFT_FROM_VERSION"
 """The checkpoint with which the job is to begin."""
 _MEASURED_EVERY_S = 2.0
 RESAY_S = 0.5
-"""How long a statement to the coordinator stands before it is said again (after a restart it is forgotten)."""
+"""How long a statement to the coordinator stands before it is said again, unless heartbeats are further apart."""
 
 
 class Holder(Protocol):
@@ -69,6 +69,7 @@ class Member:
         self._wanting = threading.Lock()
         self._measured_at = 0.0
         self._said_unknown = False
+        self._resay_s = RESAY_S
         self.lease: dict[str, Any] = {}
         """What the sidecar needs to keep it while no thread of ours can run; since `join`."""
         self._closed = threading.Event()
@@ -99,6 +100,7 @@ class Member:
         self._holder = holder
         self._entered = self._noticed = view.generation
         interval_s = self.client.heartbeat(0).interval_s
+        self._resay_s = max(RESAY_S, interval_s)
         self.lease = {
             "coordinator": self.client.address,
             "rank": self.identity.rank,
@@ -138,7 +140,12 @@ class Member:
             self._freeing.start()
 
     def _beat(self, interval_s: float) -> None:
-        while not self._closed.wait(interval_s):
+        pause_s = interval_s
+        while not self._closed.wait(pause_s):
+            pause_s = self.client.renewed_at + interval_s - time.monotonic()
+            if pause_s > 0:  # a Report or a Ready was as good as this beat
+                continue
+            pause_s = interval_s
             try:
                 replay = self.replay
                 self.client.heartbeat(
@@ -238,7 +245,8 @@ class Member:
         """Returns when the View has moved on, or when it is time to say again what this rank has said."""
         try:
             self.watcher.wait_for(
-                lambda newer: (newer.generation, newer.revision) != (view.generation, view.revision), RESAY_S
+                lambda newer: (newer.generation, newer.revision) != (view.generation, view.revision),
+                self._resay_s,
             )
         except ServiceError:
             return  # not moved on: the caller looks again

@@ -81,9 +81,21 @@ class CoordinatorStores:
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
         self._known = Known()
+        self._newest: CoordinatorStore | None = None
 
     def __call__(self, generation: int) -> CoordinatorStore:
-        return CoordinatorStore(SharedKeys(self._client, generation, self._known))
+        self._newest = CoordinatorStore(SharedKeys(self._client, generation, self._known))
+        return self._newest
+
+    def built(self) -> None:
+        """As `Stores.built`."""
+        assert self._newest is not None
+        self._newest.built()
+
+    def interrupt(self) -> None:
+        """As `Stores.interrupt`. Before the first one there is nobody to free."""
+        if self._newest is not None:
+            self._newest.interrupt()
 
 
 def _told(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -78,7 +78,7 @@ class Parts:
         store = _checked_store(checkpoint_dir, rank, member)
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)
-        communicator = Communicator(backend, rank, all_groups, default=groups["world"], store_of=stores)
+        communicator = Communicator(backend, rank, all_groups, default=groups["world"], stores=stores)
         channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
         losses = Losses(rank, config.non_finite_loss, channel)
         differences = Differences(member.client)

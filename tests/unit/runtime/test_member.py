@@ -1,5 +1,7 @@
 """A rank whose coordinator does not know its job any more: it runs on another directory, or on an emptied one."""
 
+import math
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ class Asked:
 
     def __init__(self, member: Member, *answers: SwiftError | None) -> None:
         self.calls: list[str] = []
+        self.renewed_at = -math.inf
         self._member, self._answers = member, list(answers)
 
     def heartbeat(self, *_: object) -> None:
@@ -62,6 +65,15 @@ def test_it_is_said_once_and_the_rank_goes_on_asking(capsys: pytest.CaptureFixtu
             == ["swift: nobody knows job j; training goes on, but the job can neither recover nor finish"]
             * lines
         )
+
+
+def test_what_renews_the_lease_stands_for_a_beat() -> None:
+    member, asked = asking(1, None)
+    began = time.monotonic()
+    asked.renewed_at = began + 0.15
+    member._beat(0.1)
+    assert time.monotonic() - began >= 0.25
+    assert asked.calls == ["heartbeat"]
 
 
 @pytest.mark.parametrize(
