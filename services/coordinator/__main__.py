@@ -5,8 +5,6 @@ python -m services.coordinator --directory DIR --log-servers HOST:PORT[,HOST:POR
 
 import argparse
 import asyncio
-import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -28,7 +26,7 @@ from services.coordinator.quiet import QuietSelector
 from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.servicer import Servicer
 from services.coordinator.snapshot import JobSnapshot
-from services.coordinator.store import MetadataStore, SqliteStore, StoreFailed
+from services.coordinator.store import MetadataStore, SqliteStore, StoreFailed, StoreHeld
 from services.coordinator.timing import LEASE_HEARTBEATS, Timing, usual_log_lost_s
 from services.health import AioHealth
 from services.security import listening
@@ -41,7 +39,6 @@ from swift.arguments import Parser, add_metrics_arguments, metrics_address, writ
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.log.address import parse_server
 from swift.log.placement import COPIES_MAX, machines
-from swift.log.regular import open_regular
 
 SERVICES = ("", "swift.coordinator.v1.Coordinator")
 STOP_GRACE_S = 2.0
@@ -71,37 +68,34 @@ def main(argv: list[str] | None = None) -> int:
         log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
         protection = listening.protection_of(arguments, "coordinator")
         gate = protection.gate()
-        with contextlib.ExitStack() as stack:
-            store = open_directory(arguments.directory, stack)
-            die = killer(arguments.directory, arguments.die_at)
-            if arguments.jobs_max < 1:
-                raise UsageError("--jobs-max must be at least 1")
-            watch = (
-                Watch(metrics, arguments.metrics_address_file, log.format == logs.TEXT) if metrics else None
+        store = open_directory(arguments.directory)
+        die = killer(arguments.directory, arguments.die_at)
+        if arguments.jobs_max < 1:
+            raise UsageError("--jobs-max must be at least 1")
+        watch = Watch(metrics, arguments.metrics_address_file, log.format == logs.TEXT) if metrics else None
+
+        def after_durable(row: JobRow, persist: m.Persist) -> None:
+            die(row, persist)
+            if watch is not None:
+                watch.metrics.after_durable(row, persist)
+
+        selector = QuietSelector()
+        control = LogServers(timing.log_call_s)
+
+        def make_driver() -> Driver:
+            return Driver(
+                store,
+                control,
+                timing,
+                log_servers,
+                copies=arguments.copies,
+                caught_up=selector.caught_up,
+                after_durable=after_durable,
+                jobs_max=arguments.jobs_max,
             )
 
-            def after_durable(row: JobRow, persist: m.Persist) -> None:
-                die(row, persist)
-                if watch is not None:
-                    watch.metrics.after_durable(row, persist)
-
-            selector = QuietSelector()
-            control = LogServers(timing.log_call_s)
-
-            def make_driver() -> Driver:
-                return Driver(
-                    store,
-                    control,
-                    timing,
-                    log_servers,
-                    copies=arguments.copies,
-                    caught_up=selector.caught_up,
-                    after_durable=after_durable,
-                    jobs_max=arguments.jobs_max,
-                )
-
-            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-                runner.run(serve(make_driver, store, protection, gate, arguments.address_file, watch))
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            runner.run(serve(make_driver, store, protection, gate, arguments.address_file, watch))
     except SwiftError as error:
         log.fatal(str(error))
         return error.exit_code
@@ -220,23 +214,26 @@ def split_address(text: str, flag: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def open_directory(directory: Path, stack: contextlib.ExitStack) -> SqliteStore:
-    """The store in `directory`, which is this process's alone until the stack is closed."""
+def open_directory(directory: Path) -> SqliteStore:
+    """The store in `directory`. UsageError: it cannot be read or written."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = stack.enter_context(os.fdopen(open_regular(directory / "lock", os.O_RDWR | os.O_CREAT), "ab"))
     except OSError as error:
         raise UsageError(
             f"--directory {directory}: {error.strerror}; give one that can be read and written"
         ) from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ServiceError(f"--directory {directory}: another coordinator uses it") from None
-    try:
         return SqliteStore(directory / "coordinator.sqlite")
     except StoreFailed as error:
         raise UsageError(f"--directory {directory}: {error}") from None
+
+
+async def hold(store: MetadataStore) -> None:
+    """Before anything is read or served. ServiceError: another coordinator has it, or it failed."""
+    try:
+        await store.hold()
+    except (StoreHeld, StoreFailed) as error:
+        raise ServiceError(f"--directory: {error}") from None
 
 
 def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist], None]:
@@ -308,7 +305,8 @@ async def serve(
     def stop() -> None:
         loop.call_soon_threadsafe(stopped.set)
 
-    take_signals(stop)
+    take_signals(stop)  # before the store's thread begins
+    await hold(store)
     server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
     checks = AioHealth(gate.shown)
     hide = None

@@ -1,18 +1,36 @@
-"""MetadataStore: keys, values and revisions: all that is durable. SQLite by default; etcd fits behind it."""
+"""MetadataStore: keys, values and revisions: all that is durable. SQLite by default; etcd fits behind it.
+
+::
+
+    (a coordinator)  hold     it alone has the store from here on, or is refused
+                     read     once: from here on its memory is ahead of the store
+                     commit   what has changed, under the condition that nobody else has changed it
+                     close
+
+Nothing is watched: whoever holds the store is the one who changes it.
+"""
 
 import asyncio
+import fcntl
+import os
 import sqlite3
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
+
+from swift.log.regular import open_regular
 
 T = TypeVar("T")
 
 
 class StoreConflict(Exception):
     """Another coordinator has written this since it was read here. This one must stop."""
+
+
+class StoreHeld(Exception):
+    """Another coordinator has the store."""
 
 
 class StoreFailed(Exception):
@@ -43,6 +61,14 @@ class MetadataStore(Protocol):
     One conformance test runs over all implementations.
     """
 
+    async def hold(self) -> None:
+        """Nobody else has the store until it is closed, or this process is gone. StoreHeld: somebody has it.
+
+        A lease that can be lost while its holder lives need not be told: whoever comes next writes, and then `commit`
+        raises StoreConflict here.
+        """
+        ...
+
     async def read(self, prefix: str = "") -> dict[str, Stored]:
         """Every key that begins so, by order."""
         ...
@@ -60,6 +86,12 @@ class MemoryStore:
     def __init__(self) -> None:
         self.rows: dict[str, Stored] = {}
         self._revision = 0
+        self._held = False
+
+    async def hold(self) -> None:
+        if self._held:
+            raise StoreHeld("another coordinator uses it")
+        self._held = True
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
         return {key: stored for key, stored in sorted(self.rows.items()) if key.startswith(prefix)}
@@ -77,14 +109,19 @@ class MemoryStore:
         return self._revision
 
     async def close(self) -> None:
-        pass
+        self._held = False
 
 
 class SqliteStore:
-    """WAL mode with synchronous=FULL: each commit is synced before it returns. A thread of its own does the work."""
+    """WAL mode with synchronous=FULL: each commit is synced before it returns. A thread of its own does the work.
+
+    It is held by a lock on the file `lock` beside it, which the kernel takes from a process that is gone.
+    """
 
     def __init__(self, path: Path) -> None:
         """StoreFailed: it is no sound database, or one of an older version."""
+        self._lock_path = path.with_name("lock")
+        self._lock: BinaryIO | None = None
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.text_factory = lambda text: text.decode(errors="replace")  # one value may be no text
@@ -113,6 +150,10 @@ class SqliteStore:
         self._db.execute("CREATE TABLE IF NOT EXISTS head (revision INTEGER NOT NULL) STRICT")
         self._db.execute("INSERT INTO head SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM head)")
 
+    async def hold(self) -> None:
+        """As `MetadataStore.hold`."""
+        await self._in_thread(self._hold)
+
     async def read(self, prefix: str = "") -> dict[str, Stored]:
         """As `MetadataStore.read`."""
         return await self._in_thread(lambda: self._read(prefix))
@@ -123,7 +164,7 @@ class SqliteStore:
 
     async def close(self) -> None:
         """Once what was asked for is done."""
-        await self._in_thread(self._db.close)
+        await self._in_thread(self._close)
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -131,6 +172,23 @@ class SqliteStore:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as error:
             raise StoreFailed(str(error)) from error
+
+    def _hold(self) -> None:
+        try:
+            lock = os.fdopen(open_regular(self._lock_path, os.O_RDWR | os.O_CREAT), "ab")
+        except OSError as error:
+            raise StoreFailed(f"{self._lock_path}: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise StoreHeld(f"{self._lock_path.parent}: another coordinator uses it") from None
+        self._lock = lock
+
+    def _close(self) -> None:
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _read(self, prefix: str) -> dict[str, Stored]:
         rows = self._db.execute("SELECT key, value, revision FROM rows ORDER BY key")

@@ -5,13 +5,13 @@ import os
 import random
 import shutil
 import sqlite3
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from services.coordinator import commands as m
-from services.coordinator.__main__ import open_directory
+from services.coordinator.__main__ import hold, open_directory
 from services.coordinator.apart import Apart, JobApart
 from services.coordinator.parts import ROOT, by_job, decode
 from services.coordinator.row import JobRow
@@ -61,8 +61,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(directory: Path) -> dict[str, JobRow]:
     """What a coordinator that starts there believes. StoreFailed, UsageError, ServiceError: it does not start."""
     apart = Apart()
-    with ExitStack() as stack:
-        stored = all_of(open_directory(directory, stack))
+    stored = all_of(open_directory(directory))
     found = {name: apart.row_of(name, parts) for name, parts in stored.items()}
     return {name: row for name, row in found.items() if row is not None}
 
@@ -72,6 +71,7 @@ def all_of(store: SqliteStore) -> dict[str, dict[str, str]]:
 
     async def read() -> dict[str, Stored]:
         try:
+            await hold(store)
             return await store.read(ROOT)
         finally:
             await store.close()

@@ -14,6 +14,7 @@ from services.coordinator.store import (
     StoreConflict,
     Stored,
     StoreFailed,
+    StoreHeld,
     Transaction,
 )
 
@@ -85,6 +86,22 @@ def test_transactions_that_meet_are_one_after_the_other(opener: Opener) -> None:
         assert sum(isinstance(one, int) for one in found) == 1
         assert sum(isinstance(one, StoreConflict) for one in found) == 19
         await store.close()
+
+    asyncio.run(run())
+
+
+def test_one_has_the_store_until_it_is_closed(opener: Opener) -> None:
+    async def run() -> None:
+        store = opener()
+        await store.hold()
+        with pytest.raises(StoreHeld, match="another coordinator uses it"):
+            await opener().hold()
+        await store.commit(Transaction(puts={"a": "of the holder"}))
+        await store.close()
+        again = opener()
+        await again.hold()
+        assert list(await again.read()) == ["a"]
+        await again.close()
 
     asyncio.run(run())
 
