@@ -1,4 +1,4 @@
-"""Variables of the trainer's script that a step changes, and of which the session was not told.
+"""Variables of the trainer's script that a step changes, and which the session does not know.
 
 They are not captured: a new process begins with what its script makes there, a step that is cut short leaves its traces
 in them, and they do not go back with a checkpoint. So the first change is said (once, on standard error), and after
@@ -256,7 +256,7 @@ class Script:
             by_home.setdefault(self._homes.get(name, _ANY), []).append(name)
         for (what, home), names in by_home.items() if self._warns else ():
             print(
-                f"swift: train_step changes {_listed(names)}, {what}of which the session was not told: {home}",
+                f"swift: train_step changes {_listed(names)}, {what}which the session does not know: {home}",
                 file=sys.stderr,
             )
         self._say_stale(changed)

@@ -48,7 +48,7 @@ def test_a_position_that_nobody_was_told_of_is_named(what: str, tmp_path: Path) 
         return
     assert len(told) >= 2  # at once, and at the end
     assert re.search(r"not exact since version [89]: rank [01]: .*", told[-1])
-    advice = "train_step changes hidden.position, of which the session was not told"
+    advice = "train_step changes hidden.position, which the session does not know"
     assert sum(advice in line for line in said(tmp_path, "launcher").splitlines()) >= 1
 
 

@@ -439,11 +439,11 @@ def test_what_has_a_place_of_its_own_in_the_session_is_sent_there(capsys: pytest
     module = nn.Linear(1, 1)
     Job(module).run(optimizer_made_by_a_step(module.weight), 0, 4)
     assert capsys.readouterr().err.splitlines() == [
-        "swift: train_step changes late, an optimizer of which the session was not told: give it to "
+        "swift: train_step changes late, an optimizer which the session does not know: give it to "
         "session.optimizer(...) before session.run"
     ]
     Job().run(Untold().train_step, 0, 4)
-    lines = [line.partition(" of which")[0] for line in capsys.readouterr().err.splitlines()]
+    lines = [line.partition(" which")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == [
         "swift: train_step changes self.head, a module",
         "swift: train_step changes self.optimizer, an optimizer",
