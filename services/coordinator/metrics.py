@@ -32,7 +32,7 @@ FAMILIES = (
     Family(
         "swift_coordinator_job_state",
         STATES,
-        "The state that is 1 holds.",
+        "1 for the job's state, 0 for the others.",
         _JOB,
         tuple(str(state) for state in State),
     ),
@@ -40,13 +40,18 @@ FAMILIES = (
     Family("swift_coordinator_world_size", GAUGE, "Ranks that the job has.", _JOB),
     Family("swift_coordinator_live_ranks", GAUGE, "Ranks that a process holds.", _JOB),
     Family(
-        "swift_coordinator_oldest_lease_seconds", GAUGE, "Silence of the rank heard of least lately.", _JOB
+        "swift_coordinator_oldest_lease_seconds",
+        GAUGE,
+        "Time since the last sign of the rank that has been silent longest.",
+        _JOB,
     ),
     Family("swift_coordinator_suspicions", GAUGE, "Suspicions and steps past their bound, now.", _JOB),
     Family("swift_coordinator_blocked_log_servers", GAUGE, "Log servers that a recovery waits for.", _JOB),
     Family("swift_coordinator_lost_log_servers", GAUGE, "Log servers given up and not replaced.", _JOB),
     Family("swift_coordinator_version", GAUGE, "Optimizer steps done, by the rank that is furthest.", _JOB),
-    Family("swift_coordinator_measured_ranks", GAUGE, "Ranks that have told what their steps take.", _JOB),
+    Family(
+        "swift_coordinator_measured_ranks", GAUGE, "Ranks that have reported how long their steps take.", _JOB
+    ),
     Family(
         "swift_coordinator_replay_left_steps",
         GAUGE,
@@ -56,16 +61,21 @@ FAMILIES = (
     Family(
         "swift_coordinator_replay_left_seconds",
         GAUGE,
-        "How long it will take; not there while nobody knows.",
+        "How long the replay will still take; absent while that is unknown.",
         _JOB,
     ),
-    Family("swift_coordinator_recovery_groups", GAUGE, "In force; 0: every rank is one by itself.", _JOB),
+    Family(
+        "swift_coordinator_recovery_groups",
+        GAUGE,
+        "Recovery groups in force; 0: every rank is a group by itself.",
+        _JOB,
+    ),
     Family("swift_coordinator_groups_wanted", GAUGE, "1 while other groups are to come into force.", _JOB),
     Family("swift_coordinator_checkpoint_version", GAUGE, "The newest complete checkpoint.", _JOB),
     Family(
         "swift_coordinator_checkpoint_age_seconds",
         GAUGE,
-        "Since it became complete, or since this process began if that was before.",
+        "Time since it became complete, or since this process began, whichever is shorter.",
         _JOB,
     ),
     Family(

@@ -43,14 +43,16 @@ FAMILIES = (
         "Steps that its replay still has to do; 0: it does not replay.",
     ),
     Family(
-        "swift_trainer_replay_left_seconds", GAUGE, "How long it will take; not there while nobody knows."
+        "swift_trainer_replay_left_seconds",
+        GAUGE,
+        "How long the replay will still take; absent while that is unknown.",
     ),
     Family("swift_trainer_recoveries_total", COUNTER, "Recoveries that this rank took part in to their end."),
     Family("swift_trainer_recovery_seconds", HISTOGRAM, "From the notice of a loss to training again."),
     Family(
         "swift_trainer_checkpoint_failures_total",
         COUNTER,
-        "Checkpoints that could not be written, each counted once for every reason.",
+        "Checkpoints that could not be written; one counts once for each reason.",
     ),
     Family("swift_trainer_commit_vote_seconds_total", COUNTER, "Time in the barrier before updates."),
     Family("swift_trainer_logged_records_total", COUNTER, "Tensors that the log has acknowledged."),
