@@ -68,7 +68,7 @@ def changes(
     Job(*told, transient=transient).run(step, 0, 4)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 1
-    return lines[0].partition("changes ")[2].partition(", of which")[0] if lines else ""
+    return lines[0].partition("changes ")[2].partition(", which")[0] if lines else ""
 
 
 # --- as people write them ---
