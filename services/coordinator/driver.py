@@ -41,7 +41,7 @@ from swift.errors import UsageError
 logger = logging.getLogger(__name__)
 
 SOON_S = 0.05
-"""How long a View waits for more that is new, if the state is as it was: n ranks that join are not n Views for each."""
+"""How long what is new is not shown, if the state is as it was: n ranks that join are not n Views for each."""
 TOLD_PER_S = 1024
 """... and longer, if so many watchers would be told of it in a second."""
 SHOWN_S = 5.0
@@ -65,6 +65,10 @@ class TooMany(Exception):
 
 class NoSuchJob(Exception):
     """Nobody has joined a job of that name."""
+
+
+class _Show:
+    """An effect of the driver's own: what was not shown yet."""
 
 
 class Driver:
@@ -100,7 +104,7 @@ class Driver:
         """Of the part of each job that is written with all others: the store's."""
         self._queue: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         """Work that waits for a turn, and who waits for it."""
-        self._effects: list[tuple[Job, m.Effect]] = []
+        self._effects: list[tuple[Job, m.Effect | _Show]] = []
         """Of this turn, once it is durable."""
         self._turn_ends = False
         """A state was entered in it."""
@@ -108,8 +112,8 @@ class Driver:
         self._views: dict[str, pb.View] = {}
         self._shown_at: dict[str, float] = {}
         self._stopping = False
-        self._waking: set[str] = set()
-        """Jobs whose watchers will be woken soon."""
+        self._unshown: set[str] = set()
+        """Jobs of which there is something new, that will be shown soon."""
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._looked_at_logs: dict[str, float] = {}
         self._sharing: dict[str, Sharing] = {}
@@ -209,14 +213,12 @@ class Driver:
 
     # --- for the servicer ---
 
-    async def join(
-        self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True
-    ) -> pb.View:
-        """`may_see`: whether the caller may know of another job. Raises as `apply`, and TooMany."""
-        await self._in_turn(lambda: self._join(name, join, may_see))
-        return self._views[name]
+    async def join(self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True) -> int:
+        """The generation that the rank is in. `may_see`: whether the caller may know of another job. Raises as `apply`,
+        and TooMany."""
+        return await self._in_turn(lambda: self._join(name, join, may_see))
 
-    def _join(self, name: str, join: m.Join, may_see: Callable[[str], bool]) -> None:
+    def _join(self, name: str, join: m.Join, may_see: Callable[[str], bool]) -> int:
         self.apart.check(name)
         job = self._jobs.get(name)
         if job is None or starts_again(job.row, join):
@@ -233,6 +235,7 @@ class Driver:
             self._jobs[name] = job
         else:
             self._step(job, join)
+        return job.row.generation
 
     async def apply(self, name: str, command: m.Command) -> Job:
         """Takes a command; when it returns, all that it changed is durable. Refusal, NoSuchJob, Unavailable."""
@@ -307,11 +310,14 @@ class Driver:
     async def _in_turn(self, work: Callable[[], T]) -> T:
         """What `work` gives, or raises, once all that it has changed is durable."""
         self._check_up()
+        return await self._enqueue(work)
+
+    def _enqueue(self, work: Callable[[], T]) -> asyncio.Future[T]:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.append((work, answer))
         if self._turns is None:
             self._turns = asyncio.create_task(self._take_turns())
-        return await answer
+        return answer
 
     def _check_up(self) -> None:
         """Raises Unavailable."""
@@ -399,7 +405,7 @@ class Driver:
 
     # --- effects ---
 
-    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect]]) -> None:
+    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect | _Show]]) -> None:
         """(all of a turn, once it is durable)"""
         if self._stopping:
             return
@@ -413,6 +419,8 @@ class Driver:
                     if job.row.job not in published:
                         self._publish(job.row)
                         published.add(job.row.job)
+                case _Show():
+                    self._show(job.row)
                 case m.Emit():
                     events.emit(effect.event, **effect.fields)
                 case m.FenceLogs():
@@ -425,27 +433,35 @@ class Driver:
                     asks.ask(job, "trim", asks.trim(job, effect.below_step))
 
     def _publish(self, row: JobRow) -> None:
-        before = self._views.get(row.job)
-        view = self._views[row.job] = view_of(row)
-        self._shown_at[row.job] = self._clock()
+        """Another state or generation is shown at once; the rest a little later, with whatever has come by then."""
+        shown = self._views.get(row.job)
         sharing = self._sharing.get(row.job)
         if sharing is not None and row.state.is_over:
             self._sharing.pop(row.job).end()
         elif sharing is not None and sharing.generation < row.generation:
             sharing.begin(row.generation)
-        if before is None or (view.generation, view.state) != (before.generation, before.state):
-            self._wake(row.job)
-        elif row.job not in self._waking:
-            self._waking.add(row.job)
+        if shown is None or (row.generation, pb.State.Value(row.state)) != (shown.generation, shown.state):
+            self._show(row)
+        elif row.job not in self._unshown:
+            self._unshown.add(row.job)
             watchers = len(self._watchers.get(row.job, ()))
-            asyncio.get_running_loop().call_later(max(SOON_S, watchers / TOLD_PER_S), self._wake, row.job)
+            asyncio.get_running_loop().call_later(
+                max(SOON_S, watchers / TOLD_PER_S), self._show_soon, row.job
+            )
 
-    def _wake(self, name: str) -> None:
-        """All that watch the job look at its newest View."""
-        self._waking.discard(name)
-        for changed in self._watchers.get(name, ()):
+    def _show_soon(self, name: str) -> None:
+        """In a turn: what is under way in memory may not be durable yet."""
+        if name in self._unshown and not self._stopping and not self.failed.done():
+            self._enqueue(lambda: self._effects.append((self._jobs[name], _Show()))).cancel()
+
+    def _show(self, row: JobRow) -> None:
+        """The View is made, and all that watch the job look at it."""
+        self._unshown.discard(row.job)
+        self._views[row.job] = view_of(row)
+        self._shown_at[row.job] = self._clock()
+        for changed in self._watchers.get(row.job, ()):
             changed.set()
 
 
-def _persists(effect: m.Effect) -> bool:
+def _persists(effect: m.Effect | _Show) -> bool:
     return isinstance(effect, m.Persist)

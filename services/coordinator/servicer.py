@@ -54,7 +54,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         self._refused = refused
         self._updates = Updates()
 
-    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.View:
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         member = request.member
         join = m.Join(
             rank=member.rank,
@@ -84,7 +84,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 f"configuration and fingerprint have more than {CONFIG_LENGTH_MAX} characters",
             )
         may_see = visit_of().covers
-        return await self._answer(context, request.job, lambda: self._driver.join(request.job, join, may_see))
+        generation = await self._answer(
+            context, request.job, lambda: self._driver.join(request.job, join, may_see)
+        )
+        return pb.JoinReply(generation=generation)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ViewUpdate]:
         await _check_name(context, request.job)

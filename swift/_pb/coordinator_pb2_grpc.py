@@ -37,7 +37,7 @@ class CoordinatorStub:
         self.Join = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Join',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.JoinRequest.SerializeToString,
-                response_deserializer=swift_dot___pb_dot_coordinator__pb2.View.FromString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.JoinReply.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/swift.coordinator.v1.Coordinator/Watch',
@@ -331,7 +331,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.JoinRequest.FromString,
-                    response_serializer=swift_dot___pb_dot_coordinator__pb2.View.SerializeToString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.JoinReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -465,7 +465,7 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/Join',
             swift_dot___pb_dot_coordinator__pb2.JoinRequest.SerializeToString,
-            swift_dot___pb_dot_coordinator__pb2.View.FromString,
+            swift_dot___pb_dot_coordinator__pb2.JoinReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,7 +41,7 @@ class CoordinatorStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
-    Join: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.View]
+    Join: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.JoinReply]
     """(every rank, once per process) Become the holder of a rank. The first Join of a job creates it.
     FAILED_PRECONDITION: fingerprint or configuration differs from the job's (both values named),
     ALREADY_EXISTS: the rank has a live holder.
@@ -123,7 +123,7 @@ class CoordinatorStub:
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Join: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.View]  # type: ignore[assignment]
+    Join: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.JoinReply]  # type: ignore[assignment]
     """(every rank, once per process) Become the holder of a rank. The first Join of a job creates it.
     FAILED_PRECONDITION: fingerprint or configuration differs from the job's (both values named),
     ALREADY_EXISTS: the rank has a live holder.
@@ -208,7 +208,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _coordinator_pb2.JoinRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.View, _abc.Awaitable[_coordinator_pb2.View]]:
+    ) -> _typing.Union[_coordinator_pb2.JoinReply, _abc.Awaitable[_coordinator_pb2.JoinReply]]:
         """(every rank, once per process) Become the holder of a rank. The first Join of a job creates it.
         FAILED_PRECONDITION: fingerprint or configuration differs from the job's (both values named),
         ALREADY_EXISTS: the rank has a live holder.

@@ -149,11 +149,13 @@ class CoordinatorClient:
         run: str = "",
         from_job: str = "",
         from_version: int | None = None,
-    ) -> pb.View:
-        """Become the holder of `member.rank`. JoinRefused: another fingerprint or configuration, or the rank
-        still has a live holder after `takeover_s`; the message is the coordinator's. `run`: the launcher that
-        started this process; a job that is over is started again by a launcher that it does not know. `from_job`: a job
-        without a checkpoint begins with one of that job, of `from_version` or the newest.
+    ) -> int:
+        """Become the holder of `member.rank`; returns the job's generation.
+
+        JoinRefused: another fingerprint or configuration, or the rank still has a live holder after `takeover_s`; the
+        message is the coordinator's. `run`: the launcher that started this process; a job that is over is started again
+        by a launcher that it does not know. `from_job`: a job without a checkpoint begins with one of that job, of
+        `from_version` or the newest.
 
         A replacement may be there before the coordinator knows that its predecessor is dead: from the
         launcher's notice, or from the lease, which `takeover_s` should outlast.
@@ -171,13 +173,13 @@ class CoordinatorClient:
         deadline = time.monotonic() + takeover_s
         while True:
             try:
-                view = self._call(self._stub.Join, request, refused=JoinRefused)
+                reply = self._call(self._stub.Join, request, refused=JoinRefused)
                 break
             except _RankTaken as error:
                 if time.monotonic() > deadline or self._closed.wait(RETRY_PAUSE_S):
                     raise JoinRefused(str(error)) from None
         self.member = member
-        return view
+        return reply.generation
 
     def heartbeat(
         self,

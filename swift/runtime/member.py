@@ -82,13 +82,13 @@ class Member:
         config: Mapping[str, str],
         fingerprint: Mapping[str, str],
         holder: Holder,
-    ) -> pb.View:
+    ) -> None:
         """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on."""
         run, from_job = os.environ.get(ENV_RUN, ""), os.environ.get(ENV_FROM_JOB, "")
         version = os.environ.get(ENV_FROM_VERSION)
         if os.environ.get(ENV_HAS_RUN):
             self._check_known()
-        view = self.client.join(
+        generation = self.client.join(
             self.identity,
             world_size,
             config,
@@ -98,7 +98,7 @@ class Member:
             from_version=int(version) if version else None,
         )
         self._holder = holder
-        self._entered = self._noticed = view.generation
+        self._entered = self._noticed = generation
         interval_s = self.client.heartbeat(0).interval_s
         self._resay_s = max(RESAY_S, interval_s)
         self.lease = {
@@ -111,7 +111,6 @@ class Member:
         self.watcher = self.client.watch(self._saw)
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
-        return view
 
     def _check_known(self) -> None:
         """Raises UnknownJob: what this process has come for is not there, and must not begin anew in its place."""

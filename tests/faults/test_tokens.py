@@ -98,7 +98,7 @@ class World:
         self.coordinator = self._start("coordinator", "--log-servers", self.log, "--log-level", "DEBUG")
         monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("rank", self.keys.mint(RANK))))
         self.client = CoordinatorClient(self.coordinator, JOB, patience_s=10)
-        self.view = self.client.join(make_member(0), 1, {}, {})
+        self.client.join(make_member(0), 1, {}, {})
 
     def _start(self, name: str, *flags: str) -> str:
         address = self.directory / f"{name}.address"

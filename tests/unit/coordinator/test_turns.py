@@ -5,12 +5,15 @@ import asyncio
 import pytest
 
 from services.coordinator import commands as m
+from services.coordinator import driver as driver_module
 from services.coordinator.commands import Refusal
-from services.coordinator.driver import Driver
-from services.coordinator.row import State
+from services.coordinator.driver import SOON_S, Driver
+from services.coordinator.row import JobRow, State
 from services.coordinator.store import MemoryStore, Transaction
 from services.coordinator.timing import Timing
-from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, scenario
+from services.coordinator.views import view_of
+from swift._pb import coordinator_pb2 as pb
+from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, scenario, view_with
 
 RANKS = 40
 
@@ -170,3 +173,44 @@ def test_a_lease_runs_while_what_has_come_is_read(caught_up: bool) -> None:
         driver.stop()
 
     test()
+
+
+def test_joins_one_after_the_other_are_one_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(row: JobRow) -> pb.View:
+        made.append(row.job)
+        return view_of(row)
+
+    @scenario
+    async def test(logs: FakeLogs, store: MemoryStore) -> None:
+        driver = await driver_of(logs, store, servers=())
+        for rank in range(RANKS):
+            assert await driver.join("j", join(rank)) == 1
+        assert len(made) <= 2
+        await view_with(driver, lambda view: len(view.members) == RANKS)
+        assert len(made) <= 3
+        driver.stop()
+
+    monkeypatch.setattr(driver_module, "view_of", counted)
+    test()
+
+
+def test_what_is_shown_late_is_durable() -> None:
+    """The moment at which it is shown is while the store writes something else."""
+
+    async def run() -> None:
+        store = SlowStore()
+        driver = await driver_of(FakeLogs(), store, servers=())
+        await driver.join("j", join(0))
+        await driver.join("j", join(1))
+        store.gate.clear()
+        late = asyncio.create_task(driver.join("j", join(2)))
+        await asyncio.sleep(3 * SOON_S)
+        assert len(driver._views["j"].members) < 3
+        store.gate.set()
+        await late
+        await view_with(driver, lambda view: len(view.members) == 3)
+        driver.stop()
+
+    asyncio.run(run())

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
 from swift.errors import ServiceError, SwiftError, UnknownJob
 from swift.runtime.member import ENV_HAS_RUN, Member
 from tests.unit.runtime.wired import Nobody
@@ -35,7 +34,7 @@ class Asked:
         if (error := self._answers.pop(0)) is not None:
             raise error
 
-    def join(self, *_: object, **__: object) -> pb.View:
+    def join(self, *_: object, **__: object) -> int:
         self.calls.append("join")
         raise ServiceError("no answer")
 
