@@ -17,7 +17,7 @@ from typing import Any
 
 from swift.errors import LogInterrupted, LogUnavailable, RecordTrimmed, SwiftError
 from swift.log.memory import keep_freed_memory
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.writer import LogWriter
 
@@ -88,7 +88,7 @@ def _digests(address: str, stream: str, from_step: int) -> dict[RecordKey, bytes
     try:
         while True:
             try:
-                return reader.digests(stream, from_step, timeout_s=PATIENCE_S)
+                return reader.digests(stream, from_step, timeout_s=PATIENCE_S, cancelled=never)
             except LogUnavailable:
                 if time.monotonic() > deadline:
                     raise

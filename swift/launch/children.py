@@ -304,9 +304,7 @@ class Nursery:
         os.close(child.warm_fd)
         child.warm_fd = -1
 
-    def stop(
-        self, children: Iterable[Child], grace_s: float, hurry: Callable[[], bool] = lambda: False
-    ) -> None:
+    def stop(self, children: Iterable[Child], grace_s: float, hurry: Callable[[], bool]) -> None:
         """SIGTERM, after the grace (or once `hurry` says so, looked at when woken) SIGKILL; reaps them."""
         stopping = list(children)
         for child in stopping:

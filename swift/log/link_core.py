@@ -91,7 +91,7 @@ class LinkCore:
     """All streams that one writer has on one server. ``now`` is monotonic seconds."""
 
     def __init__(
-        self, address: str, job: str, generation: int, now: float, fsync: Callable[[str], str] = lambda _: ""
+        self, address: str, job: str, generation: int, now: float, fsync: Callable[[str], str]
     ) -> None:
         """``fsync``: of a stream, one of `swift.log.wire.Fsync`; empty: as the server says."""
         self.address = address

@@ -35,6 +35,11 @@ _CURSORS_PER_CONNECTION = CALLS_PER_CONNECTION // 2
 """Each is a call for as long as it is open: the next call would wait for ever if they were all that a server takes."""
 
 
+def never() -> bool:
+    """(`LogReader.digests`) For whoever waits for a server as long as it takes."""
+    return False
+
+
 class LogReader:
     """Reads the streams of a job from the servers that hold them. Thread-safe; one for all streams.
 
@@ -82,11 +87,11 @@ class LogReader:
         server: str = "",
         *,
         timeout_s: float = _CALL_TIMEOUT_S,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool],
     ) -> dict[RecordKey, bytes]:
         """What the stream holds of steps >= ``from_step``, from the server's index; of the first copy that can
         say so unless a ``server`` is named. Raises RecordTrimmed, RecordCorrupt, LogUnavailable, AccessDenied;
-        LogInterrupted if it is called off while it waits for a server."""
+        LogInterrupted once ``cancelled`` says so while it waits for a server."""
         copies = [server] if server else self._copies(stream)
         for address in copies[:-1]:
             try:

@@ -203,7 +203,7 @@ class RingWriter:
         try:
             while left and not (self._calling.is_set() or self._over()):
                 try:
-                    found = reader.digests(stream, from_step, left[0], timeout_s=_ASK_S)
+                    found = reader.digests(stream, from_step, left[0], timeout_s=_ASK_S, cancelled=self._over)
                 except SwiftError as error:
                     floor = self._memory.load(Word.FLOOR)
                     if isinstance(error, RecordTrimmed) and from_step < floor:

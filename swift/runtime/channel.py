@@ -72,7 +72,7 @@ class Channel:
         store: Callable[[], Store],
         check: Callable[[], None],
         check_whole: Callable[[], None],
-        groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
+        groups: RecoveryGroups,
     ):
         self.groups = groups
         """By which stages replay together: what is sent inside of one is sent in a replay as well."""

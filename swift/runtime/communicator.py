@@ -4,7 +4,6 @@ The groups that a trainer holds stay (`swift.runtime.groups`). Under them lies a
 generation (`swift.runtime.backends`).
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +11,9 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from swift import events
-from swift.errors import ServiceError
 from swift.names import LASTING_KEYS
 from swift.runtime import _torch
 from swift.runtime.backends.base import Backend, Connections, Fabric
@@ -56,12 +54,12 @@ class Communicator:
         rank: int,
         groups: Sequence[ReconfigurableGroup],
         default: ReconfigurableGroup,
+        *,
+        stores: Stores,
         build_timeout_s: float = 30.0,
-        stores: Stores | None = None,
     ):
         """`groups`: all that are built in a generation. `default`: the one of them that is the default group for torch
-        and the trainer. `stores`: without them, the store at MASTER_ADDR and MASTER_PORT, which must outlive all
-        ranks.
+        and the trainer. `stores`: those that the groups of a generation are built with.
         """
         self._backend = backend
         self._rank = rank
@@ -69,7 +67,7 @@ class Communicator:
         self._default = default
         # All ranks of a generation are known to live when it is built: building is bounded tightly.
         self._build_timeout = timedelta(seconds=build_timeout_s)
-        self._stores = stores or _LaunchersStores(self._build_timeout)
+        self._stores = stores
         self._generations_store: Store | None = None
         self._fabric: Fabric | None = None
         self._lock = threading.Lock()
@@ -188,26 +186,3 @@ class Communicator:
         with self._lock:
             if self._newest > self.generation:
                 raise Interrupted(f"generation {self._newest} supersedes {self.generation}")
-
-
-class _LaunchersStores:
-    """The store at MASTER_ADDR and MASTER_PORT, for every generation. Its waits end with their timeout alone."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        """ServiceError: the environment does not name it."""
-        try:
-            self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        except (KeyError, ValueError):
-            raise ServiceError(
-                "MASTER_ADDR and MASTER_PORT are not set; start the trainer with `swift-ft run`"
-            ) from None
-        self._timeout = timeout
-
-    def __call__(self, _generation: int) -> Store:
-        return TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
-
-    def built(self) -> None:
-        pass
-
-    def interrupt(self) -> None:
-        pass

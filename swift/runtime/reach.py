@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import swift
-from swift.runtime.signs import parts_of
+from swift.runtime.signs import everything, parts_of
 
 _LIBRARIES = tuple(str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("purelib", "platlib"))
 _NOT_READ = (
@@ -147,7 +147,7 @@ class Reach:
         """The classes of objects that hang below it: a step may call their methods."""
         left = [value]
         while left and len(self._kept) < _VISITED_MAX:
-            for _, part in parts_of(left.pop()):
+            for _, part in parts_of(left.pop(), everything):
                 if id(part) not in self._seen and not isinstance(part, _LEAVES):
                     self._follow(part, name)
                     left.append(part)

@@ -63,7 +63,7 @@ class Randomness:
     ``outside`` behind a schedule; (whole modules) ``whole``
     """
 
-    def __init__(self, seed: int, dp_rank: int = 0, device: torch.device | None = None):
+    def __init__(self, seed: int, dp_rank: int, device: torch.device | None):
         self._seed, self._dp_rank = seed, dp_rank
         self._device = device
         self.step = 0

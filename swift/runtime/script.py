@@ -23,7 +23,7 @@ import torch
 from swift import events
 from swift.runtime.before import memory_of
 from swift.runtime.reach import Reach
-from swift.runtime.signs import Look, Signs, parts_of
+from swift.runtime.signs import Look, Signs, everything, parts_of
 
 _STEPS_LOOKED_AT = 3
 _QUICKLY_S = 0.01
@@ -87,7 +87,7 @@ class Script:
         self._to_say: list[tuple[int, str]] = []
 
     def begin(
-        self, step: int, train_step: Callable[[int], object], besides: Callable[[], Iterable[Any]] = tuple
+        self, step: int, train_step: Callable[[int], object], besides: Callable[[], Iterable[Any]]
     ) -> None:
         """`besides`: other code of the trainer's that the step runs (forwards, loss functions)."""
         if self._reach is None:
@@ -164,7 +164,7 @@ class Script:
         found: dict[str, list[Any]] = {}
         for module in self._told():
             for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
-                for name, value in parts_of(parameter):
+                for name, value in parts_of(parameter, everything):
                     if self._reach.loads(name):
                         found.setdefault(name, []).append(value)
         return types.SimpleNamespace(**found)

@@ -80,6 +80,11 @@ Signs = dict[str, Sign]
 Reads = Callable[[type, str], bool]
 
 
+def everything(_class: type, _attribute: str) -> bool:
+    """`Reads` of whoever looks at all of a value."""
+    return True
+
+
 class Look:
     """One look at several values. ``told``: ids of what needs no sign; ``reads(class, attribute)``: somebody looks at
     it; ``memory``: tensors that lie there (``p.data``, ``model.state_dict()``) need none either. ``quick``: what is
@@ -173,8 +178,9 @@ def leaf(value: Any) -> Sign:
     return None
 
 
-def parts_of(value: Any, reads: Reads = lambda _kind, _name: True) -> Iterator[tuple[str, Any]]:
-    """What a container, an iterator, a module or another object consists of."""
+def parts_of(value: Any, reads: Reads) -> Iterator[tuple[str, Any]]:
+    """What a container, an iterator, a module or another object consists of. `reads(class, attribute)`: it
+    counts."""
     kind = type(value)
     root = kind.__module__.partition(".")[0]
     if isinstance(value, torch.Tensor):

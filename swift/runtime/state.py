@@ -62,7 +62,7 @@ class TrainerState:
     """The stages, optimizers and registered objects of one rank."""
 
     def __init__(
-        self, randomness: Randomness, updates: Updates, replicate: ReconfigurableGroup | None = None
+        self, randomness: Randomness, updates: Updates, replicate: ReconfigurableGroup | None
     ) -> None:
         """`randomness`: the channel's. `replicate`: the replicas of this rank's shard, if there are shards."""
         self.randomness = randomness

@@ -124,10 +124,14 @@ class Witness:
         self._calls += 1
 
 
-class _Hook:
-    """On a module of the trainer's, who may copy it, pickle it or compile it."""
+def _nobody() -> None:
+    """Who watches the copy of a module."""
 
-    def __init__(self, witness: Callable[[], Witness | None] = lambda: None, *, after: bool = False) -> None:
+
+class _ForwardHook:
+    """torch's, on a module of the trainer's, who may copy it, pickle it or compile it. A copy is not watched."""
+
+    def __init__(self, witness: Callable[[], Witness | None], *, after: bool) -> None:
         self._witness = witness
         self._after = after
 
@@ -142,17 +146,21 @@ class _Hook:
         else:
             witness.called((args, kwargs))
 
-    def __deepcopy__(self, memo: Any) -> "_Hook":
-        return _Hook()
+    def __deepcopy__(self, memo: Any) -> "_ForwardHook":
+        return _unwatched(self._after)
 
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> tuple[Callable[[bool], "_ForwardHook"], tuple[bool]]:
+        return _unwatched, (self._after,)
+
+
+def _unwatched(after: bool) -> _ForwardHook:
+    return _ForwardHook(_nobody, after=after)
 
 
 def watch_forwards(module: torch.nn.Module, holder: "HasWitness") -> None:
     """A whole module has no boundary at which its inputs are seen, so its forwards are."""
-    module.register_forward_pre_hook(_Hook(lambda: holder.witness), with_kwargs=True)
-    module.register_forward_hook(_Hook(lambda: holder.witness, after=True), with_kwargs=True)
+    module.register_forward_pre_hook(_ForwardHook(lambda: holder.witness, after=False), with_kwargs=True)
+    module.register_forward_hook(_ForwardHook(lambda: holder.witness, after=True), with_kwargs=True)
 
 
 class HasWitness(Protocol):

@@ -17,6 +17,7 @@ from swift._pb import log_pb2
 from swift.errors import RecordCorrupt
 from swift.log import admin
 from swift.log.frame import BODY_BYTES_MAX, CODEC_LZ4, CODECS, FrameHeader, checksum, encode_header
+from swift.log.reader import never
 from swift.log.record import DTYPE_BY_NAME, RecordKey
 from swift.log.rpc import code_of, message_of, reason_of
 from swift.log.segment import scan
@@ -60,7 +61,7 @@ def refused_from(server: Server, step: int, stream: str = STREAM) -> None:
             cursor.get(key(step), TIMEOUT_S, lambda: False)
         cursor.close()
         with pytest.raises(RecordCorrupt):
-            reader.digests(stream, 0)
+            reader.digests(stream, 0, cancelled=never)
 
 
 def sent_and_refused(server: Server, frame: bytes) -> tuple[grpc.StatusCode, str]:
@@ -318,13 +319,13 @@ BOMB_READER = """
 import json, sys
 from pathlib import Path
 from swift.errors import SwiftError
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from tests.faults.world import memory_bytes
 import os
 
 reader = LogReader([sys.argv[1]], "job")
-reader.digests("s0.F", 0)
+reader.digests("s0.F", 0, cancelled=never)
 before = memory_bytes(os.getpid(), "VmHWM")
 cursor = reader.follow("s0.F", 0)
 try:

@@ -17,6 +17,7 @@ from swift._pb import log_pb2
 from swift.drill.cluster import LOG_SERVER, Cluster
 from swift.errors import RecordTrimmed, ServiceError
 from swift.log import admin
+from swift.log.reader import never
 from swift.log.rpc import code_of, message_of, reason_of
 from tests.faults.shim import eventually
 from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
@@ -317,7 +318,7 @@ def test_f38_trimmed_step_is_not_found_and_a_replay_holds_a_lease(tmp_path: Path
             # Now it goes on by itself.
             eventually(lambda: server.said("trimmed")[-1]["below_step"] == 12, "the trim goes on")
             with pytest.raises(RecordTrimmed, match="the oldest step there is 12"):
-                reader.digests(STREAM, 11)
+                reader.digests(STREAM, 11, cancelled=never)
         for call in (
             lambda: list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=11))),
             lambda: list(server.stub.Digests(log_pb2.DigestsRequest(job=JOB, stream=STREAM, from_step=0))),

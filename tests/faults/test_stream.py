@@ -10,7 +10,7 @@ import pytest
 from swift._pb import log_pb2
 from swift.errors import RecordMissing, SwiftError
 from swift.log.frame import decode_header
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.rpc import reason_of
 from swift.log.writer import LogWriter
@@ -93,7 +93,7 @@ def test_f04_microbatches_out_of_order_are_accepted_and_found_by_key(server: Ser
         writer.append(STREAM, RecordKey(step, microbatch, 0), "uint8", (2,), bytes((step, microbatch)))
     writer.close()
     with reading(server.address) as reader:
-        assert list(reader.digests(STREAM, 0)) == [RecordKey(*at, 0) for at in order]
+        assert list(reader.digests(STREAM, 0, cancelled=never)) == [RecordKey(*at, 0) for at in order]
         cursor = reader.follow(STREAM, 0)
         for step, microbatch in sorted(order):
             record = cursor.get(RecordKey(step, microbatch, 0), TIMEOUT_S, lambda: False)
@@ -189,7 +189,9 @@ def test_f09_client_dies_mid_stream_its_prefix_is_kept_and_the_step_known_to_be_
             assert client.hear() == microbatch
         client.process.kill()
     with reading(server.address) as reader:
-        assert list(reader.digests(STREAM, 0)) == [RecordKey(0, microbatch, 0) for microbatch in range(3)]
+        assert list(reader.digests(STREAM, 0, cancelled=never)) == [
+            RecordKey(0, microbatch, 0) for microbatch in range(3)
+        ]
         cursor = reader.follow(STREAM, 0)
         for microbatch in range(3):
             assert cursor.get(RecordKey(0, microbatch, 0), TIMEOUT_S, lambda: False).body[0] == microbatch
@@ -199,7 +201,7 @@ def test_f09_client_dies_mid_stream_its_prefix_is_kept_and_the_step_known_to_be_
         # Whoever replays the dead rank compares the three and writes the rest.
         server.fence(2)
         heir = server.writer(generation=2)
-        heir.expect(STREAM, reader.digests(STREAM, 0))
+        heir.expect(STREAM, reader.digests(STREAM, 0, cancelled=never))
         for microbatch in range(4):
             heir.append(STREAM, RecordKey(0, microbatch, 0), "uint8", (1,), bytes((microbatch,)))
         heir.close()

@@ -8,7 +8,7 @@ from services.logserver.state import EngineConfig
 from swift._pb import log_pb2
 from swift.bench.http2 import Connection
 from swift.log import admin
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.wire import CALLS_PER_CONNECTION, PINGS_TOO_SOON_MAX
 from swift.log.writer import LogWriter
@@ -63,7 +63,7 @@ def test_a_reader_follows_more_streams_than_a_connection_has_calls(tmp_path: Pat
             cursors = [reader.follow(stream, 0) for stream in streams]
             bodies = [cursor.get(RecordKey(0, 0, 0), BOUND_S, lambda: False).body for cursor in cursors]
             assert [bytes(body) for body in bodies] == [bytes([number]) for number in range(len(streams))]
-            assert len(reader.digests(streams[0], 0, timeout_s=BOUND_S)) == 1
+            assert len(reader.digests(streams[0], 0, timeout_s=BOUND_S, cancelled=never)) == 1
             for cursor in cursors:
                 cursor.close()
                 cursor.close()  # once is enough

@@ -15,7 +15,7 @@ from services.security.gate import Gate
 from swift._pb import log_pb2, log_pb2_grpc
 from swift.log import admin
 from swift.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey, digest_of, stream_tag
 from swift.log.rpc import method, open_channel
 from swift.log.writer import LogWriter
@@ -127,7 +127,7 @@ class Neighbour:
         writer.flush(BOUND_S)
         writer.close()
         reader = LogReader([address], self.name)
-        found = reader.digests(STREAM, 0, timeout_s=BOUND_S)
+        found = reader.digests(STREAM, 0, timeout_s=BOUND_S, cancelled=never)
         reader.close()
         assert len(found) == self.steps
         (inventory,) = admin.inventory(address, self.name, BOUND_S)

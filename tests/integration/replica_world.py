@@ -27,6 +27,7 @@ from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.manifest import local
 from swift.runtime.replica import DefaultGroup, Transfer, receive_state, send_state
 from swift.runtime.tensors import digest
+from tests.master_store import MasterStores
 
 VERSION = 7
 
@@ -81,7 +82,7 @@ class Rank:
             for name, ranks in kinds.items()
         }
         groups = list(self.groups.values())
-        self.communicator = Communicator(backend, rank, groups, groups[0])
+        self.communicator = Communicator(backend, rank, groups, groups[0], stores=MasterStores())
         if build:
             self.communicator.build(1)
             dist.barrier()

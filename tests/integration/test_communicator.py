@@ -21,11 +21,12 @@ WORKER = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
+    from tests.master_store import MasterStores
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()
     group = ReconfigurableGroup("world", range(4), rank, backend, step=None, gate=None)
-    comm = Communicator(backend, rank, [group], group)
+    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
     entered = 1
 
     def say(name, **fields):

@@ -13,12 +13,13 @@ EVERYTHING = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
+    from tests.master_store import MasterStores
 
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("default", range(world), rank, backend, step=None, gate=None)
-    comm = Communicator(backend, rank, [group], group)
+    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
     wrong = []
 
     def check(name, got, expected):

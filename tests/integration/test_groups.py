@@ -19,13 +19,14 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
+    from tests.master_store import MasterStores
     from swift.runtime.reducer import Reducer
 
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("data", range(world), rank, backend, step=None, gate=None)
-    comm = Communicator(backend, rank, [group], group)
+    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
     reducer = Reducer(group, lambda: world, ordered=ordered)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
     sums = [torch.full((1 << 20,), sum(r + 1.0 + n for r in range(world)) / world) for n in range(4)]
@@ -79,12 +80,13 @@ DDP_LIVES_ON = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
+    from tests.master_store import MasterStores
 
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("data", [0, 1], rank, backend, step=None, gate=None, swallow=True)
-    comm = Communicator(backend, rank, [group], group)
+    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
     torch.manual_seed(7)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(

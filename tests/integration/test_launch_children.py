@@ -90,7 +90,7 @@ def test_stop_is_polite_first_and_can_be_hurried(nursery: Nursery, tmp_path: Pat
     while not (tmp_path / "deaf").exists():
         time.sleep(0.01)
     began = time.monotonic()
-    nursery.stop([polite, deaf], 0.3)
+    nursery.stop([polite, deaf], 0.3, hurry=lambda: False)
     assert time.monotonic() - began >= 0.3
     assert (polite.exit_code, deaf.exit_code) == (-15, -9)
 

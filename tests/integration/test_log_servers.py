@@ -11,7 +11,7 @@ from swift import control
 from swift.control import View
 from swift.control import logs as command
 from swift.log import admin
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from tests.integration.coordinator_world import Coordinator, FakeMember, finish, recovered
@@ -48,7 +48,7 @@ def put(writer: SidecarWriter, steps: range) -> None:
 def steps_of(server: LogServer) -> list[int]:
     reader = LogReader([server.address], JOB)
     try:
-        return sorted(key.step for key in reader.digests(STREAM, 0))
+        return sorted(key.step for key in reader.digests(STREAM, 0, cancelled=never))
     finally:
         reader.close()
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from swift import events
 from swift.errors import JobSetApart, LogUnavailable, RecordCorrupt, StaleGeneration
 from swift.log import admin
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.segment import Ending, scan
 from swift.log.wire import SERVICE
@@ -178,11 +178,11 @@ def test_acknowledged_records_that_vanish_are_noticed_by_their_writer(tmp_path: 
         assert "records 3 to 4 were acknowledged and are gone" in found.reason
         reader = LogReader([server.address], JOB)
         with pytest.raises(RecordCorrupt):
-            reader.digests("s0.F", 0)
+            reader.digests("s0.F", 0, cancelled=never)
         server.stop()
         server.start()  # nor is it forgotten
         with pytest.raises(RecordCorrupt):
-            reader.digests("s0.F", 0)
+            reader.digests("s0.F", 0, cancelled=never)
         reader.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from swift.errors import Divergence, StaleGeneration
 from swift.log import admin
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey, digest_of
 from swift.log.ring import Word
 from swift.log.sidecar_client import SidecarWriter
@@ -83,7 +83,7 @@ def check(server: LogServer, count: int, job: str = JOB) -> None:
         for index, stream in enumerate(STREAMS):
             numbers = range(index, count, 3)
             expected = {key(n // 3): digest_of("uint8", (len(body_of(n)),), body_of(n)) for n in numbers}
-            assert reader.digests(stream, 0) == expected
+            assert reader.digests(stream, 0, cancelled=never) == expected
             summary = inventory[stream]
             assert not summary.corrupt
             assert (summary.records, summary.next_sequence) == (len(numbers), len(numbers))
@@ -170,7 +170,7 @@ def test_records_of_several_messages(
         assert deaths.exists()
         reader = LogReader([server.address], JOB)
         for number, body in enumerate(bodies):
-            assert reader.digests(STREAMS[number % 3], 0)[key(number // 3)] == digest_of(
+            assert reader.digests(STREAMS[number % 3], 0, cancelled=never)[key(number // 3)] == digest_of(
                 "uint8", (len(body),), body
             )
         reader.close()
@@ -277,7 +277,7 @@ def test_a_sidecar_killed_while_the_log_is_given_up(
         reader = LogReader([server.address], JOB)
         other = digest_of("uint8", (5,), b"other")
         for stream in STREAMS:
-            assert reader.digests(stream, 0) == {key(1): other, key(2): other}
+            assert reader.digests(stream, 0, cancelled=never) == {key(1): other, key(2): other}
         reader.close()
         assert not any(stream.corrupt for stream in admin.inventory(server.address, JOB, TIMEOUT_S))
     finally:

@@ -146,6 +146,7 @@ class _Work:
     ):
         (schedule,) = state.schedules
         self._post = post
+        self._check = check
         self._line = GradientChain(post, begin["line"], rank, check)
         self._first = begin["line"][0] == rank
         self._from = begin["from"]
@@ -179,12 +180,17 @@ class _Work:
         for stream in self._streams():
             self._logged[stream] = {}
             with suppress(RecordMissing):  # the owner had logged nothing yet
-                self._logged[stream] = reader.digests(stream, self._from)
+                self._logged[stream] = reader.digests(stream, self._from, cancelled=self._called_off)
         self._channel.begin_replay(reader, self._from, ())
         self._channel.want(self._share, self._from)
         self._channel.read_ahead(stream for stage in self._stages for stream in stage.streams_read())
         while (note := self._next(owner)) is not None:
             self._step(owner, note)
+
+    def _called_off(self) -> bool:
+        """No; or raises Interrupted."""
+        self._check()
+        return False
 
     def _next(self, owner: int) -> dict[str, Any] | None:
         with self._channel.clock.line():

@@ -10,7 +10,7 @@ from services.logserver.seam import Write
 from services.logserver.servicer import make_server
 from swift.errors import LogUnavailable, RecordCorrupt, RecordMissing, ServiceError, UsageError
 from swift.log import admin
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.writer import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
@@ -27,10 +27,6 @@ def key(step: int, microbatch: int = 0) -> RecordKey:
     return RecordKey(step, microbatch, 0)
 
 
-def never() -> bool:
-    return False
-
-
 def put(writer: LogWriter, step: int, value: int = 0) -> None:
     writer.append(STREAM, key(step), "uint8", (4,), bytes([value or step] * 4))
 
@@ -39,7 +35,7 @@ def steps_of(server: InProcess) -> list[int]:
     """What it has, and each record once."""
     reader = LogReader([server.address], JOB)
     try:
-        found = sorted(record.step for record in reader.digests(STREAM, 0))
+        found = sorted(record.step for record in reader.digests(STREAM, 0, cancelled=never))
     finally:
         reader.close()
     there = {s.stream: s.records for s in admin.inventory(server.address, JOB, TIMEOUT_S)}
@@ -329,7 +325,9 @@ class TestReplaying:
                 writer.flush(TIMEOUT_S)
         with writing(one, two) as heir, reading(one, two) as reader:
             for server in (one, two):
-                heir.expect(STREAM, reader.digests(STREAM, 0, server.address), server.address)
+                heir.expect(
+                    STREAM, reader.digests(STREAM, 0, server.address, cancelled=never), server.address
+                )
             for step in range(5):
                 put(heir, step)
             heir.flush(TIMEOUT_S)
@@ -355,7 +353,7 @@ class TestReading:
     def test_a_server_that_is_not_there_is_passed_over(self, both: tuple[InProcess, InProcess]) -> None:
         with reading(NOBODY, both[1]) as reader:
             assert values(reader, range(6)) == list(range(6))
-            assert len(reader.digests(STREAM, 0)) == 6
+            assert len(reader.digests(STREAM, 0, cancelled=never)) == 6
 
     def test_a_server_that_goes_in_the_middle(self, both: tuple[InProcess, InProcess]) -> None:
         one, two = both
@@ -363,7 +361,7 @@ class TestReading:
             cursor = reader.follow(STREAM, 2)
             assert cursor.get(key(2), TIMEOUT_S, never).body[0] == 2
             cut_off(one)
-            writer.expect(STREAM, reader.digests(STREAM, 0, two.address))
+            writer.expect(STREAM, reader.digests(STREAM, 0, two.address, cancelled=never))
             for step in range(9):
                 put(writer, step)
             assert [cursor.get(key(s), TIMEOUT_S, never).body[0] for s in range(3, 9)] == list(range(3, 9))
@@ -376,7 +374,7 @@ class TestReading:
         flip(one, 3)
         with reading(one, two) as reader:
             assert values(reader, range(6)) == list(range(6))
-            assert len(reader.digests(STREAM, 0)) == 6
+            assert len(reader.digests(STREAM, 0, cancelled=never)) == 6
 
     def test_corrupt_in_both_is_refused(self, both: tuple[InProcess, InProcess]) -> None:
         for server in both:

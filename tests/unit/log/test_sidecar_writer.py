@@ -12,7 +12,7 @@ import pytest
 
 from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, UsageError
 from swift.log import ring, sidecar_client, sidecar_process
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.ring_writer import RingWriter
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.sidecar_messages import Message
@@ -23,7 +23,6 @@ from tests.unit.log.test_writer_reader import (
     TIMEOUT_S,
     Gate,
     key,
-    never,
     put,
     server,
     test_a_fence_and_the_next_generation,

@@ -16,13 +16,13 @@ from swift.inspect.export import export
 from swift.inspect.files import DirectoryLog
 from swift.log import admin
 from swift.log.admin import StreamInventory
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.unlogged import MARK_SLOT, Dropped, Steps, hull
 from swift.log.writer import LogWriter
 from tests.unit.log.service import JOB, InProcess, eventually
-from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, key, never
+from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, key
 
 QUEUE_BYTES = 1 << 20
 BODY = bytes(200 << 10)
@@ -72,7 +72,7 @@ def steps_there(server: InProcess, from_step: int = 0) -> dict[int, int]:
     reader = LogReader([server.address], JOB)
     found: dict[int, int] = {}
     try:
-        for record in reader.digests(STREAM, from_step):
+        for record in reader.digests(STREAM, from_step, cancelled=never):
             if record.slot != MARK_SLOT:
                 found[record.step] = found.get(record.step, 0) + 1
     finally:

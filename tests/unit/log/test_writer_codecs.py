@@ -14,7 +14,7 @@ from swift.log import admin
 from swift.log import codec as codecs
 from swift.log.choice import LinkRate
 from swift.log.link import Link
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey, digest_of
 from swift.log.writer import LogWriter
 from tests.unit.log.service import JOB, InProcess
@@ -48,7 +48,7 @@ def test_no_codec_changes_what_a_replay_compares(server: InProcess, logged: str,
     before.flush(TIMEOUT_S)
     before.close()
     reader = LogReader([server.address], JOB)
-    digests = reader.digests(STREAM, 0)
+    digests = reader.digests(STREAM, 0, cancelled=never)
     assert digests == {RecordKey(0, 0, 0): digest_of("bfloat16", SHAPE, FLOATS)}
     cursor = reader.follow(STREAM, 0)
     assert cursor.get(RecordKey(0, 0, 0), TIMEOUT_S, lambda: False).body == FLOATS

@@ -27,7 +27,7 @@ from swift.errors import (
     UsageError,
 )
 from swift.log import admin
-from swift.log.reader import LogReader, StreamCursor
+from swift.log.reader import LogReader, StreamCursor, never
 from swift.log.record import RecordKey, digest_of
 from swift.log.writer import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
@@ -38,10 +38,6 @@ TIMEOUT_S = 10.0
 
 def key(step: int, microbatch: int = 0, slot: int = 0) -> RecordKey:
     return RecordKey(step, microbatch, slot)
-
-
-def never() -> bool:
-    return False
 
 
 @pytest.fixture
@@ -105,13 +101,13 @@ def test_append_flush_read(server: InProcess) -> None:
         with following(reader, "s0.B", 0) as cursor:
             record = cursor.get(key(0), TIMEOUT_S, never)
             assert (record.dtype, record.shape, record.body.nbytes) == ("bfloat16", (2, 0), 0)
-        digests = reader.digests("s0.F", 1)
+        digests = reader.digests("s0.F", 1, cancelled=never)
         assert digests == {
             key(step, microbatch): digest_of("int64", (1,), struct.pack("<q", step * 100 + microbatch))
             for step in (1, 2)
             for microbatch in range(3)
         }
-        assert reader.digests("never", 0) == {}
+        assert reader.digests("never", 0, cancelled=never) == {}
     inventory = {stream.stream: stream for stream in admin.inventory(server.address, JOB, TIMEOUT_S)}
     assert (inventory["s0.F"].records, inventory["s0.F"].first_step, inventory["s0.F"].last_step) == (9, 0, 2)
     assert (inventory["s0.F"].next_sequence, inventory["s0.F"].durable_sequence) == (9, 9)
@@ -153,12 +149,12 @@ def test_expected_keys_are_compared_and_holes_are_filled(server: InProcess) -> N
         put(writer, 1)
         writer.flush(TIMEOUT_S)
     with writing(server) as replaying, reading(server) as reader:
-        replaying.expect("s0.F", reader.digests("s0.F", 0))
+        replaying.expect("s0.F", reader.digests("s0.F", 0, cancelled=never))
         for step in range(4):
             put(replaying, step)
         replaying.flush(TIMEOUT_S)
         assert (replaying.stats.verified, replaying.stats.records) == (2, 2)
-        assert sorted(reader.digests("s0.F", 0)) == [key(step) for step in range(4)]
+        assert sorted(reader.digests("s0.F", 0, cancelled=never)) == [key(step) for step in range(4)]
 
 
 def test_divergence_names_the_record(server: InProcess) -> None:
@@ -251,7 +247,7 @@ def test_fences_under_load_lose_and_double_nothing(server: InProcess) -> None:
             admin.fence(server.address, JOB, generation, TIMEOUT_S)
             writer.set_generation(generation)
         writer.flush(TIMEOUT_S)
-        assert sorted(reader.digests("s0.F", 0)) == [key(step) for step in range(80, 320)]
+        assert sorted(reader.digests("s0.F", 0, cancelled=never)) == [key(step) for step in range(80, 320)]
         (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert (stream.records, stream.next_sequence) == (240, 240)
 
@@ -296,11 +292,11 @@ def test_reset_and_restart(server: InProcess) -> None:
         with pytest.raises(Divergence):
             writer.flush(TIMEOUT_S)
         admin.reset(server.address, JOB, 2, TIMEOUT_S)
-        assert reader.digests("s0.F", 0) == {}
+        assert reader.digests("s0.F", 0, cancelled=never) == {}
         writer.restart(2)
         put(writer, 3, value=1)
         writer.flush(TIMEOUT_S)
-        assert list(reader.digests("s0.F", 0)) == [key(3)]
+        assert list(reader.digests("s0.F", 0, cancelled=never)) == [key(3)]
         with following(reader, "s0.F", 0) as cursor:
             record = cursor.get(key(3), TIMEOUT_S, never)
             assert (value_of(record.body), record.sequence) == (1, 5)
@@ -419,7 +415,7 @@ def test_no_server_at_all() -> None:
         admin.fence("127.0.0.1:1", JOB, 1, 0.3)
     reader = LogReader(["127.0.0.1:1"], JOB)
     with pytest.raises(LogUnavailable):
-        reader.digests("a", 0, timeout_s=0.3)
+        reader.digests("a", 0, timeout_s=0.3, cancelled=never)
     reader.close()
 
 
@@ -589,12 +585,12 @@ def test_fault_14_a_flipped_bit_on_the_disk_is_named(server: InProcess) -> None:
                     cursor.get(key(step), TIMEOUT_S, never)
         # From now on it is known, and the digests are refused with it.
         with pytest.raises(RecordCorrupt):
-            reader.digests("s0.F", 0)
+            reader.digests("s0.F", 0, cancelled=never)
         (stream,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert stream.corrupt
         assert "record 2" in stream.reason
         # What a checkpoint covers does not matter.
-        assert list(reader.digests("s0.F", 3)) == [key(3)]
+        assert list(reader.digests("s0.F", 3, cancelled=never)) == [key(3)]
 
 
 def test_fault_38_trimmed_steps_and_the_lease_of_a_reader(server: InProcess) -> None:
@@ -613,10 +609,10 @@ def test_fault_38_trimmed_steps_and_the_lease_of_a_reader(server: InProcess) -> 
                 with pytest.raises(RecordTrimmed, match="the oldest step there is 8"):
                     cursor.get(key(9), TIMEOUT_S, never)
             with pytest.raises(RecordTrimmed, match="the oldest step there is 8"):
-                reader.digests("s0.F", from_step)
+                reader.digests("s0.F", from_step, cancelled=never)
         with following(reader, "s0.F", 8) as cursor:
             cursor.get(key(9), TIMEOUT_S, never)
-        assert list(reader.digests("s0.F", 8)) == [key(8), key(9)]
+        assert list(reader.digests("s0.F", 8, cancelled=never)) == [key(8), key(9)]
         assert admin.trim(server.address, "unknown", 8, TIMEOUT_S) == 0
 
 

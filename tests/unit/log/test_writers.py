@@ -12,7 +12,7 @@ import pytest
 
 from swift.errors import Divergence, LogInterrupted, RecordCorrupt, ServiceError, UsageError
 from swift.log import admin, ring, writers
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey, digest_of
 from swift.log.sidecar_client import SidecarWriter
 from swift.log.sidecar_supervisor import ENV_OFF
@@ -76,7 +76,7 @@ class Served:
     def logged(self) -> set[RecordKey]:
         reader = LogReader(self.servers, JOB)
         try:
-            return set(reader.digests(STREAM, 0))
+            return set(reader.digests(STREAM, 0, cancelled=never))
         finally:
             reader.close()
 

@@ -21,6 +21,7 @@ from swift.errors import RecordMissing
 from swift.log.read_filter import ReadFilter
 from swift.log.record import Record, RecordKey, digest_of
 from swift.recovery import Assignment, Help, Plan
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
@@ -54,7 +55,9 @@ class Log:
 
     # a reader
 
-    def digests(self, stream: str, from_step: int) -> dict[RecordKey, bytes]:
+    def digests(
+        self, stream: str, from_step: int, *, cancelled: Callable[[], bool]
+    ) -> dict[RecordKey, bytes]:
         found = {key: digest_of(*value) for (name, key), value in self.records.items() if name == stream}
         if not found:
             raise RecordMissing(stream)
@@ -139,6 +142,7 @@ class Rank:
             lambda: store,
             lambda: None,
             lambda: None,
+            RecoveryGroups(),
         )
         self.captured = Captured()
         self.channel._opened = self.captured

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from swift.errors import Divergence, ReplayRefused, UsageError
 from swift.log.record import Record, RecordKey, digest_of
 from swift.recovery import Assignment
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime import _torch
 from swift.runtime.backends.base import Collective
 from swift.runtime.backends.ordered import Alone
@@ -90,6 +91,7 @@ class Rank:
             HashStore(),
             lambda: None,
             lambda: None,
+            RecoveryGroups(),
         )
         self.channel._opened = log  # type: ignore[assignment]
         self.channel.watch(None)

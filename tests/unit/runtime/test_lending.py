@@ -8,6 +8,7 @@ import torch
 from swift.errors import UsageError
 from swift.log.record import RecordKey
 from swift.recovery import Assignment
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 
 
@@ -61,6 +62,7 @@ def channel(ring: Ring) -> Channel:
         cast(Any, None),
         lambda: None,
         lambda: None,
+        RecoveryGroups(),
     )
     channel.open(cast(Any, ring))
     channel.watch(None)

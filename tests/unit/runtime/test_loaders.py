@@ -67,7 +67,7 @@ def afterwards() -> Any:
 def make(eager: bool, others: dict[str, Any] | None = None, **options: Any) -> tuple[TrainerState, Data]:
     torch.manual_seed(3)
     state = state_of(1, updates_of())
-    state.randomness = state.iterators.randomness = Randomness(5, dp_rank=1)
+    state.randomness = state.iterators.randomness = Randomness(5, 1, None)
     state.iterators.install()
     module = nn.Linear(1, 1)
     state.add_stage(WholeModule(module))

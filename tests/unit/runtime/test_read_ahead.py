@@ -15,6 +15,7 @@ from swift.log.reader import LogReader
 from swift.log.record import RecordKey
 from swift.log.writer import LogWriter
 from swift.recovery import Assignment
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from tests.unit.log.memory_storage import MemoryStorage
@@ -59,7 +60,15 @@ def servers() -> Iterator[dict[str, InProcess]]:
 def replaying(reader: LogReader) -> Channel:
     """Rank 2 of four, from the first step on."""
     found = Channel(
-        2, Assignment.grid(4), 3, torch.device("cpu"), FaultInjector(2), HashStore, lambda: None, lambda: None
+        2,
+        Assignment.grid(4),
+        3,
+        torch.device("cpu"),
+        FaultInjector(2),
+        HashStore,
+        lambda: None,
+        lambda: None,
+        RecoveryGroups(),
     )
     found.watch(None)
     found.begin_replay(reader, 0, ())

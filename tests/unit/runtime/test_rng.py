@@ -42,7 +42,7 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_every_default_generator_follows_from_the_counter() -> None:
-    mine, again = Randomness(7, dp_rank=1), Randomness(7, dp_rank=1)
+    mine, again = Randomness(7, 1, None), Randomness(7, 1, None)
     settings = {
         "step": lambda r: r.begin_step(4),
         "next step": lambda r: r.begin_step(5),
@@ -62,9 +62,9 @@ def test_every_default_generator_follows_from_the_counter() -> None:
             drawn()
             setting(again)
             assert drawn() == found[name]
-        Randomness(7, dp_rank=0).begin_step(4)
+        Randomness(7, 0, None).begin_step(4)
         found["other dp_rank"] = drawn()
-        Randomness(8, dp_rank=1).begin_step(4)
+        Randomness(8, 1, None).begin_step(4)
         found["other seed"] = drawn()
     for values in zip(*found.values(), strict=True):
         assert len(set(values)) == len(found)
@@ -81,7 +81,7 @@ def test_what_is_kept_comes_back() -> None:
 @pytest.mark.parametrize("broken", ["torch", "random", "numpy"])
 def test_the_digest_sees_each_generator(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the seeding of one of them broken it depends on what was drawn before: it can fail."""
-    randomness = Randomness(7)
+    randomness = Randomness(7, 0, None)
     before = randomness.digest(3)
     drawn()
     assert randomness.digest(3) == before != randomness.digest(4)
@@ -120,7 +120,7 @@ def test_a_generator_of_ones_own_can_be_registered(generator: Any, draw: Any) ->
 def test_a_whole_module_draws_the_same_whatever_was_drawn_before() -> None:
     module = torch.nn.Dropout(0.5)
     whole, x = WholeModule(module), torch.ones(64)
-    randomness = Randomness(7)
+    randomness = Randomness(7, 0, None)
     whole.seeded_by(randomness, 1)
 
     def masks(before: int) -> list[torch.Tensor]:

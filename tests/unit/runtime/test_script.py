@@ -51,12 +51,12 @@ class Job:
 
     def steps(self, step: Step, first: int, last: int, checkpoint_every: int = 5) -> None:
         for number in range(first, last):
-            self.script.begin(number, step)
+            self.script.begin(number, step, tuple)
             step(number)
             self.script.end(number, checkpoint=(number + 1) % checkpoint_every == 0)
 
     def cut_short(self, step: Step, number: int) -> None:
-        self.script.begin(number, step)
+        self.script.begin(number, step, tuple)
         step(number)
         self.script.drop(number)
 
@@ -734,7 +734,7 @@ def test_nothing_lives_longer_for_having_been_looked_at() -> None:
     job = Job()
     job.run(train_step, 0, 2)
     assert all(reference() is not None for reference in references)
-    job.script.begin(2, train_step)
+    job.script.begin(2, train_step, tuple)
     train_step(2)  # looked at before it, and not yet after it
     assert all(reference() is None for reference in references)
 

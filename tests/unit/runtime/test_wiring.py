@@ -12,6 +12,7 @@ import torch
 
 from swift._pb import coordinator_pb2 as pb
 from swift.recovery import Assignment
+from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import FORWARD, Channel
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
@@ -95,7 +96,15 @@ def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
 def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
     store: Any = None
     channel = Channel(
-        0, Assignment.grid(2), 3, torch.device("cpu"), FaultInjector(0), store, ignored, ignored
+        0,
+        Assignment.grid(2),
+        3,
+        torch.device("cpu"),
+        FaultInjector(0),
+        store,
+        ignored,
+        ignored,
+        RecoveryGroups(),
     )
     channel.begin_step(0)
     with pytest.raises(AssertionError, match=r"Channel\.watch was not called"):

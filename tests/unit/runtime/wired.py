@@ -56,7 +56,7 @@ def updates_of(
 
 
 def state_of(seed: int = 1, updates: Updates | None = None) -> TrainerState:
-    return TrainerState(Randomness(seed), updates or updates_of())
+    return TrainerState(Randomness(seed, 0, None), updates or updates_of(), None)
 
 
 class Nobody:

@@ -17,7 +17,7 @@ from services.security.gate import Gate
 from swift import events
 from swift.errors import AccessDenied, RecordMissing, UsageError
 from swift.log import admin
-from swift.log.reader import LogReader
+from swift.log.reader import LogReader, never
 from swift.log.record import RecordKey
 from swift.log.writer import LogWriter
 from swift.security import channel, command, tokens
@@ -284,7 +284,8 @@ def test_a_replay_that_begins_with_an_expired_token_waits_for_the_newer_one(
     cursor = reader.follow("s0.F", 0)
     found: list[int] = []
     asking = threading.Thread(
-        target=lambda: found.append(len(reader.digests("s0.F", 0, timeout_s=20))), daemon=True
+        target=lambda: found.append(len(reader.digests("s0.F", 0, timeout_s=20, cancelled=never))),
+        daemon=True,
     )
     asking.start()
     eventually(lambda: denials() >= 1)
@@ -305,13 +306,13 @@ def test_a_replay_that_no_token_will_let_in_is_told_so(
     monkeypatch.setenv(ENV_TOKEN_FILE, str(keys.file("rank", keys.mint([Role.WRITER]))))
     reader = LogReader([server.address], JOB)
     with pytest.raises(AccessDenied, match="another job or role"):
-        reader.digests("s0.F", 0, timeout_s=20)
+        reader.digests("s0.F", 0, timeout_s=20, cancelled=never)
     cursor = reader.follow("s0.F", 0)
     with pytest.raises(AccessDenied, match="another job or role"):
         cursor.get(RecordKey(0, 0, 0), 3, lambda: False)
     keys.file("rank", keys.mint(RANK, lifetime_s=-5))
     with pytest.raises(AccessDenied, match="expired"):
-        reader.digests("s0.F", 0, timeout_s=0.3)
+        reader.digests("s0.F", 0, timeout_s=0.3, cancelled=never)
     cursor.close()
     reader.close()
 
