@@ -18,6 +18,7 @@ from swift.arguments import Parser
 from swift.drill import faults, html, options, regroup, report, run
 from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, show
+from swift.drill.facts import Facts
 from swift.drill.topology import Topology
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.recovery.groups import RecoveryGroups
@@ -196,7 +197,7 @@ def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
 
         faulted = run.FaultedRun(config, place / "run", progress, check_stop)
         evidence = faulted.run(twin)
-        result = report.build(config, evidence)
+        result = report.build(Facts.of(config, evidence))
         progress.close()
         write(config, result)
         show(result)

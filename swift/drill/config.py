@@ -162,6 +162,11 @@ class DrillConfig:
             return True
         return self.reduction == "ordered" or (self.reduction == "auto" and self.topology.replicas > 2)
 
+    @property
+    def exact_reduction(self) -> bool:
+        """The sum does not depend on how a backend lays its buffers out: two addends have one order only."""
+        return self.topology.replicas < 3 or self.ordered_reduction
+
     def _values(self) -> dict[str, Any]:
         """Of all options, by the fields that hold them."""
         return {

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from swift.drill.config import DrillConfig
+from swift.drill.facts import Facts
 from swift.drill.faults import LogLossFault
-from swift.drill.timeline import Event, Recovery
+from swift.drill.timeline import Event
 from swift.drill.verdict_checks import Check
 
 
@@ -36,17 +36,17 @@ def places(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def checks(config: DrillConfig, found: Sequence[Recovery]) -> list[Check]:
+def checks(facts: Facts) -> list[Check]:
     """Each log server that was killed for good was given up, and nobody's records are there any more."""
-    wanted = sum(isinstance(fault, LogLossFault) for fault in config.faults)
+    wanted = sum(isinstance(fault, LogLossFault) for fault in facts.asked.faults)
     if not wanted:
         return []
-    lost = sum(len(recovery.servers_lost) for recovery in found)
+    lost = sum(len(recovery.servers_lost) for recovery in facts.recoveries)
     detail = f"{lost} of {wanted} were given up"
     return [Check("the lost log server was given up", lost == wanted, detail)]
 
 
-def may_fall_back(config: DrillConfig, found: Sequence[Recovery]) -> bool:
+def may_fall_back(facts: Facts) -> bool:
     """With one copy, what only the lost log server had is gone: a replay that needs it is not possible. The plan must
     say so."""
-    return config.copies == 1 and all("is lost" in r.fell_back for r in found if r.fell_back)
+    return facts.asked.copies == 1 and all("is lost" in reason for reason in facts.fell_back)

@@ -7,12 +7,12 @@ model, with a profile that was measured in the same run before its first failure
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from swift.drill import regroup
 from swift.drill.config import DrillConfig
+from swift.drill.facts import Facts
 from swift.drill.faults import LogLossFault
 from swift.drill.sizes import MODELS, NORM_BYTES
 from swift.drill.timeline import Event, Recovery
@@ -31,39 +31,21 @@ _SHOWN = 4
 """So much of what is wrong is told."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What the drill looked at besides the trace."""
-
-    cores: int | None = None
-    """That all processes of the run share."""
-    in_log: Mapping[str, Mapping[int, int]] | None = None
-    """stream -> step -> raw bytes of the records that were in the log at the end; None: nobody looked."""
-    checkpoint_bytes: Mapping[int, int] | None = None
-    """rank -> bytes of its last checkpoint."""
-    fetched: Profile | None = None
-    """What `swift-ft plan` got of the job itself."""
-    not_fetched: str = ""
-    """Why there is none."""
-
-
-def section(
-    config: DrillConfig, events: Sequence[Event], found: Sequence[Recovery], measured: Measured
-) -> tuple[dict[str, Any] | None, list[Check]]:
+def section(facts: Facts) -> tuple[dict[str, Any] | None, list[Check]]:
     """`prediction` of the report and what the verdict rests on; (None, []) without recovery groups."""
-    if not config.groups.starts:
+    if not facts.asked.groups.starts:
         return None, []
-    sizes, bytes_check = _bytes(config, events, measured)
-    regroups, regroup_checks = regroup.section(config.regroups, config.groups, events)
-    times, profile = _times(config, events, found, measured)
-    of_job, of_job_checks = _of_job(config, measured)
+    sizes, bytes_check = _bytes(facts)
+    regroups, regroup_checks = regroup.section(facts.asked.regroups, facts.asked.groups, facts.events)
+    times, profile = _times(facts)
+    of_job, of_job_checks = _of_job(facts)
     checks = [bytes_check, *of_job_checks, *regroup_checks]
     judged = [time for time in times if time["within"] is not None]
     if judged:
         apart = ", ".join(f"{time['ratio']:.2f} of what was predicted" for time in judged)
         checks.append(Check("recovery takes what was predicted", all_of(t["within"] for t in judged), apart))
     shown = {
-        "groups": str(config.groups),
+        "groups": str(facts.asked.groups),
         "bytes": sizes,
         "recoveries": times,
         "profile": None if profile is None else profile.document(),
@@ -103,20 +85,20 @@ def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None)
     return found
 
 
-def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> tuple[dict[str, Any], Check]:
-    of_groups = _OfGroups(config)
-    groups = (regroup.history(config.groups, events)[-1].groups,)
+def _bytes(facts: Facts) -> tuple[dict[str, Any], Check]:
+    of_groups = _OfGroups(facts.asked)
+    groups = (regroup.history(facts.asked.groups, facts.events)[-1].groups,)
     wanted = of_groups.streams(groups)
     given: defaultdict[str, Counter[int]] = defaultdict(Counter)
     steps: Counter[int] = Counter()
     other: dict[str, list[int]] = {}
-    for event in events:
+    for event in facts.events:
         if event["event"] != "profiled":
             continue
-        by = regroup.logged_by(event, config.groups)
+        by = regroup.logged_by(event, facts.asked.groups)
         expected = of_groups.streams(by)
         steps[event["rank"]] += 1
-        for stream in {*event["logged"], *_written_by(config, event["rank"], expected)}:
+        for stream in {*event["logged"], *_written_by(facts.asked, event["rank"], expected)}:
             size = event["logged"].get(stream, 0)
             if size != expected.get(stream, 0):
                 other[stream] = sorted({*other.get(stream, []), size})
@@ -124,7 +106,7 @@ def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> 
                 given[stream][size] += 1
             of_groups.see(by, int(event["step"]), stream, size)
     unseen = sorted(set(wanted) - set(given))
-    kept, wrong_in_log = _in_log(config, events, of_groups, measured)
+    kept, wrong_in_log = _in_log(facts, of_groups)
     equal = None if not steps or unseen else not (other or wrong_in_log)
     shown = {
         "per_step": {
@@ -136,7 +118,7 @@ def _bytes(config: DrillConfig, events: Sequence[Event], measured: Measured) -> 
             for stream in sorted({*wanted, *given})
         },
         "steps": sum(steps.values()),
-        **({"by_groups": of_groups.shown()} if config.regroups else {}),
+        **({"by_groups": of_groups.shown()} if facts.asked.regroups else {}),
         "in_log": kept,
         "equal": equal,
     }
@@ -200,37 +182,35 @@ def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> li
     return sorted(names & set(wanted))
 
 
-def _in_log(
-    config: DrillConfig, events: Sequence[Event], of_groups: "_OfGroups", measured: Measured
-) -> tuple[dict[str, Any] | None, list[str]]:
+def _in_log(facts: Facts, of_groups: "_OfGroups") -> tuple[dict[str, Any] | None, list[str]]:
     """What of the log was kept at the end: the steps behind the newest complete checkpoint. And what is wrong."""
-    lossy = any(isinstance(fault, LogLossFault) for fault in config.faults)
-    if measured.in_log is None or lossy:
+    lossy = any(isinstance(fault, LogLossFault) for fault in facts.asked.faults)
+    if facts.measured.in_log is None or lossy:
         return None, []
-    complete = [int(e["version"]) for e in events if e["event"] == "checkpoint_complete"]
-    steps = list(range(max(complete, default=0), config.topology.steps))
+    complete = [int(e["version"]) for e in facts.events if e["event"] == "checkpoint_complete"]
+    steps = list(range(max(complete, default=0), facts.asked.topology.steps))
     wrong = [
-        f"{stream} of step {step} is in the log with {measured.in_log.get(stream, {}).get(step, 0)} bytes, "
+        f"{stream} of step {step} is in the log with {facts.measured.in_log.get(stream, {}).get(step, 0)} bytes, "
         f"not {of_groups.of_step(step).get(stream, 0)}"
         for step in steps
-        for stream in sorted({*of_groups.of_step(step), *measured.in_log})
-        if measured.in_log.get(stream, {}).get(step, 0) != of_groups.of_step(step).get(stream, 0)
+        for stream in sorted({*of_groups.of_step(step), *facts.measured.in_log})
+        if facts.measured.in_log.get(stream, {}).get(step, 0) != of_groups.of_step(step).get(stream, 0)
     ]
     return {"steps": steps, "equal": not wrong if steps else None}, wrong
 
 
-def _of_job(config: DrillConfig, measured: Measured) -> tuple[dict[str, Any], list[Check]]:
+def _of_job(facts: Facts) -> tuple[dict[str, Any], list[Check]]:
     """What the ranks count for their coordinator: of all boundaries, those inside a group as well."""
-    if measured.fetched is None:
-        return {"profile": None, "why": measured.not_fetched}, []
-    every = predicted_streams(config, RecoveryGroups())
-    last = config.topology.stages - 1
+    if facts.measured.fetched is None:
+        return {"profile": None, "why": facts.measured.not_fetched}, []
+    every = predicted_streams(facts.asked, RecoveryGroups())
+    last = facts.asked.topology.stages - 1
     wanted = {
         "forward_bytes": [every[f"s{boundary}.F"] for boundary in range(last)],
         "backward_bytes": [every[f"s{boundary + 1}.B"] for boundary in range(last)],
         "other_bytes": sum(size for stream, size in every.items() if stream[-1] not in "FB"),
     }
-    profile = measured.fetched.document()
+    profile = facts.measured.fetched.document()
     wrong = [f"{name} {profile[name]}, not {size}" for name, size in wanted.items() if profile[name] != size]
     check = Check("the job's own profile has the predicted bytes", not wrong, "; ".join(wrong))
     return {"profile": profile, "why": ""}, [check]
@@ -239,18 +219,16 @@ def _of_job(config: DrillConfig, measured: Measured) -> tuple[dict[str, Any], li
 # --- time ---
 
 
-def _times(
-    config: DrillConfig, events: Sequence[Event], found: Sequence[Recovery], measured: Measured
-) -> tuple[list[dict[str, Any]], Profile | None]:
-    replayed = [r for r in found if r.replay_expected and r.replays and r.seconds is not None]
-    shape = config.topology
+def _times(facts: Facts) -> tuple[list[dict[str, Any]], Profile | None]:
+    replayed = [r for r in facts.recoveries if r.replay_expected and r.replays and r.seconds is not None]
+    shape = facts.asked.topology
     if shape.replicas > 1 or shape.stages_per_rank > 1 or not replayed:
         return [], None
     try:
-        profile = measured_profile(config, events, measured)
+        profile = measured_profile(facts)
     except Missing as missing:
         return [_unjudged(recovery, str(missing)) for recovery in replayed], None
-    return [_compared(config, events, recovery, profile, measured) for recovery in replayed], profile
+    return [_compared(facts, recovery, profile) for recovery in replayed], profile
 
 
 def before_the_first_failure(events: Sequence[Event]) -> list[Event]:
@@ -262,23 +240,23 @@ class Missing(Exception):
     """Something was not measured in this run."""
 
 
-def measured_profile(config: DrillConfig, events: Sequence[Event], measured: Measured) -> Profile:
+def measured_profile(facts: Facts) -> Profile:
     """Of the steps before the first failure; what the log gives to a replay is measured in the replays."""
-    shape, model = config.topology, MODELS[config.model]
-    before = before_the_first_failure(events)
+    shape, model = facts.asked.topology, MODELS[facts.asked.model]
+    before = before_the_first_failure(facts.events)
     boundary = shape.microbatches * model.boundary_bytes
-    sizes = measured.checkpoint_bytes or {}
+    sizes = facts.measured.checkpoint_bytes or {}
     if any(rank not in sizes for rank in range(shape.ranks)):
         raise Missing("no checkpoint is left to measure")
     saves = [(sizes[rank], seconds) for rank, seconds in _saves(before)]
     if not saves:
         raise Missing("no checkpoint was saved before the failure")
-    wanted = predicted_streams(config)
+    wanted = predicted_streams(facts.asked)
     other = [size for stream, size in wanted.items() if stream[-1] not in "FB"]
-    rate = min(_read_rate(events), RATE_MAX)
+    rate = min(_read_rate(facts.events), RATE_MAX)
     try:
         return Profile(
-            name=f"drill, {config.model} model",
+            name=f"drill, {facts.asked.model} model",
             source="measured in the drill; how often machines fail, and how quickly the log is written, is not",
             microbatches=shape.microbatches,
             forward_s=tuple(compute_s(before, rank, "F", shape.microbatches) for rank in range(shape.ranks)),
@@ -348,9 +326,7 @@ def _read_rate(events: Sequence[Event]) -> float:
     return sum(size for size, _ in reads) / waited if waited else RATE_MAX
 
 
-def _compared(
-    config: DrillConfig, events: Sequence[Event], recovery: Recovery, profile: Profile, measured: Measured
-) -> dict[str, Any]:
+def _compared(facts: Facts, recovery: Recovery, profile: Profile) -> dict[str, Any]:
     from swift.plan.model import CostModel  # numpy
 
     model = CostModel(profile)
@@ -375,9 +351,9 @@ def _compared(
         + (run["steps"] - run["shared_steps"]) * run["alone_step_seconds"]
         for run in runs
     )
-    took = recovery.seconds["restore"] + _replay_s(events, recovery)
+    took = recovery.seconds["restore"] + _replay_s(facts.events, recovery)
     ratio = took / predicted
-    why = why_not(config, measured)
+    why = why_not(facts)
     return {
         "generation": recovery.generation,
         "replayed": runs,
@@ -421,15 +397,15 @@ def _unjudged(recovery: Recovery, why: str) -> dict[str, Any]:
     return {"generation": recovery.generation, "ratio": None, "within": None, "why": f"INCONCLUSIVE: {why}"}
 
 
-def why_not(config: DrillConfig, measured: Measured) -> str:
+def why_not(facts: Facts) -> str:
     """Why the times cannot be compared; empty: they can."""
-    if MODELS[config.model].forward_s:
+    if MODELS[facts.asked.model].forward_s:
         return ""
-    ranks = config.topology.ranks
-    if measured.cores is not None and measured.cores >= ranks:
+    ranks = facts.asked.topology.ranks
+    if facts.measured.cores is not None and facts.measured.cores >= ranks:
         return ""
     return (
-        f"INCONCLUSIVE: {ranks} ranks compute on {measured.cores or 'an unknown number of'} cores, so a step is "
+        f"INCONCLUSIVE: {ranks} ranks compute on {facts.measured.cores or 'an unknown number of'} cores, so a step is "
         "slower than a replay by fewer ranks; --model paced has stages that take a fixed time"
     )
 

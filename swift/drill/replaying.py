@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.drill import prediction
-from swift.drill.config import DrillConfig
+from swift.drill.facts import Facts
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, all_of
 from swift.recovery import Assignment, Help, RankPlan, Strategy
@@ -17,20 +17,18 @@ STEP_S_MIN = 0.1
 _WORDS = {"compute": "computing", "log": "the log", "neighbour": "a stage beside it", "line": "the line"}
 
 
-def replays(
-    config: DrillConfig, events: Sequence[Event], recovery: Recovery, measured: prediction.Measured
-) -> list[dict[str, Any]]:
+def replays(facts: Facts, recovery: Recovery) -> list[dict[str, Any]]:
     """Every replay that came to its end: where its time went, and what was predicted. All wait for the one that was to
     take longest, so that one's time is judged; what replays beside it waits for it."""
-    predicted, by = _predicted(config, events, recovery)
+    predicted, by = _predicted(facts, recovery)
     longest = max(predicted, key=lambda rank: predicted[rank], default=None)
     shown = []
     for end in recovery.replays:
         if "split" not in end:
             continue
         rank, expected = int(end["rank"]), predicted.get(int(end["rank"]))
-        judged = config.helpers > 0 and rank == longest
-        why = _why_not(config, measured, expected, end["steps"]) if judged and expected else ""
+        judged = facts.asked.helpers > 0 and rank == longest
+        why = _why_not(facts, expected, end["steps"]) if judged and expected else ""
         ratio = end["seconds"] / expected if expected else None
         shown.append(
             {
@@ -50,11 +48,11 @@ def replays(
     return shown
 
 
-def _why_not(config: DrillConfig, measured: prediction.Measured, expected: float, steps: int) -> str:
+def _why_not(facts: Facts, expected: float, steps: int) -> str:
     """Why the time cannot be compared; empty: it can."""
-    if why := prediction.why_not(config, measured):
+    if why := prediction.why_not(facts):
         return why
-    if expected < steps * STEP_S_MIN and (measured.cores or 0) < config.topology.ranks:
+    if expected < steps * STEP_S_MIN and (facts.measured.cores or 0) < facts.asked.topology.ranks:
         return (
             f"INCONCLUSIVE: where ranks share cores a step of {expected / steps * 1000:.0f} ms is made of messages as "
             "much as of what it computes; more --microbatches make it longer"
@@ -62,18 +60,16 @@ def _why_not(config: DrillConfig, measured: prediction.Measured, expected: float
     return ""
 
 
-def _predicted(
-    config: DrillConfig, events: Sequence[Event], recovery: Recovery
-) -> tuple[dict[int, float], str]:
+def _predicted(facts: Facts, recovery: Recovery) -> tuple[dict[int, float], str]:
     """rank -> seconds, as the plan said; if it did not, with what was measured before the first failure."""
     plan = recovery.plan or {}
     if plan.get("predictions"):
-        return {int(one["rank"]): float(one["seconds"]) for one in plan["predictions"]}, "plan"
-    shape = config.topology
+        return {int(each["rank"]): float(each["seconds"]) for each in plan["predictions"]}, "plan"
+    shape = facts.asked.topology
     if shape.replicas > 1 or shape.stages_per_rank > 1 or not recovery.replay_expected:
         return {}, ""
     try:
-        costs = _costs(config, events)
+        costs = _costs(facts)
     except prediction.Missing:
         return {}, ""
     ranks = [
@@ -90,27 +86,27 @@ def _predicted(
     )
     help = [
         Help(
-            owner=one["owner"],
-            helpers=tuple(one["helpers"]),
-            until=one["until"],
-            together=tuple(one.get("together", ())),
+            owner=shared["owner"],
+            helpers=tuple(shared["helpers"]),
+            until=shared["until"],
+            together=tuple(shared.get("together", ())),
         )
-        for one in plan.get("help", ())
+        for shared in plan.get("help", ())
     ]
-    found = Predictor(ranks, int(plan["target_version"]), assignment, costs).of(help)
-    return {one.rank: one.seconds for one in found}, "profile"
+    replays = Predictor(ranks, int(plan["target_version"]), assignment, costs).of(help)
+    return {replay.rank: replay.seconds for replay in replays}, "profile"
 
 
-def _costs(config: DrillConfig, events: Sequence[Event]) -> dict[int, StageCost]:
-    microbatches = config.topology.microbatches
-    before = prediction.before_the_first_failure(events)
+def _costs(facts: Facts) -> dict[int, StageCost]:
+    microbatches = facts.asked.topology.microbatches
+    before = prediction.before_the_first_failure(facts.events)
     return {
         rank: StageCost(
             microbatches=microbatches,
             microbatch_s=sum(prediction.compute_s(before, rank, kind, microbatches) for kind in "FB"),
             update_s=prediction.update_s(before, rank),
         )
-        for rank in range(config.topology.ranks)
+        for rank in range(facts.asked.topology.ranks)
     }
 
 
@@ -171,49 +167,52 @@ def _phases(
         "rebuild": replaying_t,
         "begin": resumed_t,
     }
-    found: dict[str, float] = {}
+    phases: dict[str, float] = {}
     at = killed_t
     for name, mark in marks.items():
         if resumed_t is not None and mark is not None:
-            found[name] = round(mark - at, 6)
+            phases[name] = round(mark - at, 6)
             at = mark
-    return found
+    return phases
 
 
-def checks(config: DrillConfig, shown: Sequence[Mapping[str, Any]]) -> list[Check]:
+def checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
     """`shown`: the recoveries of the report."""
-    judged = [one for recovery in shown for one in recovery["replays"] if one["within"] is not None]
-    cut = [one for recovery in shown for one in recovery["interruptions"]]
-    found = []
+    judged = [replay for recovery in shown for replay in recovery["replays"] if replay["within"] is not None]
+    cut = [interruption for recovery in shown for interruption in recovery["interruptions"]]
+    answers = []
     if judged:
-        apart = ", ".join(f"{one['ratio']:.2f} of what was predicted" for one in judged)
-        found.append(
-            Check("a replay takes what was predicted", all_of(one["within"] for one in judged), apart)
+        apart = ", ".join(f"{replay['ratio']:.2f} of what was predicted" for replay in judged)
+        answers.append(
+            Check("a replay takes what was predicted", all_of(replay["within"] for replay in judged), apart)
         )
     if cut:
-        again = sum(one["steps_again"] for one in cut)
-        found.append(Check("no replayed step was done twice", again == 0, f"{again} steps were"))
-    return found
+        again = sum(interruption["steps_again"] for interruption in cut)
+        answers.append(Check("no replayed step was done twice", again == 0, f"{again} steps were"))
+    return answers
 
 
-def paced_by(one: Mapping[str, Any]) -> str:
+def paced_by(replay: Mapping[str, Any]) -> str:
     """What set the pace of a replay."""
-    spent = one["split"]
+    spent = replay["split"]
     rest = ", ".join(f"{spent[name]:.2f} s {_WORDS[name]}" for name in _WORDS if spent[name] >= 0.005)
-    return f"rank {one['rank']}: {_WORDS[one['bottleneck']]} ({rest or 'no time at all'} of {one['seconds']:.2f} s)"
+    pace, seconds = _WORDS[replay["bottleneck"]], replay["seconds"]
+    return f"rank {replay['rank']}: {pace} ({rest or 'no time at all'} of {seconds:.2f} s)"
 
 
-def took(one: Mapping[str, Any]) -> str:
-    if one["ratio"] is None:
+def took(replay: Mapping[str, Any]) -> str:
+    if replay["ratio"] is None:
         return ""
-    judged = {True: "within a quarter", False: "NOT within a quarter", None: one["why"] or "not judged"}
-    expected = f"{one['predicted_seconds']:.2f} s predicted"
-    return f"rank {one['rank']}: {one['seconds']:.2f} s, {expected}: {judged[one['within']]}"
+    judged = {True: "within a quarter", False: "NOT within a quarter", None: replay["why"] or "not judged"}
+    expected = f"{replay['predicted_seconds']:.2f} s predicted"
+    return f"rank {replay['rank']}: {replay['seconds']:.2f} s, {expected}: {judged[replay['within']]}"
 
 
-def cut_short(one: Mapping[str, Any]) -> str:
-    on = "it did not go on" if one["seconds"] is None else f"it went on after {one['seconds']:.2f} s"
+def cut_short(interruption: Mapping[str, Any]) -> str:
+    """What the death of a helper cost the replay that it helped."""
+    seconds, helper, owner = (interruption[name] for name in ("seconds", "helper", "owner"))
+    on = "it did not go on" if seconds is None else f"it went on after {seconds:.2f} s"
     return (
-        f"rank {one['helper']} died while it helped rank {one['owner']}: {one['steps_kept']} steps were done and kept, "
-        f"{one['steps_again']} done again; {on}"
+        f"rank {helper} died while it helped rank {owner}: {interruption['steps_kept']} steps were done and kept, "
+        f"{interruption['steps_again']} done again; {on}"
     )

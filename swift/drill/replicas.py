@@ -3,36 +3,36 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill.config import DrillConfig
+from swift.drill.facts import Facts
 from swift.drill.faults import CorruptCopyFault
 from swift.drill.timeline import Event, Recovery, steps_done
-from swift.drill.verdict_checks import TRAINED_FIELDS, Check, Comparison, all_of
+from swift.drill.verdict_checks import TRAINED_FIELDS, Check, all_of
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.strategies import may_copy
 
 
-def checks(config: DrillConfig, found: Sequence[Recovery], comparisons: Sequence[Comparison]) -> list[Check]:
+def checks(facts: Facts) -> list[Check]:
     """Those that a drill with replicas needs besides."""
-    if config.topology.replicas == 1:
+    if facts.asked.topology.replicas == 1:
         return []
-    undone = [recovery for recovery in found if recovery.undone]
-    distrusted = any(isinstance(fault, CorruptCopyFault) for fault in config.faults)
+    undone = [recovery for recovery in facts.recoveries if recovery.undone]
+    distrusted = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
     return [
-        _agree_check(config, comparisons),
-        *([_copies_check(found)] if any(copied(recovery) for recovery in found) else []),
-        *([_undo_check(config, found)] if undone else []),
-        *([_living_check(config, found)] if may_copy(config.strategy) and not distrusted else []),
+        _agree_check(facts),
+        *([_copies_check(facts)] if any(copied(recovery) for recovery in facts.recoveries) else []),
+        *([_undo_check(facts)] if undone else []),
+        *([_living_check(facts)] if may_copy(facts.asked.strategy) and not distrusted else []),
     ]
 
 
-def _agree_check(config: DrillConfig, comparisons: Sequence[Comparison]) -> Check:
+def _agree_check(facts: Facts) -> Check:
     """Replicas of a stage hold the same bits, whatever the failure-free run holds."""
     name = "replicas hold the same state"
     answers: list[bool | None] = []
     wrong = []
-    for comparison in comparisons:
-        for first in range(0, config.topology.ranks, config.topology.replicas):
-            ranks = config.topology.replicas_of(first)
+    for comparison in facts.comparisons:
+        for first in range(0, facts.asked.topology.ranks, facts.asked.topology.replicas):
+            ranks = facts.asked.topology.replicas_of(first)
             held = [comparison.ranks[str(rank)]["recovered"] for rank in ranks]
             answer = _same(held)
             answers.append(answer)
@@ -81,17 +81,17 @@ def copy_equal(recovery: Recovery) -> bool | None:
     return all_of(answers)
 
 
-def _copies_check(found: Sequence[Recovery]) -> Check:
-    answer = all_of(copy_equal(recovery) for recovery in found if copied(recovery))
+def _copies_check(facts: Facts) -> Check:
+    answer = all_of(copy_equal(recovery) for recovery in facts.recoveries if copied(recovery))
     detail = {False: "a joiner's state has another digest than its source's", None: "no record of a copy"}
     return Check("every copied state equals its source's", answer, "" if answer else detail[answer])
 
 
-def _undo_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
+def _undo_check(facts: Facts) -> Check:
     name = "updates were taken back as asked"
-    inexact = [recovery for recovery in found if recovery.inexact]
-    if inexact and config.undo != "arithmetic":
-        return Check(name, False, f"an undo was not exact, --undo is {config.undo}")
+    inexact = [recovery for recovery in facts.recoveries if recovery.inexact]
+    if inexact and facts.asked.undo != "arithmetic":
+        return Check(name, False, f"an undo was not exact, --undo is {facts.asked.undo}")
     return Check(name, True)
 
 
@@ -122,30 +122,30 @@ def _refused(rank: int, later: Sequence[Event]) -> bool | None:
     return None
 
 
-def _is_lost_with_others(config: DrillConfig, rank: int, recovery: Recovery) -> bool:
+def _is_lost_with_others(facts: Facts, rank: int, recovery: Recovery) -> bool:
     """Of some stage of its recovery group nobody lives."""
-    shape, groups = config.topology, config.groups
-    if config.regroups and recovery.plan is not None:
+    shape, groups = facts.asked.topology, facts.asked.groups
+    if facts.asked.regroups and recovery.plan is not None:
         groups = RecoveryGroups.parse(recovery.plan.get("groups", ""))
     stages = {other for own in shape.stages_of(rank) for other in groups.stages(own)}
     first_ranks = [shape.pipeline_rank_of(stage) * shape.replicas for stage in stages]
     return any(set(shape.replicas_of(first)) <= recovery.victims for first in first_ranks)
 
 
-def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
+def _living_check(facts: Facts) -> Check:
     """Nothing is replayed or restored where a replica of it lives, and of each stage of its recovery group."""
     name = "living replicas were used"
     wrong = []
-    for number, recovery in enumerate(found, start=1):
+    for number, recovery in enumerate(facts.recoveries, start=1):
         for rank, (strategy, _) in recovery.strategies().items():
-            living = set(config.topology.replicas_of(rank)) - recovery.victims
-            if not living or _is_lost_with_others(config, rank, recovery):
+            living = set(facts.asked.topology.replicas_of(rank)) - recovery.victims
+            if not living or _is_lost_with_others(facts, rank, recovery):
                 continue
             if strategy in ("replay", "catch_up", "checkpoint"):
                 wrong.append(
                     f"recovery {number}: {strategy} of rank {rank}, of which rank {min(living)} lives"
                 )
-    if found and not any(recovery.strategies() for recovery in found):
+    if facts.recoveries and not any(recovery.strategies() for recovery in facts.recoveries):
         return Check(name, None, "no plan in the trace")
     return Check(name, not wrong, "; ".join(wrong))
 
@@ -153,28 +153,30 @@ def _living_check(config: DrillConfig, found: Sequence[Recovery]) -> Check:
 # What the report says.
 
 
-def copies(found: Sequence[Recovery]) -> dict[str, Any]:
+def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
     """Of these recoveries."""
     return {
         "sources": {
-            str(rank): sources for recovery in found for rank, sources in sorted(recovery.sources().items())
+            str(rank): sources
+            for recovery in recoveries
+            for rank, sources in sorted(recovery.sources().items())
         },
-        "bytes_copied": sum(int(event.get("bytes") or 0) for r in found for event in r.received),
+        "bytes_copied": sum(int(event.get("bytes") or 0) for r in recoveries for event in r.received),
     }
 
 
-def undo(config: DrillConfig, found: Sequence[Recovery]) -> dict[str, Any]:
+def undo(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
     """`undo` of the report. The errors are the largest that any rank measured; None: nobody did."""
-    done = [event for recovery in found for event in recovery.undone]
+    done = [event for recovery in recoveries for event in recovery.undone]
     modes = sorted({str(event.get("mode")) for event in done})
     return {
-        "asked": config.undo,
+        "asked": facts.asked.undo,
         "mode": ", ".join(modes) if modes else None,
         "ranks": sorted({int(event["rank"]) for event in done}),
         "exact": all(event.get("exact") is True for event in done) if done else None,
         "buckets": sum(int(event.get("buckets") or 0) for event in done),
         **{name: _largest(done, name) for name in ("ulps_max", "ulps_mean", "relative_error")},
-        "rolled_forward": sorted({int(event["rank"]) for r in found for event in r.rolled_forward}),
+        "rolled_forward": sorted({int(event["rank"]) for r in recoveries for event in r.rolled_forward}),
     }
 
 
@@ -182,13 +184,13 @@ def _largest(events: Sequence[Event], name: str) -> float | None:
     return max((float(event[name]) for event in events if event.get(name) is not None), default=None)
 
 
-def reduction(config: DrillConfig, events: Sequence[Event]) -> dict[str, Any] | None:
+def reduction(facts: Facts) -> dict[str, Any] | None:
     """`reduction` of the report: what is added in which order, and its cost; None without replicas."""
-    if config.topology.replicas == 1:
+    if facts.asked.topology.replicas == 1:
         return None
-    done = steps_done(events)
+    done = steps_done(facts.events)
     costs: dict[str, list[float]] = {"reduce_seconds": [], "vote_seconds": []}
-    for event in events:
+    for event in facts.events:
         # A process that took over in the middle has not done all steps; its own count is what it is divided by.
         steps = done.get((event.get("rank", -1), event["pid"]))
         if event["event"] == "finished" and steps:
@@ -196,18 +198,13 @@ def reduction(config: DrillConfig, events: Sequence[Event]) -> dict[str, Any] | 
                 if event.get(name) is not None:
                     values.append(float(event[name]) / steps)
     return {
-        "asked": config.reduction,
-        "mode": "ordered" if config.ordered_reduction else "fast",
-        "by": config.data_parallel,
-        "exact": reduction_exact(config),
+        "asked": facts.asked.reduction,
+        "mode": "ordered" if facts.asked.ordered_reduction else "fast",
+        "by": facts.asked.data_parallel,
+        "exact": facts.asked.exact_reduction,
         "reduce_seconds_per_step": _mean(costs["reduce_seconds"]),
         "vote_seconds_per_step": _mean(costs["vote_seconds"]),
     }
-
-
-def reduction_exact(config: DrillConfig) -> bool:
-    """The sum does not depend on how a backend lays its buffers out: two addends have one order only."""
-    return config.topology.replicas < 3 or config.ordered_reduction
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -18,9 +18,9 @@ from swift import events
 from swift.drill import control, faults, loss, prediction, regroup, timeline
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
+from swift.drill.facts import Evidence, Measured
 from swift.drill.faults import CoordinatorFault, CorruptFault, LogLossFault, LogServerFault, fault_id
 from swift.drill.operator import Operator
-from swift.drill.report import Evidence
 from swift.drill.security import Security
 from swift.drill.verdict_checks import Digest
 from swift.errors import UsageError
@@ -176,11 +176,11 @@ class FaultedRun:
             measured=self._measured(),
         )
 
-    def _measured(self) -> prediction.Measured:
+    def _measured(self) -> Measured:
         cores = len(os.sched_getaffinity(0))
         if not self._config.groups.starts:
-            return prediction.Measured(cores=cores)
-        return prediction.Measured(
+            return Measured(cores=cores)
+        return Measured(
             cores=cores,
             in_log=control.logged_bytes(self._cluster.log_directories),
             checkpoint_bytes=control.checkpoint_bytes(self.directory / "checkpoints" / JOB),

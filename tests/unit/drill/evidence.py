@@ -5,7 +5,7 @@ from typing import Any
 
 from swift.drill import faults
 from swift.drill.config import DrillConfig
-from swift.drill.report import Evidence
+from swift.drill.facts import Evidence
 from swift.drill.topology import Topology
 from swift.drill.verdict_checks import DIGEST_FIELDS
 

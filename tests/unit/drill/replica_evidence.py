@@ -8,8 +8,8 @@ from typing import Any
 
 from swift.drill import faults
 from swift.drill.config import DrillConfig
+from swift.drill.facts import Evidence
 from swift.drill.loss import Losses
-from swift.drill.report import Evidence
 from swift.drill.topology import Topology
 from swift.drill.verdict_checks import DIGEST_FIELDS
 from tests.unit.drill.evidence import NEW_PID, Trace

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from swift.drill import prediction, report, timeline
+from swift.drill import prediction, report
 from swift.drill.config import DrillConfig
+from swift.drill.facts import Facts, Measured
 from swift.drill.faults import parse
-from swift.drill.prediction import Measured, predicted_streams, section
+from swift.drill.prediction import predicted_streams, section
 from swift.drill.topology import Topology
 from swift.plan.model import CostModel
 from swift.recovery.groups import RecoveryGroups
@@ -99,11 +100,16 @@ def measured(**changes: Any) -> Measured:
     return Measured(**{"cores": 2, "in_log": in_log, "checkpoint_bytes": SIZES, **changes})
 
 
+def facts_of(asked: DrillConfig) -> Facts:
+    """Of a run that went well."""
+    return Facts.of(asked, good(whole_trace(), measured=measured()))
+
+
 def found(
     trace: Trace | None = None, given: DrillConfig | None = None, **looked: Any
 ) -> tuple[dict[str, Any], dict[str, bool | None]]:
     events = sorted((trace or whole_trace()).events, key=lambda event: float(event["t"]))
-    shown, checks = section(given or paced(), events, timeline.recoveries(events), measured(**looked))
+    shown, checks = section(Facts.of(given or paced(), good(events=events, measured=measured(**looked))))
     assert shown is not None
     return shown, {check.name: check.answer for check in checks}
 
@@ -138,13 +144,13 @@ def test_all_of_it_is_as_predicted() -> None:
 
 def test_the_bytes_are_those_of_the_planners_model() -> None:
     shown, _ = found()
-    profile = prediction.measured_profile(paced(), whole_trace().events, measured())
+    profile = prediction.measured_profile(facts_of(paced()))
     assert shown["profile"] == profile.document()
     assert CostModel(profile).bytes_per_step((2,)) == shown["bytes"]["per_step"]["predicted"]
     for text in ("0,1,2,3", "0-2,3", "0-3"):
         groups = RecoveryGroups.parse(text)
         given = paced(groups)
-        profile = prediction.measured_profile(given, whole_trace().events, measured())
+        profile = prediction.measured_profile(facts_of(given))
         cuts = groups.starts[1:]
         assert CostModel(profile).bytes_per_step(cuts) == sum(predicted_streams(given).values())
 
@@ -201,7 +207,7 @@ def test_a_byte_too_many_or_too_few_is_seen(change: Callable[[Trace], None], ans
 def test_the_profile_that_the_job_gives_has_the_same_bytes(
     change: dict[str, Any], answer: bool, groups: str
 ) -> None:
-    every = prediction.measured_profile(paced(), whole_trace().events, measured())
+    every = prediction.measured_profile(facts_of(paced()))
     shown, checks = found(
         given=paced(RecoveryGroups.parse(groups)), fetched=replace(every, **change), not_fetched=""
     )
@@ -211,7 +217,7 @@ def test_the_profile_that_the_job_gives_has_the_same_bytes(
 
 def test_faults_that_fit_these_groups_alone_do_not_matter() -> None:
     """A drill's configuration is checked as a whole: with other groups it may be none."""
-    every = prediction.measured_profile(paced(), whole_trace().events, measured())
+    every = prediction.measured_profile(facts_of(paced()))
     specs = (f"rank=3,step={KILL_STEP}", f"corrupt=log,step={KILL_STEP},stream=s1.F")
     damaged = replace(paced(), faults=tuple(parse(spec) for spec in specs))
     _, checks = found(given=damaged, fetched=every)
@@ -237,7 +243,7 @@ def test_what_is_in_the_log_counts_as_well(stream: str, step: int, size: int, an
     in_log.setdefault(stream, {})[step] = size
     shown, checks = found(in_log=in_log)
     assert checks[BYTES] is answer
-    said = report.build(paced(), good(whole_trace(), measured=measured(in_log=in_log)))
+    said = report.build(Facts.of(paced(), good(whole_trace(), measured=measured(in_log=in_log))))
     (detail,) = [check["detail"] for check in said["checks"] if check["name"] == BYTES]
     assert detail.startswith(f"{stream} of step {step} is in the log with {size} bytes") is not answer
     assert shown["bytes"]["in_log"]["equal"] is answer
@@ -351,10 +357,10 @@ def test_dp_ranks_have_streams_of_their_own() -> None:
 def test_the_verdict_rests_on_it() -> None:
     given = paced()
     whole = good(whole_trace(), digests=digests((KILL_STEP, 2)), measured=measured())
-    assert report.build(given, whole)["verdict"] == report.PASS
+    assert report.build(Facts.of(given, whole))["verdict"] == report.PASS
     trace = whole_trace()
     logs(0, 4, s0_F=BOUNDARY)(trace)
-    result = report.build(given, good(trace, digests=digests((KILL_STEP, 2)), measured=measured()))
+    result = report.build(Facts.of(given, good(trace, digests=digests((KILL_STEP, 2)), measured=measured())))
     assert result["verdict"] == report.FAIL
     assert "the log takes the predicted bytes: s0.F" in result["reason"]
-    assert report.build(config(), good())["prediction"] is None
+    assert report.build(Facts.of(config(), good()))["prediction"] is None

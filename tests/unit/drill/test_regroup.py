@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from swift.drill.command import parse as drill
+from swift.drill.facts import Facts
 from swift.drill.faults import to_environment
 from swift.drill.prediction import predicted_streams, section
 from swift.drill.regroup import Regroup, history, parse, pauses
 from swift.drill.timeline import Event
 from swift.errors import UsageError
 from swift.recovery.groups import RecoveryGroups
+from tests.unit.drill.evidence import good
 from tests.unit.drill.test_prediction import measured
 
 SHAPE = [
@@ -129,7 +131,8 @@ def streams_of(config: Any, text: str) -> dict[str, int]:
 def judged(events: list[Event]) -> tuple[dict[str, Any], dict[str, bool | None]]:
     config = drill([*SHAPE, *REGROUP])
     in_log = {name: dict.fromkeys(range(8, 12), n) for name, n in streams_of(config, OTHER).items()}
-    shown, checks = section(config, events, [], measured(in_log=in_log))
+    evidence = good(events=events, measured=measured(in_log=in_log))
+    shown, checks = section(Facts.of(config, evidence))
     assert shown is not None
     return shown, {check.name: check.answer for check in checks}
 

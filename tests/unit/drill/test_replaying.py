@@ -7,7 +7,7 @@ import pytest
 
 from swift.drill import replaying, report, timeline
 from swift.drill.config import DrillConfig
-from swift.drill.prediction import Measured
+from swift.drill.facts import Facts, Measured
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, RANKS, STEPS, Trace, config, good, kept
 
 SPLIT = {"compute": 0.2, "log": 0.05, "neighbour": 0.0, "line": 0.05}
@@ -33,9 +33,9 @@ def with_replay(**fields: Any) -> Any:
 
 
 def shown(evidence: Any, made: DrillConfig, measured: Measured = ALONE) -> dict[str, Any]:
-    (recovery,) = timeline.recoveries(evidence.events)
-    (one,) = replaying.replays(made, evidence.events, recovery, measured)
-    return one
+    facts = Facts.of(made, replace(evidence, measured=measured))
+    (replay,) = replaying.replays(facts, facts.recoveries[0])
+    return replay
 
 
 def with_plan(evidence: Any, **fields: Any) -> Any:
@@ -68,7 +68,7 @@ def test_the_plans_prediction_is_judged(promise: float, within: bool) -> None:
     one = shown(evidence, paced())
     assert (one["predicted_seconds"], one["predicted_by"], one["within"]) == (promise, "plan", within)
     assert one["ratio"] == pytest.approx(0.3 / promise)
-    result = report.build(paced(), replace(evidence, measured=ALONE))
+    result = report.build(Facts.of(paced(), replace(evidence, measured=ALONE)))
     (check,) = [c for c in result["checks"] if c["name"] == "a replay takes what was predicted"]
     assert check["answer"] is within
     assert (result["verdict"] == "FAIL") is not within
@@ -82,7 +82,7 @@ def test_not_where_ranks_share_cores() -> None:
     assert one["within"] is None
     assert one["why"].startswith("INCONCLUSIVE: 4 ranks compute on 2 cores")
     assert shown(evidence, crowded, Measured(cores=8))["within"] is False
-    assert not [c for c in report.build(crowded, evidence)["checks"] if "predicted" in c["name"]]
+    assert not [c for c in report.build(Facts.of(crowded, evidence))["checks"] if "predicted" in c["name"]]
 
 
 def test_not_where_a_step_is_too_short_for_shared_cores() -> None:
@@ -129,8 +129,9 @@ def test_only_the_one_that_was_to_take_longest_is_judged() -> None:
     end = next(e for e in evidence.events if e["event"] == "replay_end")
     at = evidence.events.index(end)
     events = [*evidence.events[:at], {**end, "rank": 1, "steps": 1}, *evidence.events[at:]]
-    (recovery,) = timeline.recoveries(with_plan(replace(evidence, events=events), predictions=both).events)
-    found = {one["rank"]: one for one in replaying.replays(paced(), evidence.events, recovery, ALONE)}
+    lagging = with_plan(replace(evidence, events=events, measured=ALONE), predictions=both)
+    facts = Facts.of(paced(), lagging)
+    found = {replay["rank"]: replay for replay in replaying.replays(facts, facts.recoveries[0])}
     assert found[2]["within"] is True
     assert found[1]["within"] is None
     assert found[1]["ratio"] == pytest.approx(3.0)
@@ -198,7 +199,7 @@ class TestAHelperThatDied:
         assert one["steps_again"] == 1
         (check,) = [
             c
-            for c in replaying.checks(paced(), [{"replays": [], "interruptions": [one]}])
+            for c in replaying.checks([{"replays": [], "interruptions": [one]}])
             if c.name == "no replayed step was done twice"
         ]
         assert check.answer is False

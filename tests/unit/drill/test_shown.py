@@ -14,7 +14,7 @@ from swift import chart
 from swift.drill import html, plot, report
 from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, facts, phase_bar, show, timeline_rows
-from swift.drill.report import Evidence
+from swift.drill.facts import Evidence, Facts
 from tests.unit.drill.evidence import config, good, good_trace
 from tests.unit.drill.replica_evidence import by_undo, trace_of
 from tests.unit.drill.replica_evidence import config as replica_config
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[DrillConfig, Evidence, str]] = {
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], str]:
     planned, evidence, words = CASES[request.param]
-    return report.build(planned, evidence), words
+    return report.build(Facts.of(planned, evidence)), words
 
 
 def test_a_terminal_gets_the_verdict_the_reason_and_the_command(case: tuple[dict[str, Any], str]) -> None:
@@ -58,7 +58,7 @@ def test_the_page_needs_nothing_else(case: tuple[dict[str, Any], str]) -> None:
 
 
 def test_what_a_reason_says_cannot_become_markup() -> None:
-    result = report.build(config(), good())
+    result = report.build(Facts.of(config(), good()))
     result["reason"] = "<b>[red]x & y"
     assert "&lt;b&gt;[red]x &amp; y" in html.page(result)
     console = Console(file=io.StringIO(), width=100)
@@ -68,7 +68,7 @@ def test_what_a_reason_says_cannot_become_markup() -> None:
 
 
 def test_ranks_that_do_the_same_share_a_row() -> None:
-    rows = timeline_rows(report.build(config(), good()))
+    rows = timeline_rows(report.build(Facts.of(config(), good())))
     groups = [who for _, who, what in rows if "new group" in what]
     assert groups == ["ranks 0, 1, 2, 3"]
     assert rows[0][0] == 0
@@ -104,7 +104,7 @@ REPLICA_CASES = {
 @pytest.mark.parametrize("name", REPLICA_CASES)
 def test_replicas_are_shown(name: str) -> None:
     planned, evidence, words = REPLICA_CASES[name]
-    result = report.build(planned, evidence)
+    result = report.build(Facts.of(planned, evidence))
     console = Console(file=io.StringIO(), width=2000)
     show(result, console)
     assert isinstance(console.file, io.StringIO)
@@ -153,7 +153,7 @@ def test_ticks_are_few_round_and_inside(low: float, span: float, whole: bool) ->
 
 def test_no_groups_have_a_name() -> None:
     """As of a job that has lost or got its groups while it ran."""
-    result = report.build(config(), good())
+    result = report.build(Facts.of(config(), good()))
     result["prediction"] = {
         "groups": "",
         "bytes": {"per_step": {"predicted": 8, "measured": 8}, "equal": True},
