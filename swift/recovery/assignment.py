@@ -205,16 +205,16 @@ class Assignment:
         """
         own, shards = self.slots[slot], self.shards
         data = self.group(slot)
-        found = {
+        groups = {
             "world": self.occupied,
             "pipeline": tuple(n for n in self.occupied if self.slots[n].dp_rank == own.dp_rank),
             "data": data,
         }
         if shards > 1:
             replica = own.dp_rank // shards
-            found["replicate"] = tuple(n for n in data if self.slots[n].shard == own.shard)
-            found["shard"] = tuple(n for n in data if self.slots[n].dp_rank // shards == replica)
-        return found
+            groups["replicate"] = tuple(n for n in data if self.slots[n].shard == own.shard)
+            groups["shard"] = tuple(n for n in data if self.slots[n].dp_rank // shards == replica)
+        return groups
 
     # --- stages and owners ---
 
@@ -250,7 +250,7 @@ class Assignment:
         """Those whose batches nobody computes, at one stage at least."""
         computed = [set(self.origins(stage)) for stage in range(self.num_stages)]
         return tuple(
-            o for o in range(self.dp_size if computed else 0) if not all(o in one for one in computed)
+            o for o in range(self.dp_size if computed else 0) if not all(o in origins for origins in computed)
         )
 
     def lost_stages(self) -> tuple[int, ...]:

@@ -75,9 +75,9 @@ def fewest(seconds: Mapping[tuple[int, ...], Sequence[float]], free: int) -> dic
     All wait for the replay that takes longest: it is made as short as it can be, and nobody helps who does not make it
     so. Helping that does not pay is not done.
     """
-    for limit in sorted({one for options in seconds.values() for one in options}):
+    for limit in sorted({option_s for options in seconds.values() for option_s in options}):
         wanted = {
-            owners: next((n for n, one in enumerate(options) if one <= limit * _EQUAL), None)
+            owners: next((n for n, option_s in enumerate(options) if option_s <= limit * _EQUAL), None)
             for owners, options in seconds.items()
         }
         chosen = {owners: count for owners, count in wanted.items() if count is not None}
@@ -90,33 +90,33 @@ def costs_of(measured: Mapping[int, RankMeasured], groups: RecoveryGroups) -> di
     """stage -> what its replay costs, where it was measured."""
     rate = _read_rate(measured)
     arriving: dict[int, int] = {}
-    for one in measured.values():
-        for stage in one.stages:
-            here = {other.stage for other in one.stages}
+    for rank in measured.values():
+        for stage in rank.stages:
+            here = {other.stage for other in rank.stages}
             for sent in stage.sent:
                 if sent.destination not in here and groups.crosses(stage.stage, sent.destination):
                     arriving[sent.destination] = arriving.get(sent.destination, 0) + sent.bytes
     return {
         stage.stage: StageCost(
-            microbatches=one.microbatches,
+            microbatches=rank.microbatches,
             microbatch_s=stage.forward_s + stage.backward_s,
-            update_s=one.update_s,
+            update_s=rank.update_s,
             weight_bytes=stage.gradient_bytes,
             read_bytes=arriving.get(stage.stage, 0),
             log_bytes_per_s=rate,
         )
-        for one in measured.values()
-        for stage in one.stages
-        if one.microbatches
+        for rank in measured.values()
+        for stage in rank.stages
+        if rank.microbatches
     }
 
 
 def _read_rate(measured: Mapping[int, RankMeasured]) -> float:
     """That replays have got out of the log: all their bytes over all their waits."""
     told = [
-        (one.log_read_bytes, one.log_read_wait_s)
-        for one in measured.values()
-        if one.log_read_bytes is not None and one.log_read_wait_s is not None
+        (rank.log_read_bytes, rank.log_read_wait_s)
+        for rank in measured.values()
+        if rank.log_read_bytes is not None and rank.log_read_wait_s is not None
     ]
     size, waited_s = sum(size for size, _ in told), sum(waited for _, waited in told)
     return size / waited_s if size >= READ_BYTES_MIN and waited_s > 0 else math.inf

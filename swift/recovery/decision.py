@@ -154,4 +154,4 @@ class Plan:
 
     def predicted_s(self, rank: int) -> float | None:
         """How long its replay takes; None: that is not known."""
-        return next((one.seconds for one in self.predictions if one.rank == rank), None)
+        return next((prediction.seconds for prediction in self.predictions if prediction.rank == rank), None)

@@ -43,10 +43,10 @@ class RecoveryGroups:
             return RecoveryGroups()
         starts, stage = [], 0
         for part in text.split(","):
-            found = _RUN.fullmatch(part.strip())
-            if found is None:
+            run = _RUN.fullmatch(part.strip())
+            if run is None:
                 raise ValueError(f"groups {text!r}: {part.strip()!r} is no run of stages (such as 0-1 or 2)")
-            first, last = int(found[1]), int(found[2] or found[1])
+            first, last = int(run[1]), int(run[2] or run[1])
             if first != stage or last < first:
                 raise ValueError(
                     f"groups {text!r}: each run begins behind the one before, the first at stage 0; "
@@ -90,10 +90,10 @@ class RecoveryGroups:
         """The stage groups `ranks`, those together that recover together. `stages`: those of each rank."""
         if not self.starts:
             return tuple((members,) for members in ranks)
-        found: dict[int, list[tuple[int, ...]]] = {}
+        members_of: dict[int, list[tuple[int, ...]]] = {}
         for members in ranks:
-            found.setdefault(self._index(stages[members[0]][0]), []).append(members)
-        return tuple(tuple(members) for _, members in sorted(found.items()))
+            members_of.setdefault(self._index(stages[members[0]][0]), []).append(members)
+        return tuple(tuple(members) for _, members in sorted(members_of.items()))
 
     def problem(self, num_stages: int, stages: Mapping[int, Sequence[int]]) -> str:
         """Why a pipeline cannot have these groups, in one line; empty: it can. `stages`: those of each rank."""

@@ -63,11 +63,11 @@ def helps(
     )
 
 
-def words(found: Sequence[Help]) -> list[str]:
+def words(sharing: Sequence[Help]) -> list[str]:
     """For people: of each group that is helped, by whom and up to where."""
     told = []
-    for owners, until in dict.fromkeys((help.together or (help.owner,), help.until) for help in found):
-        helpers = [help.helpers for help in found if help.owner in owners]
+    for owners, until in dict.fromkeys((help.together or (help.owner,), help.until) for help in sharing):
+        helpers = [help.helpers for help in sharing if help.owner in owners]
         copies = [rank for copy in zip(*helpers, strict=True) for rank in copy]
         told.append(f"{_ranks(copies)} to help {_ranks(owners)} up to version {until}")
     return told
@@ -77,7 +77,7 @@ def _replaying(
     assignment: Assignment, groups: RecoveryGroups, by_rank: Mapping[int, RankPlan]
 ) -> list[tuple[int, ...]]:
     """The ranks of each recovery group that does nothing but replay, by stage: all from one version."""
-    found = []
+    replaying = []
     for members in groups.together(assignment.groups(), assignment.stages):
         owners = tuple(rank for (rank,) in members)
         plans = [by_rank[rank] for rank in owners]
@@ -86,8 +86,8 @@ def _replaying(
             and len({rank_plan.from_version for rank_plan in plans}) == 1
             and (len(owners) == 1 or all(len(assignment.stages[rank]) == 1 for rank in owners))
         ):
-            found.append(owners)
-    return found
+            replaying.append(owners)
+    return replaying
 
 
 def _nearest(owners: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:

@@ -41,10 +41,10 @@ def plan_off_log(
     """As `plan`, which it asks. `log_ends`: the log is given up whatever is planned; nothing of it is to be read."""
     reports = list(reports)
     while True:
-        found, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
-        if found is None or found.restores:
-            return found, reason
-        if log_ends and found.reads_log:
+        chosen, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
+        if chosen is None or chosen.restores:
+            return chosen, reason
+        if log_ends and chosen.reads_log:
             refused = refused.and_everything(
                 "the log has ended, and there is more to replay than a checkpoint"
             )
@@ -53,46 +53,46 @@ def plan_off_log(
         useless = {
             rank
             for rank in kept
-            if not log_ends and _is_useless(rank, found, assignment, checkpoints, refused)
+            if not log_ends and _is_useless(rank, chosen, assignment, checkpoints, refused)
         }
         if not useless:
             break
         reports = [_without_state(r) if r.rank in useless else r for r in reports]
     if not (kept or log_ends):
-        return found, reason
-    found = replace(found, exact=False, saves=not log_ends)
-    found = replace(found, reason="; ".join([found.reason, *_words(found, kept, log_ends=log_ends)]))
-    return found, found.reason
+        return chosen, reason
+    chosen = replace(chosen, exact=False, saves=not log_ends)
+    chosen = replace(chosen, reason="; ".join([chosen.reason, *_words(chosen, kept, log_ends=log_ends)]))
+    return chosen, chosen.reason
 
 
 def _is_useless(
-    rank: int, found: Plan, assignment: Assignment, checkpoints: Checkpoints, refused: Refusals
+    rank: int, chosen: Plan, assignment: Assignment, checkpoints: Checkpoints, refused: Refusals
 ) -> bool:
     newest = checkpoints.newest
-    covered = newest is not None and newest >= found.target_version
-    return refused.help or covered or _replays_beside(rank, found, assignment)
+    covered = newest is not None and newest >= chosen.target_version
+    return refused.help or covered or _replays_beside(rank, chosen, assignment)
 
 
-def _replays_beside(rank: int, found: Plan, assignment: Assignment) -> bool:
+def _replays_beside(rank: int, chosen: Plan, assignment: Assignment) -> bool:
     """Another rank that sends to this one, or is sent something by it, replays a step."""
     stages = assignment.stages[rank]
     beside = {
         other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages
     }
     owners = {owner for stage in beside for owner in assignment.holders(stage)} - {rank}
-    return any(found.of(owner).from_version < found.target_version for owner in owners)
+    return any(chosen.of(owner).from_version < chosen.target_version for owner in owners)
 
 
 def _without_state(report: Report) -> Report:
     return replace(report, version=None, undo_to=None, forward_to=None, off_log=False)
 
 
-def _words(found: Plan, kept: Sequence[int], *, log_ends: bool) -> list[str]:
+def _words(chosen: Plan, kept: Sequence[int], *, log_ends: bool) -> list[str]:
     words = [f"not bit for bit: {_ranks(kept)} came off the log"] if kept else []
     if log_ends:
-        words.append(f"the log does not lead to version {found.target_version}, and begins anew")
+        words.append(f"the log does not lead to version {chosen.target_version}, and begins anew")
     else:
-        words.append(f"every rank saves version {found.target_version}, and the log ends there")
+        words.append(f"every rank saves version {chosen.target_version}, and the log ends there")
     return words
 
 

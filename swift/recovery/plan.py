@@ -94,10 +94,10 @@ def plan(
         why = f"the job is configured never to replay, and {situation.disagreement(reach)}"
         return _restore(reports, checkpoints, _but(refused, why))
     at_most = 0 if refused.help else config.helpers
-    found, reason = situation.with_replay(reach, inexact=config.inexact_undo, helpers=at_most)
-    if found is None:
+    chosen, reason = situation.with_replay(reach, inexact=config.inexact_undo, helpers=at_most)
+    if chosen is None:
         return _restore(reports, checkpoints, _but(refused, reason))
-    return found, reason
+    return chosen, reason
 
 
 class _Situation:
@@ -144,22 +144,22 @@ class _Situation:
         problem = ""
         for target in sorted(reach.anywhere(), reverse=True):
             for allowed in (False, True) if inexact else (False,):
-                found, why = self._replay_to(target, self.reach(inexact=allowed), problem)
-                if found is not None:
-                    found = self._helped(found, helpers)
-                    return found, found.reason
+                replayed, why = self._replay_to(target, self.reach(inexact=allowed), problem)
+                if replayed is not None:
+                    replayed = self._helped(replayed, helpers)
+                    return replayed, replayed.reason
                 problem = problem or why
         return None, problem
 
-    def _helped(self, found: Plan, at_most: int) -> Plan:
-        ranks, target, reports = found.ranks, found.target_version, self._reports.values()
+    def _helped(self, alone: Plan, at_most: int) -> Plan:
+        ranks, target, reports = alone.ranks, alone.target_version, self._reports.values()
         predictor = Predictor(ranks, target, self._assignment, self._costs)
         groups = self._recovery_groups
         sharing = helps(ranks, target, self._assignment, reports, at_most, groups, predictor)
         possible = {help.owner for help in helps(ranks, target, self._assignment, reports, at_most, groups)}
-        found = replace(found, help=sharing, predictions=predictor.of(sharing))
-        said = [found.reason, *words(sharing), *predicted_words(found, possible)]
-        return replace(found, reason="; ".join(said))
+        helped = replace(alone, help=sharing, predictions=predictor.of(sharing))
+        reasons = [alone.reason, *words(sharing), *predicted_words(helped, possible)]
+        return replace(helped, reason="; ".join(reasons))
 
     def disagreement(self, reach: Reach) -> str:
         return f"no version is reached by every stage without replay ({self._reached(reach)})"

@@ -29,29 +29,31 @@ class Predictor:
         for owners, until in spans.items():
             most = min(at_most, free // len(owners))
             options = [self._seconds(owners, until, 1 + n) for n in range(most + 1)]
-            seconds[owners] = [one for one in options if one is not None]
+            seconds[owners] = [option_s for option_s in options if option_s is not None]
             if not seconds[owners]:
                 return {}
         return fewest(seconds, free)
 
     def of(self, help: Iterable[Help]) -> tuple[Prediction, ...]:
         """Of each replay whose costs are known."""
-        helped = {one.owner: one for one in help}
-        found = []
+        helped = {shared.owner: shared for shared in help}
+        predictions = []
         for rank, rank_plan in sorted(self._plans.items()):
-            one = helped.get(rank)
-            workers, until = (1 + len(one.helpers), one.until) if one is not None else (1, self._target)
-            owners = one.together if one is not None and one.together else (rank,)
+            shared = helped.get(rank)
+            workers, until = (
+                (1 + len(shared.helpers), shared.until) if shared is not None else (1, self._target)
+            )
+            owners = shared.together if shared is not None and shared.together else (rank,)
             steps = self._target - rank_plan.from_version
             seconds = self._seconds(owners, until, workers) if steps > 0 else None
             if seconds is not None:
                 alone = self._seconds(owners, self._target, 1)
-                found.append(
+                predictions.append(
                     Prediction(
                         rank=rank, workers=workers, steps=steps, seconds=seconds, alone_s=alone or seconds
                     )
                 )
-        return tuple(found)
+        return tuple(predictions)
 
     def _seconds(self, owners: Sequence[int], until: int, workers: int) -> float | None:
         """Of a replay that `workers` ranks share up to the version `until`; None: it is not known."""
@@ -76,26 +78,26 @@ class Predictor:
             ranks = self._assignment.holders(stage) if 0 <= stage < self._assignment.num_stages else ()
             return next((rank for rank in ranks if self._plans[rank].from_version < self._target), None)
 
-        found = list(owners)
-        for rank in found:
+        together = list(owners)
+        for rank in together:
             for stage in self._assignment.stages[rank]:
-                beside = {replays(stage - 1), replays(stage + 1)} - {None, *found}
-                found += [other for other in beside if other is not None]
-        alone = set(found) == set(owners) and len(owners) == 1
-        if not alone and any(len(self._assignment.stages[rank]) != 1 for rank in found):
+                beside = {replays(stage - 1), replays(stage + 1)} - {None, *together}
+                together += [other for other in beside if other is not None]
+        alone = set(together) == set(owners) and len(owners) == 1
+        if not alone and any(len(self._assignment.stages[rank]) != 1 for rank in together):
             return []
-        return found if all(self._assignment.stages[rank] for rank in found) else []
+        return together if all(self._assignment.stages[rank] for rank in together) else []
 
 
 def predicted_words(plan: Plan, possible: Iterable[int]) -> list[str]:
     """For people. `possible`: the ranks that could have been helped."""
-    said = []
-    for one in plan.predictions:
-        steps = f"{one.steps} step{'' if one.steps == 1 else 's'}"
-        line = f"rank {one.rank} replays {steps} in {one.seconds:.3g} s"
-        if one.workers > 1:
-            line += f", {one.workers} ranks; alone in {one.alone_s:.3g} s"
-        elif one.rank in possible:
+    lines = []
+    for prediction in plan.predictions:
+        steps = f"{prediction.steps} step{'' if prediction.steps == 1 else 's'}"
+        line = f"rank {prediction.rank} replays {steps} in {prediction.seconds:.3g} s"
+        if prediction.workers > 1:
+            line += f", {prediction.workers} ranks; alone in {prediction.alone_s:.3g} s"
+        elif prediction.rank in possible:
             line += ": with help nobody would be back sooner"
-        said.append(line)
-    return said
+        lines.append(line)
+    return lines

@@ -78,12 +78,12 @@ class Reach:
 
     def _own_ways(self, report: Report) -> dict[int, Way]:
         """version -> how the rank gets there by itself: the first way of several."""
-        found: dict[int, Way] = {}
+        ways: dict[int, Way] = {}
         for policy in self._own_policies:
             way = policy.reach(report)
             if way is not None and (way.exact or self._inexact):
-                found.setdefault(way.version, way)
-        return found
+                ways.setdefault(way.version, way)
+        return ways
 
     def _shards(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The replicas of each shard, ascending."""

@@ -51,7 +51,7 @@ class LoggedGroups:
 
     def at(self, step: int, replayed: Iterable[RecoveryGroups] = ()) -> tuple[RecoveryGroups, ...]:
         """Those by which this step is logged: what crosses any of them. `replayed`: by which it is replayed."""
-        found = [self._now]
+        groups = [self._now]
         if self._next is not None and self._since is not None and step >= self._since:
-            found.append(self._next)
-        return tuple(dict.fromkeys([*found, *replayed]))
+            groups.append(self._next)
+        return tuple(dict.fromkeys([*groups, *replayed]))

@@ -148,12 +148,12 @@ def schedule_actions(schedule: Any) -> list[tuple[int, str, int]] | None:
     if type(schedule) in (_schedules.ScheduleGPipe, _schedules.Schedule1F1B):
         stage = schedule._stage.stage_index
         ahead = count if type(schedule) is _schedules.ScheduleGPipe else schedule._num_stages - stage
-        found = [(stage, "F", mb) for mb in range(min(ahead, count))]
+        actions = [(stage, "F", mb) for mb in range(min(ahead, count))]
         for mb in range(count):
-            found.append((stage, "B", mb))
+            actions.append((stage, "B", mb))
             if mb + ahead < count:
-                found.append((stage, "F", mb + ahead))
-        return found
+                actions.append((stage, "F", mb + ahead))
+        return actions
     runtime = _schedules._PipelineScheduleRuntime
     # A function of the trainer's may compute whatever it likes.
     if getattr(type(schedule), "_step_microbatches", None) is not runtime._step_microbatches:
@@ -333,10 +333,10 @@ def set_generator_seed(seed: int, device: torch.device | None) -> None:
 
 def generator_states() -> list[torch.Tensor]:
     """Of the default generators: the CPU's, then each CUDA device's that is in use."""
-    found = [torch.default_generator.get_state()]
+    states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found += [generator.get_state() for generator in torch.cuda.default_generators]
-    return found
+        states += [generator.get_state() for generator in torch.cuda.default_generators]
+    return states
 
 
 def set_generator_states(states: Sequence[torch.Tensor]) -> None:

@@ -21,15 +21,15 @@ class Outcome(NamedTuple):
 
 def ballot(*, holds: bool, lines: bool, steps: float, group: int, groups: int) -> torch.Tensor:
     """Of a rank of pipeline rank `group`."""
-    said = torch.full((2 + 2 * groups,), -torch.inf, dtype=torch.float64)
-    said[0], said[1] = float(holds), float(lines)
-    said[2 + 2 * group], said[3 + 2 * group] = steps, -steps
-    return said
+    votes = torch.full((2 + 2 * groups,), -torch.inf, dtype=torch.float64)
+    votes[0], votes[1] = float(holds), float(lines)
+    votes[2 + 2 * group], votes[3 + 2 * group] = steps, -steps
+    return votes
 
 
-def outcome(said: torch.Tensor, step: int) -> Outcome:
+def outcome(votes: torch.Tensor, step: int) -> Outcome:
     """Raises UsageError if replicas do not step alike."""
-    most, fewest = said[2::2], -said[3::2]
+    most, fewest = votes[2::2], -votes[3::2]
     for stage, (high, low) in enumerate(zip(most.tolist(), fewest.tolist(), strict=True)):
         if high != low:
             raise UsageError(
@@ -37,4 +37,4 @@ def outcome(said: torch.Tensor, step: int) -> Outcome:
                 f"{stage} and {low:g} times on another; let all replicas decide alike whether they step, for "
                 "instance by dist.all_reduce of what they decide by"
             )
-    return Outcome(hold_next=bool(said[0]), lines=bool(said[1]))
+    return Outcome(hold_next=bool(votes[0]), lines=bool(votes[1]))

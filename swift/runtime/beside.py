@@ -333,17 +333,17 @@ class Beside:
     def _there(self, seen: _Seen, words: dict[str, str], path: str) -> Any:
         if words.get("type") == _VIEW:
             return self._view(seen, path)
-        found = seen.objects.get(words[_OBJECT])
-        if found is None or _kind(found) != words.get("type"):
+        thing = seen.objects.get(words[_OBJECT])
+        if thing is None or _kind(thing) != words.get("type"):
             raise _NotThere
-        return found
+        return thing
 
     def _view(self, seen: _Seen, path: str) -> torch.Tensor:
         """Of this process: now, or when it began (spectral_norm's weight, which its first forward replaces)."""
-        found = seen.views.get(path, self._views.get(path))
-        if found is None or found.untyped_storage().data_ptr() not in seen.weights:
+        view = seen.views.get(path, self._views.get(path))
+        if view is None or view.untyped_storage().data_ptr() not in seen.weights:
             raise _NotThere
-        return found
+        return view
 
 
 def _kind(value: Any) -> str:

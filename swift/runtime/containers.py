@@ -34,15 +34,15 @@ class Container:
         _fill(self._value, state["state"], (), firsts)
 
     def _at(self, path: _Path) -> Any:
-        found = self._value
+        container = self._value
         for key in path:
-            if type(found) not in _KINDS:
+            if type(container) not in _KINDS:
                 return None
             try:
-                found = found[key]
+                container = container[key]
             except (KeyError, IndexError):
                 return None
-        return found
+        return container
 
 
 def _parts(value: Any, path: _Path, seen: set[int]) -> Iterator[tuple[_Path, Any]]:

@@ -61,13 +61,13 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         text = cpuinfo.read_text()
     except OSError:
         return platform.processor() or "unknown"
-    found: set[str] = set()
+    models: set[str] = set()
     for cpu in text.split("\n\n"):
         fields = {name.strip(): value.strip() for name, _, value in map(_halves, cpu.splitlines())}
         words = [fields[name] for name in (*_MODEL, *_ARM) if name in fields]
         if words:
-            found.add(" ".join(words))
-    return "; ".join(sorted(found)) or "unknown"
+            models.add(" ".join(words))
+    return "; ".join(sorted(models)) or "unknown"
 
 
 def _halves(line: str) -> tuple[str, str, str]:

@@ -63,14 +63,14 @@ class LeftGradients:
     def state(self, named: Named) -> dict[str, Any]:
         """Of parameters by name, if they may be wanted, and whether they are: whoever joins is to know it as well."""
         given = {} if self.wanted is False else named
-        found = {name: p.grad.detach() for name, p in given.items() if p.grad is not None}
-        return {"wanted": self.wanted, "of": found} if found or self.wanted is not None else {}
+        left = {name: p.grad.detach() for name, p in given.items() if p.grad is not None}
+        return {"wanted": self.wanted, "of": left} if left or self.wanted is not None else {}
 
     def load(self, named: Named, state: dict[str, Any]) -> None:
         """Of `state`, or of nothing: then no step has left any."""
-        self.wanted, found = state.get("wanted"), state.get("of", {})
+        self.wanted, left = state.get("wanted"), state.get("of", {})
         for name, parameter in named.items():
-            given = found.get(name)
+            given = left.get(name)
             parameter.grad = None if given is None else given.detach().clone()
 
 

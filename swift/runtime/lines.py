@@ -101,8 +101,8 @@ class Lines:
     def _line(self, file: BinaryIO, number: int) -> dict[str, Value]:
         at = self._places[number]
         end = self._places[number + 1] if number + 1 < len(self._places) else self._end
-        found: dict[str, Value] = json.loads(os.pread(file.fileno(), end - at, at))
-        return found
+        values: dict[str, Value] = json.loads(os.pread(file.fileno(), end - at, at))
+        return values
 
     def _note(self, step: int, size: int) -> None:
         self._steps.append(step)

@@ -46,8 +46,11 @@ class Iterators:
 
     def state(self) -> list[list[Any]]:
         """(between steps) Those that are under way, in the order in which they were made."""
-        found = sorted(self._under_way(), key=lambda one: one[1:])
-        return [list(one) for one in [*self._lost, *(one for one in found if one not in self._lost)]]
+        under_way = sorted(self._under_way(), key=lambda iterator: iterator[1:])
+        return [
+            list(iterator)
+            for iterator in [*self._lost, *(iterator for iterator in under_way if iterator not in self._lost)]
+        ]
 
     def _under_way(self) -> Iterator[tuple[str, int, int]]:
         for made, reference in list(self._live.items()):
@@ -77,7 +80,7 @@ class Iterators:
         return iterator
 
     def _number(self, kind: str) -> tuple[str, int, int]:
-        lost = next((one for one in self._lost if one[0] == kind), None)
+        lost = next((iterator for iterator in self._lost if iterator[0] == kind), None)
         if lost is not None:
             self._lost.remove(lost)
             return lost

@@ -32,17 +32,17 @@ def naming(what: str) -> Iterator[None]:
 
 def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """Raises UsageError for an optimizer that cannot tell its state."""
-    found = []
+    states = []
     for optimizer in optimizers:
         try:
-            found.append(optimizer.state_dict())
+            states.append(optimizer.state_dict())
         # super().__init__() was not called, or parameters changed under its state
         except (AttributeError, KeyError) as error:
             raise UsageError(
                 f"{type(optimizer).__name__}.state_dict() fails ({type(error).__name__}: {error}): an optimizer "
                 "calls super().__init__(), and its state is of the parameters in its groups"
             ) from error
-    return found
+    return states
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -123,10 +123,10 @@ def _check_stride(entry: TensorEntry) -> None:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Raises ValueError for a name that is no dtype."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name!r}")
-    return found
+    return dtype
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,8 +210,8 @@ def _first_difference(one: Any, other: Any, path: str) -> str:
         else:
             pairs = []
         for name, a, b in pairs:
-            if found := _first_difference(a, b, f"{path}.{name}"):
-                return found
+            if difference := _first_difference(a, b, f"{path}.{name}"):
+                return difference
     return path
 
 
@@ -243,7 +243,7 @@ class Chunk:
 def plan_chunks(sizes: Sequence[int], sources: int) -> list[Chunk]:
     """Every byte of tensors of `sizes` bytes exactly once, over `sources` sources by turns. Deterministic."""
     limit = min(max(sum(sizes) // (sources * _CHUNKS_PER_SOURCE), CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
-    found: list[tuple[Piece, ...]] = []
+    chunks: list[tuple[Piece, ...]] = []
     pack: list[Piece] = []
     packed = 0
     for tensor, size in enumerate(sizes):
@@ -252,16 +252,16 @@ def plan_chunks(sizes: Sequence[int], sources: int) -> list[Chunk]:
         if size * 4 > limit:  # a copy into a pack would cost more than an operation of its own
             parts = -(-size // limit)
             cuts = [size * part // parts for part in range(parts + 1)]
-            found.extend((Piece(tensor, begin, end),) for begin, end in itertools.pairwise(cuts))
+            chunks.extend((Piece(tensor, begin, end),) for begin, end in itertools.pairwise(cuts))
             continue
         if packed + size > limit:
-            found.append(tuple(pack))
+            chunks.append(tuple(pack))
             pack, packed = [], 0
         pack.append(Piece(tensor, 0, size))
         packed += size
     if pack:
-        found.append(tuple(pack))
-    return [Chunk(index, index % sources, pieces) for index, pieces in enumerate(found)]
+        chunks.append(tuple(pack))
+    return [Chunk(index, index % sources, pieces) for index, pieces in enumerate(chunks)]
 
 
 def fits(entry: TensorEntry, destination: torch.Tensor) -> bool:

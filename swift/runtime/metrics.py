@@ -110,7 +110,7 @@ class TrainerMetrics:
         """Steps and seconds."""
         self.stop = events.listen(self.heard)
 
-    def heard(self, event: str, said: Mapping[str, Any]) -> None:
+    def heard(self, event: str, values: Mapping[str, Any]) -> None:
         """(any thread of the rank) An event."""
         now = events.now()
         with self._lock:
@@ -120,8 +120,8 @@ class TrainerMetrics:
                 case "step_begin":
                     self._step_began = now
                 case "replay_progress":
-                    self._replay_left = (said["steps_left"], said["seconds_left"])
-                case "step_end" if said["replay"]:
+                    self._replay_left = (values["steps_left"], values["seconds_left"])
+                case "step_end" if values["replay"]:
                     self._replayed += 1
                 case "step_end" if self._step_began is not None:
                     self._steps += 1
@@ -130,7 +130,7 @@ class TrainerMetrics:
                     self._unsaved += 1
                 case "notice" if self._noticed is None:
                     self._noticed = now
-                case "resumed" if said["generation"] > 1:  # the first one forms the job
+                case "resumed" if values["generation"] > 1:  # the first one forms the job
                     self._recoveries += 1
                     if self._noticed is not None:  # a replacement has had no notice
                         self._recovery_s.observe(now - self._noticed)

@@ -47,23 +47,27 @@ class OwnStreams:
         ours = self._own_streams()
         own = [self._held(server, ours, base) for server in log_servers]
         copies = {stream: [held[stream] for held in own if stream in held] for stream in ours}
-        found = gaps(copies, self._logged_alike(view, copied.witnesses, base), steps)
-        for stream, lacking in found.items():
+        lacking_of = gaps(copies, self._logged_alike(view, copied.witnesses, base), steps)
+        for stream, lacking in lacking_of.items():
             writer.unlogged.lacks(stream, lacking)
-        if found:
-            hole = _spanned(found.values())
+        if lacking_of:
+            hole = _spanned(lacking_of.values())
             events.emit(
                 "gap_declared",
                 rank=self._rank,
                 first_step=hole.first,
                 last_step=hole.last,
-                streams=sorted(found),
+                streams=sorted(lacking_of),
             )
             writer.declare()  # before anybody waits for these records: others may replay at this moment
         # Marks that are there already count as well: who has put them there may have got no further.
         marks = (key for held in own for logged in held.values() for key in logged)
-        touching = [one for one in map(declared, marks) if one is not None and one.first <= steps.last]
-        if unlogged := [*touching, *found.values()]:
+        touching = [
+            marked
+            for marked in map(declared, marks)
+            if marked is not None and marked.first <= steps.last
+        ]
+        if unlogged := [*touching, *lacking_of.values()]:
             hole = _spanned(unlogged)
             self._member.ask_checkpoint(
                 hole.last, f"rank {self._rank} was copied, and its streams lack records of {hole}"

@@ -41,8 +41,8 @@ class CoordinatorStore(Store):
         _told(self._shared.set, key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        found: bytes = _told(self._shared.get, key, self.timeout.total_seconds())
-        return found
+        value: bytes = _told(self._shared.get, key, self.timeout.total_seconds())
+        return value
 
     def add(self, key: str, amount: int) -> int:
         total: int = _told(self._shared.add, key, amount)

@@ -74,17 +74,17 @@ class Destination:
                     raise ReplicaDiffers(
                         f"{entry.path} shares memory on rank {self._joiner} with what its replicas keep apart"
                     )
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         laid: dict[str, torch.Tensor] = {}
         for entry in self._entries:
             if entry.path in self._here:
-                found[entry.path] = self._into[entry.path]
+                tensors[entry.path] = self._into[entry.path]
                 continue
             first = entry.same_as or entry.path
             if first not in laid:
                 laid[first] = _laid_out(self._received[first], entry.stride)
-            found[entry.path] = self._sharded(entry, laid[first])
-        return found
+            tensors[entry.path] = self._sharded(entry, laid[first])
+        return tensors
 
     def _sharded(self, entry: TensorEntry, tensor: torch.Tensor) -> Any:
         """A new tensor as a shard of the mesh on which a tensor of `into` is sharded the same way."""
@@ -147,14 +147,14 @@ def _overlapping(tensors: dict[str, torch.Tensor]) -> set[str]:
                 (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
             )
             spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, path))
-    found: set[str] = set()
+    overlapping: set[str] = set()
     end, longest = 0, ""
     for begin, end_of_this, path in sorted(spans):
         if begin < end:
-            found |= {path, longest}
+            overlapping |= {path, longest}
         if end_of_this > end:
             end, longest = end_of_this, path
-    return found
+    return overlapping
 
 
 def _check_memory(sizes: Iterable[int]) -> None:

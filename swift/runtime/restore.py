@@ -195,8 +195,10 @@ class Restorer:
         }
 
     def _streams_read(self, plan: Plan) -> list[str]:
-        found = [stream for stage in self._state.stages for stream in stage.streams_read()]
-        return found if plan.collective_source < 0 else [*found, collectives(plan.collective_source)]
+        boundaries = [stream for stage in self._state.stages for stream in stage.streams_read()]
+        return (
+            boundaries if plan.collective_source < 0 else [*boundaries, collectives(plan.collective_source)]
+        )
 
     def _replayed_too(self, plan: Plan) -> dict[int, int]:
         """Stages of other ranks -> the version from which they are replayed as well."""

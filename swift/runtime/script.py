@@ -161,20 +161,20 @@ class Script:
     def _attributes_of_parameters(self) -> types.SimpleNamespace:
         """``p.mean``, ``p.seen``: the session keeps the values of parameters, and not what hangs on them."""
         assert self._reach is not None
-        found: dict[str, list[Any]] = {}
+        attributes: dict[str, list[Any]] = {}
         for module in self._told():
             for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
                 for name, value in parts_of(parameter, everything):
                     if self._reach.loads(name):
-                        found.setdefault(name, []).append(value)
-        return types.SimpleNamespace(**found)
+                        attributes.setdefault(name, []).append(value)
+        return types.SimpleNamespace(**attributes)
 
     def _attributes_of_modules(self) -> types.SimpleNamespace:
         """``module.ids``: an iterator, an object with slots."""
-        found: dict[str, list[Any]] = {}
+        attributes: dict[str, list[Any]] = {}
         for path, value in self._untellable().items():
-            found.setdefault(path.rpartition(".")[2], []).append(value)
-        return types.SimpleNamespace(**found)
+            attributes.setdefault(path.rpartition(".")[2], []).append(value)
+        return types.SimpleNamespace(**attributes)
 
     def _look(self, roots: set[str] | None = None, *, quick: bool = False) -> Signs:
         """At all, or at `roots`. `quick`: large ones are taken for changed."""
@@ -190,26 +190,26 @@ class Script:
         return look.signs
 
     def _told_ids(self) -> set[int]:
-        found: set[int] = set()
+        ids: set[int] = set()
         self._memory = set()
         for thing in self._told():
-            found.add(id(thing))
+            ids.add(id(thing))
             if isinstance(thing, torch.nn.Module):
                 for part in thing.modules():
                     tensors = [
                         t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None
                     ]
-                    found.update(map(id, (part, *tensors, *vars(part).values())))
+                    ids.update(map(id, (part, *tensors, *vars(part).values())))
                     self._memory |= memory_of(tensors)
             elif isinstance(thing, torch.optim.Optimizer):
-                found.update(map(id, vars(thing).values()))
+                ids.update(map(id, vars(thing).values()))
                 for group in thing.param_groups:
-                    found.update((id(group), id(group["params"])))
+                    ids.update((id(group), id(group["params"])))
             elif isinstance(thing, dict | list | tuple | deque):
-                found.update(map(id, thing.values() if isinstance(thing, dict) else thing))
+                ids.update(map(id, thing.values() if isinstance(thing, dict) else thing))
             else:
-                found.update(map(id, getattr(thing, "__dict__", {}).values()))
-        return found - set(map(id, self._untellable().values()))
+                ids.update(map(id, getattr(thing, "__dict__", {}).values()))
+        return ids - set(map(id, self._untellable().values()))
 
     def _say(self) -> None:
         """Not from within `drop`: a failure is being handled there."""
@@ -219,7 +219,7 @@ class Script:
 
     def _changed(self, before: Signs, now: Signs) -> set[str]:
         """Names, as a reader would write them: to the first attribute, without what is inside of containers."""
-        found = set()
+        changed = set()
         for path in before.keys() | now.keys():
             if before.get(path, Signs) == now.get(path, Signs):
                 continue
@@ -228,8 +228,8 @@ class Script:
             parts = rest.removeprefix(".").split(".")
             words = _words_of(root)
             if self._transient.isdisjoint((*words, *parts, f"{words[0]}.{parts[0]}")):
-                found.add(self._named(root, parts[0]))
-        return found
+                changed.add(self._named(root, parts[0]))
+        return changed
 
     def _named(self, variable: str, first: str) -> str:
         """`first`: what is changed of it. Of an optimizer or a module no more is said than that."""

@@ -87,8 +87,8 @@ class Settings:
 
 
 def _read() -> dict[str, Any]:
-    found = {}
+    settings = {}
     for name, setting in _SETTINGS.items():
         with suppress(RuntimeError):
-            found[name] = setting.get()
-    return found
+            settings[name] = setting.get()
+    return settings

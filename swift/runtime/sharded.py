@@ -56,15 +56,15 @@ def sharded_parameters(
 
     Raises UsageError if it does so over groups that end with a generation.
     """
-    found = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+    shards = [parameter for parameter in module.parameters() if is_sharded(parameter)]
     lasting = set(groups.values())
-    for mesh in {parameter.device_mesh for parameter in found}:  # type: ignore[attr-defined]
+    for mesh in {parameter.device_mesh for parameter in shards}:  # type: ignore[attr-defined]
         if not lasting.issuperset(mesh.get_all_groups()):
             raise UsageError(
                 "a stage is sharded over a mesh that is not rebuilt after a failure; "
                 "use fully_shard(module, mesh=session.mesh)"
             )
-    return found
+    return shards
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -172,10 +172,10 @@ def stand_in(parameter: Any) -> Any:
     """The local part of a sharded parameter and of its gradient, sharing their memory; others are themselves."""
     if not is_sharded(parameter):
         return parameter
-    found = torch.nn.Parameter(local(parameter), requires_grad=False)
+    plain = torch.nn.Parameter(local(parameter), requires_grad=False)
     if parameter.grad is not None:
-        found.grad = local(parameter.grad)
-    return found
+        plain.grad = local(parameter.grad)
+    return plain
 
 
 def part_of_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:

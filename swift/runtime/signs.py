@@ -260,16 +260,16 @@ def _ends(value: Any) -> Iterator[tuple[str, Any]]:
 def _of_frame(value: Any) -> Iterator[tuple[str, Any]]:
     """Of a generator or a coroutine: where it is, and its variables."""
     frame = next(
-        found
+        attribute
         for name in ("gi_frame", "ag_frame", "cr_frame")
-        if (found := getattr(value, name, value)) is not value
+        if (attribute := getattr(value, name, value)) is not value
     )
     yield "running", frame is not None and frame.f_lasti
     if frame is not None:
         snapshot = frame.f_locals
-        found = dict(snapshot)
+        variables = dict(snapshot)
         snapshot.clear()  # the frame would keep them alive until somebody looks again
-        yield from found.items()
+        yield from variables.items()
 
 
 def _of_module(module: torch.nn.Module, reads: Reads) -> Iterator[tuple[str, Any]]:
@@ -302,9 +302,9 @@ def _of_iterator(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any, reads: Reads, slots: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     kind = type(value)
-    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    found |= getattr(value, "__dict__", {})
-    yield from ((name, part) for name, part in found.items() if reads(kind, name))
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    attributes |= getattr(value, "__dict__", {})
+    yield from ((name, part) for name, part in attributes.items() if reads(kind, name))
 
 
 def _slots(kind: type) -> tuple[str, ...]:

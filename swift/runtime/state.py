@@ -315,14 +315,16 @@ class TrainerState:
         ]
         if self._steps_here < _STEPS_LOOKED_AT:
             digests = {id(p): xxhash.xxh3_128_digest(byte_view(plain(p)).data) for p in frozen if p.numel()}
-            found = [p for p in frozen if self._digests.get(id(p), digests.get(id(p))) != digests.get(id(p))]
+            changing = [
+                p for p in frozen if self._digests.get(id(p), digests.get(id(p))) != digests.get(id(p))
+            ]
             self._digests = digests
         else:
-            found, self._digests = [], {}
+            changing, self._digests = [], {}
         if not self._steps_here:  # what a first step has made is told now if it cannot be saved
             split(states_of(self.optimizers))
         self._steps_here += 1
-        for parameter in (*found, *(p for p in frozen if self._looks.changed(p))):
+        for parameter in (*changing, *(p for p in frozen if self._looks.changed(p))):
             self._changing[id(parameter)] = parameter
 
     def undo(self) -> list[UndoResult]:
@@ -478,11 +480,11 @@ class TrainerState:
 
     def gradient_bytes(self) -> dict[int, int]:
         """Of each stage's parameters that are trained."""
-        found: dict[int, int] = {}
+        bytes_of: dict[int, int] = {}
         for stage in self.stages:
             own = sum(p.nbytes for p in stage.submod.parameters() if p.requires_grad)
-            found[stage.stage_index] = found.get(stage.stage_index, 0) + own
-        return found
+            bytes_of[stage.stage_index] = bytes_of.get(stage.stage_index, 0) + own
+        return bytes_of
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each part of the state; equal on two runs only if every bit is."""

@@ -70,12 +70,12 @@ class Ties:
 
     def align(self) -> None:
         """All have the first one's value. Raises UsageError if ranks do not mean the same weights."""
-        said = [json.loads(text) for text in self._told_by_all(json.dumps(self._words()))]
+        words_of_all = [json.loads(text) for text in self._told_by_all(json.dumps(self._words()))]
         ranks = self._pipeline.ranks
         for tie in self._ties:
             members = list(tie.group.ranks)
             for rank in members:
-                theirs = [words for words in said[ranks.index(rank)] if words[0] == members]
+                theirs = [words for words in words_of_all[ranks.index(rank)] if words[0] == members]
                 mine = [words for words in self._words() if words[0] == members]
                 if theirs != mine:
                     raise UsageError(
@@ -137,9 +137,9 @@ class Ties:
             used = self._used(tie)
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
             parts = tie.group.gathered(own)
-            found = [part for part, one in zip(parts, used, strict=True) if one]
-            whole = found[0].clone() if found else own.new_empty(0)
-            for part in found[1:]:
+            present = [part for part, is_used in zip(parts, used, strict=True) if is_used]
+            whole = present[0].clone() if present else own.new_empty(0)
+            for part in present[1:]:
                 whole += part
             return whole
 
@@ -155,11 +155,11 @@ class Ties:
     def _used(self, tie: Tie) -> list[bool]:
         """Which ranks have a gradient. Raises UsageError if they are not at the same step."""
         step = self._channel.step
-        said = tie.group.gathered(torch.tensor([step, tie.parameter.grad is not None]))
-        for rank, each in zip(tie.group.ranks, said, strict=True):
+        told = tie.group.gathered(torch.tensor([step, tie.parameter.grad is not None]))
+        for rank, each in zip(tie.group.ranks, told, strict=True):
             if each[0] != step:
                 raise UsageError(
                     f"{tie.name} is updated in step {step} here and in step {int(each[0])} on rank {rank}; let all "
                     "ranks that share a weight decide alike whether they step"
                 )
-        return [bool(each[1]) for each in said]
+        return [bool(each[1]) for each in told]

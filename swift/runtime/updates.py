@@ -371,9 +371,9 @@ class Updates:
             holds=self._needs_hold, lines=lines, steps=steps, group=stage_group, groups=stage_groups
         )
 
-    def heard(self, said: torch.Tensor) -> None:
+    def heard(self, ballot: torch.Tensor) -> None:
         """What came of a vote. Raises UsageError if replicas do not step alike."""
-        self.hold_next, self._lines = outcome(said, self._version)
+        self.hold_next, self._lines = outcome(ballot, self._version)
 
     # --- what breaks a step ---
 

@@ -72,7 +72,7 @@ class Collectives(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, from the member at place `root`. `tensor` may have any strides."""
 
-    def barrier(self, said: torch.Tensor | None = None) -> None:
+    def barrier(self, ballot: torch.Tensor | None = None) -> None:
         """Returns once all members have entered. `said`: becomes, in place, the maximum of what all have said."""
 
 

@@ -221,12 +221,12 @@ class Sockets:
 
 def _inodes() -> dict[int, int]:
     """Open sockets of this process: descriptor → inode (a descriptor number is used again, an inode is not)."""
-    found = {}
+    inodes = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
         if target.startswith("socket:["):
-            found[int(name)] = int(target[8:-1])
-    return found
+            inodes[int(name)] = int(target[8:-1])
+    return inodes

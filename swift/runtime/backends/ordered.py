@@ -148,21 +148,21 @@ class Messages:
         if whole is not tensor:
             tensor.copy_(whole)
 
-    def barrier(self, said: torch.Tensor | None = None) -> None:
+    def barrier(self, ballot: torch.Tensor | None = None) -> None:
         """Returns once all have entered: after round k a rank knows of 2^k others (dissemination barrier).
 
         `said`: what this rank says; becomes, in place, the greatest in each place of what all have said.
         """
         distance = 1
-        said = torch.zeros(1) if said is None else said
+        ballot = torch.zeros(1) if ballot is None else ballot
         while distance < self._n:
             tag = self._next_tag()
-            token, other = said.clone(), torch.empty_like(said)
+            token, other = ballot.clone(), torch.empty_like(ballot)
             incoming = self._wire.recv([other], (self._own - distance) % self._n, tag)
             outgoing = self._wire.send([token], (self._own + distance) % self._n, tag)
             incoming.wait()
             outgoing.wait()
-            torch.maximum(said, other, out=said)
+            torch.maximum(ballot, other, out=ballot)
             distance *= 2
 
     def _peers(self) -> Iterator[tuple[int, int]]:
@@ -199,7 +199,7 @@ class Alone(Messages):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         pass
 
-    def barrier(self, said: torch.Tensor | None = None) -> None:
+    def barrier(self, ballot: torch.Tensor | None = None) -> None:
         pass
 
 
@@ -226,10 +226,10 @@ def _in_order(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
 def operation(op: Any) -> Op:
     """What combines two tensors for a reduction of torch's. Raises ValueError for one that has no order."""
     name = _torch.reduction_name(op)
-    found = _OPERATIONS.get(name)
-    if found is None:
+    combine = _OPERATIONS.get(name)
+    if combine is None:
         raise ValueError(f"reduction {name} over a group of the session; there are: {', '.join(_OPERATIONS)}")
-    return found
+    return combine
 
 
 _OPERATIONS: dict[str, Op] = {

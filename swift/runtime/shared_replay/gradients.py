@@ -120,7 +120,7 @@ def added(total: torch.Tensor | None, addends: Sequence[torch.Tensor]) -> torch.
 def first_strides(addends: Sequence[Sequence[torch.Tensor]]) -> Strides:
     """Of the first addend to each parameter, which the sum keeps: autograd lays it out like the parameter, a split
     backward leaves it as it was computed."""
-    return [list(found[0].stride()) if found else None for found in addends]
+    return [list(addend[0].stride()) if addend else None for addend in addends]
 
 
 def laid_out(total: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -196,8 +196,8 @@ class _Work:
         with self._channel.clock.line():
             note, _ = self._post.read(owner)
             self._post.settle()
-        found: dict[str, Any] | None = note
-        return found
+        told: dict[str, Any] | None = note
+        return told
 
     def _streams(self) -> Iterator[str]:
         """What the stages send to other ranks."""
@@ -294,9 +294,9 @@ class _Work:
 def state_digest(state: TrainerState) -> str:
     """XXH3 over names, types, shapes and bytes of everything that a checkpoint would hold."""
     tensors, rest = split(state.state_dict())
-    found = xxhash.xxh3_128(json.dumps(rest).encode())
+    digest = xxhash.xxh3_128(json.dumps(rest).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
-        found.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
-        found.update(byte_view(tensor).data)
-    return found.hexdigest()
+        digest.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
+        digest.update(byte_view(tensor).data)
+    return digest.hexdigest()

@@ -318,8 +318,8 @@ class Owner:
         with self._channel.clock.line():
             self._post.settle()
         check_buffers(self._buffers)
-        for parameter, total, *found in zip(parameters, sums, *told, strides, strict=True):
-            first = next((one for one in found if one is not None), None)
+        for parameter, total, *candidates in zip(parameters, sums, *told, strides, strict=True):
+            first = next((strides_of for strides_of in candidates if strides_of is not None), None)
             parameter.grad = None if total is None or first is None else laid_out(total, first)
 
     def _told(self, helper: int) -> Strides:
@@ -346,14 +346,14 @@ class Owner:
         self.helped.verified += told["verified"]
         self.helped.records += told["records"]
         self.helped.microbatches += told["microbatches"]
-        found: Strides = told["strides"]
-        return found
+        strides: Strides = told["strides"]
+        return strides
 
     def _unfit(self, args: Sequence[Any], kwargs: dict[str, Any], saves_output: bool) -> str:
         """Why helpers would not do what this rank does; empty: they do."""
         stages, module, last = self._stages, self._module, self._last
         external = [*args, *kwargs.values()]
-        found = {
+        reasons = {
             "the schedule runs without a backward first": not stages[0].has_backward,
             "gradients are there before the first microbatch; use zero_grad(set_to_none=True)": any(
                 parameter.grad is not None for parameter in module.parameters()
@@ -371,14 +371,14 @@ class Owner:
             ),
         }
         if last is not None:
-            found |= {
+            reasons |= {
                 "the outputs are asked for; call schedule.step with return_outputs=False": saves_output,
                 "the loss is no tensor": not isinstance(last.loss_like, torch.Tensor),
                 "the loss is scaled": any(
                     isinstance(value, torch.amp.GradScaler) for value in self._state.objects.values()
                 ),
             }
-        return next((why for why, unfit in found.items() if unfit), "")
+        return next((why for why, unfit in reasons.items() if unfit), "")
 
 
 def check_buffers(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -48,7 +48,7 @@ def split(
     count, and what its owner does besides, alone. What is left is the line's own: even the busiest rank waited then.
     """
     rest = max(0.0, seconds - sum(owner.values()))
-    busiest = max([owner, *helpers.values()], key=lambda one: one[COMPUTE] + one[LOG])
+    busiest = max([owner, *helpers.values()], key=lambda seconds_of: seconds_of[COMPUTE] + seconds_of[LOG])
     seconds_of = {
         COMPUTE: busiest[COMPUTE] + rest,
         LOG: busiest[LOG],
