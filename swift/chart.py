@@ -25,5 +25,5 @@ def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     if whole:
         unit = max(unit, 1.0)
     first = math.ceil(low / unit)
-    found = [round(n * unit, 12) for n in range(first, math.floor(high / unit) + 1)]
-    return found or [low]
+    marks = [round(n * unit, 12) for n in range(first, math.floor(high / unit) + 1)]
+    return marks or [low]

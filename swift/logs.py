@@ -109,8 +109,8 @@ def _is_secret(name: object, value: object) -> bool:
     return not isinstance(value, bool) and _SECRET_NAME.search(str(name)) is not None
 
 
-def _without(found: "re.Match[str]") -> str:
-    return f"{found[1] or found[2]}{REMOVED}"
+def _without(secret: "re.Match[str]") -> str:
+    return f"{secret[1] or secret[2]}{REMOVED}"
 
 
 def json_line(
@@ -141,8 +141,8 @@ def json_line(
 
 
 def text_line(redactor: Redactor, *, level: int, event: str, fields: Mapping[str, Any]) -> str:
-    said = redactor.value(fields)
-    words = " ".join(f"{name}={value}" for name, value in said.items())
+    shown = redactor.value(fields)
+    words = " ".join(f"{name}={value}" for name, value in shown.items())
     return one_line(f"{logging.getLevelName(level)} {event} {words}".rstrip())
 
 

@@ -126,7 +126,7 @@ class Recovery:
 
     def _stream(self, name: str, meta: StreamMeta) -> tuple[RecoveredStream, list[Segment]]:
         folder = self._folder / name
-        paths = [folder / found for found in self._segment_names(folder)]
+        paths = [folder / segment for segment in self._segment_names(folder)]
         out = RecoveredStream(name, meta.first, meta.first, [], [], meta.quarantined)
         segments: list[Segment] = []
         if paths:

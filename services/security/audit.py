@@ -92,8 +92,8 @@ class Audit:
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
-            said, self._failed = self._failed, True
-        if not said:
+            failed_before, self._failed = self._failed, True
+        if not failed_before:
             events.emit("audit_failed", path=str(self._path), reason=reason)
 
     def _append(self, data: bytes) -> None:

@@ -154,8 +154,8 @@ class Member:
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(listener)
             with line.makefile("rw") as lines:
-                for said in lines:
-                    command = json.loads(said)
+                for order in lines:
+                    command = json.loads(order)
                     if command["do"] == "die":
                         self._die()
                         return

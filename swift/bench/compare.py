@@ -118,14 +118,14 @@ class Processes:
 
     def start(self, name: str, command: Sequence[str], **environment: str) -> None:
         """Its output is a file of that name."""
-        with (self._directory / name).open("ab") as said:
+        with (self._directory / name).open("ab") as output:
             self._running.append(
                 subprocess.Popen(
                     command,
                     env=_environment() | environment,
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
                 )
             )
@@ -220,16 +220,16 @@ def _await_end(trial: Trial, ended: Callable[[], bool]) -> None:
 
 def summary(system: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the rounds that went on; bits are the same if they were in every round."""
-    done = [found for found in rounds if "failed" not in found]
+    done = [measured for measured in rounds if "failed" not in measured]
     about: dict[str, Any] = {"system": system, "rounds": list(rounds)}
     if not done:
         return about | {"failed": rounds[0]["failed"]}
     for name in ("next_step_s", "all_again_s", "steps_again", "steps_with_fewer", "restarted"):
-        values = [found[name] for found in done if found[name] is not None]
+        values = [measured[name] for measured in done if measured[name] is not None]
         about[name] = statistics.median(values) if len(values) == len(done) else None
-    about["same_bits"] = len(done) == len(rounds) and all(found["same_bits"] for found in done)
-    about["step_s"] = statistics.median(found["step_s"] for found in done)
-    ways = [found["replacement_s"] for found in done]
+    about["same_bits"] = len(done) == len(rounds) and all(measured["same_bits"] for measured in done)
+    about["step_s"] = statistics.median(measured["step_s"] for measured in done)
+    ways = [measured["replacement_s"] for measured in done]
     about["replacement_s"] = {
         name: statistics.median(way[name] for way in ways)
         for name in ("started", "imported", "connected", "restored")
@@ -244,23 +244,23 @@ HEAD = (
 )
 
 
-def row(found: dict[str, Any]) -> str:
+def row(case: dict[str, Any]) -> str:
     """One system as a line of text."""
-    front = f"{SYSTEMS[found['system']]:<30}"
-    if "missing" in found or "failed" in found:
-        return front + str(found.get("missing") or found.get("failed"))
-    both = "never" if found["all_again_s"] is None else f"{found['all_again_s']:.2f} s"
+    front = f"{SYSTEMS[case['system']]:<30}"
+    if "missing" in case or "failed" in case:
+        return front + str(case.get("missing") or case.get("failed"))
+    both = "never" if case["all_again_s"] is None else f"{case['all_again_s']:.2f} s"
     return (
-        f"{front}{found['step_s'] * 1e3:>5.1f} ms{found['next_step_s']:>13.2f} s{both:>12}"
-        f"{found['steps_again']:>13g}{found['steps_with_fewer']:>12g}{found['restarted']:>5g} of {REPLICAS}"
-        f"  {'yes' if found['same_bits'] else 'no'}"
+        f"{front}{case['step_s'] * 1e3:>5.1f} ms{case['next_step_s']:>13.2f} s{both:>12}"
+        f"{case['steps_again']:>13g}{case['steps_with_fewer']:>12g}{case['restarted']:>5g} of {REPLICAS}"
+        f"  {'yes' if case['same_bits'] else 'no'}"
     )
 
 
-def way(found: dict[str, Any]) -> str:
+def way(case: dict[str, Any]) -> str:
     """How the process in the victim's place went, as a line of text."""
-    words = [f"{name} {seconds:+.2f} s" for name, seconds in found["replacement_s"].items()]
-    return f"{SYSTEMS[found['system']]:<30}{', '.join(words)}"
+    words = [f"{name} {seconds:+.2f} s" for name, seconds in case["replacement_s"].items()]
+    return f"{SYSTEMS[case['system']]:<30}{', '.join(words)}"
 
 
 # --- the command ---
@@ -323,8 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     with output.place(arguments.directory) as place:
-        found = measure(Path(place), systems, arguments)
-    cases = [summary(name, rounds) for name, rounds in found.items()]
+        measured = measure(Path(place), systems, arguments)
+    cases = [summary(name, rounds) for name, rounds in measured.items()]
     absent = f"torchft is not installed for {arguments.torchft}: give --torchft"
     cases += [{"system": name, "missing": absent} for name in missing]
     print("\n".join(row(case) for case in cases))
@@ -345,7 +345,7 @@ def measure(place: Path, systems: Sequence[str], arguments: Any) -> dict[str, li
             raise ServiceError(f"{SYSTEMS[name]} did not come to its end without a failure\n{tail(trial)}")
         digests[name] = ended[0]["digest"]
         shutil.rmtree(trial.directory)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    rounds_of: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for number in range(arguments.rounds):
         for name in systems:
             trial = Trial(
@@ -355,11 +355,11 @@ def measure(place: Path, systems: Sequence[str], arguments: Any) -> dict[str, li
                 **settings,
             )
             marks = run(name, trial, arguments.torchft)
-            found[name].append(judge(marks, digests[name]))
-            print(row(summary(name, found[name][-1:])), flush=True)
+            rounds_of[name].append(judge(marks, digests[name]))
+            print(row(summary(name, rounds_of[name][-1:])), flush=True)
             shutil.rmtree(trial.directory)
     print()
-    return found
+    return rounds_of
 
 
 def tail(trial: Trial) -> str:

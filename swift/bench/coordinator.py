@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def checked_members(words: str) -> list[int]:
     """UsageError."""
-    found = [int(word) if word.isdecimal() else 0 for word in words.split(",")]
-    if any(members < REPLICAS or members % REPLICAS for members in found):
+    sizes = [int(word) if word.isdecimal() else 0 for word in words.split(",")]
+    if any(members < REPLICAS or members % REPLICAS for members in sizes):
         raise UsageError(f"--members {words}: give multiples of {REPLICAS}, such as 64,256,1024")
-    return found
+    return sizes
 
 
 def measure(members: int) -> dict[str, Any]:
@@ -114,12 +114,12 @@ def phase(pid: int, processes: "Sequence[Members]", order: str, **fields: Any) -
     began, used = time.monotonic(), cpu_s(pid)
     for process in processes:
         process.tell(order=order, **fields)
-    said = [process.hear() for process in processes]
+    answers = [process.hear() for process in processes]
     return {
         "s": round(time.monotonic() - began, 3),
         "cpu_s": round(cpu_s(pid) - used, 3),
-        "view_bytes": sum(one["view_bytes"] for one in said),
-        "generation": max(one["generation"] for one in said),
+        "view_bytes": sum(answer["view_bytes"] for answer in answers),
+        "generation": max(answer["generation"] for answer in answers),
     }
 
 
@@ -139,8 +139,8 @@ def coordinator(directory: Path) -> Iterator[tuple[int, str]]:
     command = [sys.executable, "-P", "-m", "services.coordinator", "--directory", str(directory / "meta")]
     command += ["--listen", "127.0.0.1:0", "--address-file", str(address_file)]
     command += ["--calls-per-peer", str(1 << 20), "--calls-per-token-s", "0", "--lease-s", str(LEASE_S)]
-    with (directory / "coordinator.stderr").open("ab") as said:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+    with (directory / "coordinator.stderr").open("ab") as output:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output)
     try:
         deadline = time.monotonic() + START_S
         while not address_file.exists():
@@ -184,10 +184,10 @@ class Members:
         line = self._process.stdout.readline()
         if not line:
             raise ServiceError(f"a process of members has ended with exit code {self._process.wait()}")
-        said: dict[str, Any] = json.loads(line)
-        if "error" in said:
-            raise ServiceError(said["error"])
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ServiceError(answer["error"])
+        return answer
 
 
 def text(document: dict[str, Any]) -> str:
@@ -215,16 +215,16 @@ def text(document: dict[str, Any]) -> str:
 def verdicts(cases: Sequence[dict[str, Any]]) -> list[str]:
     """Whether the goals are met: of a recovery with 1024 members, and of the growth between sizes 4-fold apart."""
     by_members = {case["members"]: case for case in cases}
-    found = []
+    lines = []
     if 1024 in by_members:
         used = by_members[1024]["recovery_cpu_s"]
         met = "met" if used <= RECOVERY_CPU_S_MAX else "missed"
-        found.append(f"goal at most {RECOVERY_CPU_S_MAX:g} s: {used:.2f} s, {met} (recovery of 1024 members)")
+        lines.append(f"goal at most {RECOVERY_CPU_S_MAX:g} s: {used:.2f} s, {met} (recovery of 1024 members)")
     for members, case in by_members.items():
         if members * 4 in by_members:
             growth = by_members[members * 4]["recovery_cpu_s"] / case["recovery_cpu_s"]
             met = "met" if growth <= GROWTH_MAX else "missed"
-            found.append(
+            lines.append(
                 f"goal at most {GROWTH_MAX:g}-fold: {growth:.1f}, {met} ({members} to {4 * members} members)"
             )
-    return found
+    return lines

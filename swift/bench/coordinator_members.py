@@ -177,14 +177,14 @@ class Member:
                 pause_s = self._renewed_at + reply.interval_s - loop.time()
 
     async def _act(self) -> None:
-        said = (0, 0)
+        answered = (0, 0)
         while True:
             await self._changed.wait()
             self._changed.clear()
             view = self.view
-            if view is None or (view.generation, view.state) == said:
+            if view is None or (view.generation, view.state) == answered:
                 continue
-            said = (view.generation, view.state)
+            answered = (view.generation, view.state)
             if view.state == pb.FORMING:
                 await self._ready(view.generation, 0)
             elif view.state == pb.PLANNING:
@@ -235,10 +235,12 @@ async def main(address: str, members: int, replicas: int, ranks: range) -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         try:
-            said = await fleet.obey(order)
+            answer = await fleet.obey(order)
         except TimeoutError:
-            said = {"error": f"the members have not come to the end of {order['order']} within {PHASE_S:g} s"}
-        print(json.dumps(said), flush=True)
+            answer = {
+                "error": f"the members have not come to the end of {order['order']} within {PHASE_S:g} s"
+            }
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ class Seen:
     stop_code: int = 0
     lost: int = 0
 
-    def add_attacks(self, said: dict[str, Any]) -> None:
-        for name, did in said.items():
+    def add_attacks(self, attacks: dict[str, Any]) -> None:
+        for name, did in attacks.items():
             known = self.attacks.setdefault(name, {"rounds": 0, "cut_off": 0, "answers": {}})
             known["rounds"] += did["rounds"]
             known["cut_off"] += did["cut_off"]
@@ -215,8 +215,8 @@ def run(config: HostileConfig, directory: Path) -> Seen:
             serving.append(config.hostile_s, seen.hostile_s)
             while process.poll() is None:  # the last rounds
                 serving.append(PACE_S, seen.hostile_s)
-            said, _ = process.communicate()
-            seen.add_attacks(json.loads(said or "{}"))
+            output, _ = process.communicate()
+            seen.add_attacks(json.loads(output or "{}"))
             serving.checkpoint()
         serving.append(config.quiet_s, seen.quiet_s[config.cycles % 2])
         serving.close()
@@ -281,8 +281,8 @@ def judge(config: HostileConfig, seen: Seen) -> dict[str, Any]:
         growth = f"{memory.percent_per_minute:+.1f} % a minute, {memory.thirds_percent:+.0f} % by thirds"
         verdict, reason = "FAIL", f"memory is not flat: {growth}"
     elif slow and all(halves[what] < RATIO_MAX for what in slow):
-        said = ", ".join(f"{what.removesuffix('_ms')} x {ratios[what]:.2f}" for what in slow)
-        verdict, reason = "FAIL", f"appends are slower than twice the quiet ones: {said}"
+        slower = ", ".join(f"{what.removesuffix('_ms')} x {ratios[what]:.2f}" for what in slow)
+        verdict, reason = "FAIL", f"appends are slower than twice the quiet ones: {slower}"
     elif slow:
         verdict, reason = "INCONCLUSIVE", "the quiet halves differ by more than twice themselves"
     elif not seen.attacks or silent:
@@ -320,9 +320,9 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"{'time to acknowledgement':<26}{'appends':>8}{'median ms':>11}{'p99 ms':>9}{'worst ms':>10}",
     ]
-    for name, one in result["appends"].items():
+    for name, appends in result["appends"].items():
         lines.append(
-            f"{name:<26}{one['count']:8d}{one['median_ms']:11.2f}{one['p99_ms']:9.2f}{one['worst_ms']:10.1f}"
+            f"{name:<26}{appends['count']:8d}{appends['median_ms']:11.2f}{appends['p99_ms']:9.2f}{appends['worst_ms']:10.1f}"
         )
     ratio, memory = result["ratio"], result["memory"]
     lines += [

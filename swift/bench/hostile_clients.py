@@ -68,7 +68,10 @@ class Enemy:
     def log(
         self, method: str, *requests: "log_pb2.AppendRequest | bytes | object", wait: bool = True
     ) -> None:
-        data = [one if isinstance(one, bytes) else one.SerializeToString() for one in requests]  # type: ignore[attr-defined]
+        data = [
+            request if isinstance(request, bytes) else request.SerializeToString()  # type: ignore[attr-defined]
+            for request in requests
+        ]
         self.call(f"/{SERVICE}/{method}", *data, wait=wait)
 
     def connect(self) -> Connection:
@@ -270,7 +273,7 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    said = {
+    account = {
         attack.__name__: {
             "rounds": len(done.get(attack.__name__, [])),
             "cut_off": done.get(attack.__name__, []).count(False),
@@ -278,7 +281,7 @@ def main() -> int:
         }
         for attack in attacks
     }
-    print(json.dumps(said), flush=True)
+    print(json.dumps(account), flush=True)
     os._exit(0)  # without waiting for what still lies in connections
 
 

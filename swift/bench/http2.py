@@ -154,8 +154,8 @@ class Connection:
                 for at in range(0, len(data), 6):
                     name, value = struct.unpack_from(">HI", data, at)
                     if name == INITIAL_WINDOW_SIZE:
-                        for one in self._windows:
-                            self._windows[one] += value - self._initial
+                        for stream_id in self._windows:
+                            self._windows[stream_id] += value - self._initial
                         self._initial = value
                 self._room.notify_all()
             self._send(_frame(SETTINGS, ACK, 0, b""))

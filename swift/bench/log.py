@@ -309,9 +309,9 @@ def table(result: dict[str, Any]) -> str:
         )
     lines.append("")
     for name, goal in result["goals"].items():
-        said = "met" if goal["met"] else "missed"
+        outcome = "met" if goal["met"] else "missed"
         bound = f"at least {goal['at_least']}" if "at_least" in goal else f"at most {goal['at_most']}"
-        lines.append(f"goal {bound}: {goal['value']:.2f}, {said} ({WORDS[name]})")
+        lines.append(f"goal {bound}: {goal['value']:.2f}, {outcome} ({WORDS[name]})")
     return "\n".join(lines)
 
 

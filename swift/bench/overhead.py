@@ -108,8 +108,8 @@ class Rank:
         line = self._process.stdout.readline()
         if not line:
             raise ServiceError(f"a process of the benchmark ended with exit code {self._process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.tell(**command)
@@ -225,9 +225,9 @@ class Bench:
             return self._trainer.ask(do="run", steps=self._steps, logged=mode == "on")
         rate = self.bytes_per_step / self.about["step_s"]
         self._load.ask(do="go", record_bytes=self.about["record_bytes"], rate=rate)
-        found = self._trainer.ask(do="run", steps=self._steps, logged=False)
-        found["load_rate"] = self._load.ask(do="stop")["rate"]
-        return found
+        measured = self._trainer.ask(do="run", steps=self._steps, logged=False)
+        measured["load_rate"] = self._load.ask(do="stop")["rate"]
+        return measured
 
     def _settle(self) -> None:
         """Files that are still being removed would be in somebody's slice."""
@@ -252,7 +252,7 @@ def measure(case: Case, arguments: Any) -> dict[str, Any]:
         disturbed: list[float] = []
         while len(rounds) < arguments.rounds and len(rounds) + len(disturbed) < TRIES * arguments.rounds:
             slices = bench.round(orders[len(rounds) % len(orders)])
-            share = max(one["foreign_share"] for one in slices.values())
+            share = max(round_slice["foreign_share"] for round_slice in slices.values())
             if share > DISTURBED_SHARE:
                 disturbed.append(share)
             else:
@@ -284,8 +284,8 @@ def evaluate(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
     }
     about |= {"rate_mb_s": case.rate, "rounds": len(rounds), "disturbed": len(measured["disturbed"])}
     if not rounds:
-        said = "" if case.goal is None else "INCONCLUSIVE"
-        return {**about, "verdict": said, "measured": measured}
+        unjudged = "" if case.goal is None else "INCONCLUSIVE"
+        return {**about, "verdict": unjudged, "measured": measured}
     step_ms = {mode: 1e3 * statistics.median(r[mode]["step_s"] for r in rounds) for mode in MODES}
     ratios = {}
     for name, (above, below) in RATIOS.items():
@@ -400,4 +400,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(row(results[-1]), flush=True)
     result = {"bench": "overhead", "machine": on, "logger": arguments.logger, "cases": results}
     output.write_json(arguments.json, result)
-    return 3 if any(found["verdict"] == "INCONCLUSIVE" for found in results) else 0
+    return 3 if any(case["verdict"] == "INCONCLUSIVE" for case in results) else 0

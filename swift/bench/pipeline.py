@@ -277,8 +277,8 @@ def evaluate(name: str, size: Size, rounds: Sequence[Mapping[str, Any]]) -> dict
     low, high = interval(ratios)
     accounted = [accounts(r["plain"], r["metered"]) for r in rounds]
     # Means add up where medians do not.
-    names = {part for one in accounted for part in one}
-    parts = {part: statistics.fmean(one.get(part, 0.0) for one in accounted) for part in names}
+    names = {part for seconds_of in accounted for part in seconds_of}
+    parts = {part: statistics.fmean(seconds_of.get(part, 0.0) for seconds_of in accounted) for part in names}
     cpu = {mode: statistics.fmean(r[mode]["cpu_s"] for r in rounds) for mode in MODES}
     return {
         "size": name,
@@ -339,12 +339,12 @@ def run(arguments: Any) -> int:
     )
     results = []
     for name in arguments.size or SIZES:
-        found = evaluate(name, SIZES[name], measure(SIZES[name], arguments.rounds, arguments.slice_steps))
-        results.append(found)
-        print(f"\n{table(found)}\n{said(found)}", flush=True)
+        result = evaluate(name, SIZES[name], measure(SIZES[name], arguments.rounds, arguments.slice_steps))
+        results.append(result)
+        print(f"\n{table(result)}\n{against_goal(result)}", flush=True)
     output.write_json(arguments.json, {"bench": "overhead", "machine": on, "sizes": results})
-    return 3 if any(found["verdict"] == "INCONCLUSIVE" for found in results) else 0
+    return 3 if any(result["verdict"] == "INCONCLUSIVE" for result in results) else 0
 
 
-def said(found: Mapping[str, Any]) -> str:
-    return f"goal at most {found['goal']}: {found['ratio']['median']:.3f}, {found['verdict']}"
+def against_goal(result: Mapping[str, Any]) -> str:
+    return f"goal at most {result['goal']}: {result['ratio']['median']:.3f}, {result['verdict']}"

@@ -116,15 +116,15 @@ def bound(microbatches: int, stages: int, workers: int, size: int = 1) -> float:
     return (-(-microbatches // workers) + size - 1) / (microbatches + stages - 1)
 
 
-def case(shape: Mapping[str, Any], found: Mapping[str, Any], size: int = 1) -> dict[str, Any]:
+def case(shape: Mapping[str, Any], measured: Mapping[str, Any], size: int = 1) -> dict[str, Any]:
     """One number of copies of a group of `size` stages: medians, their ratio, and how it stands to the bound."""
-    step, replayed = statistics.median(found["steps_s"]), statistics.median(found["replayed_s"])
-    least = bound(shape["microbatches"], shape["stages"], found["workers"], size)
-    goal = GOAL_ALONE if found["workers"] == 1 else GOAL_SHARED
+    step, replayed = statistics.median(measured["steps_s"]), statistics.median(measured["replayed_s"])
+    least = bound(shape["microbatches"], shape["stages"], measured["workers"], size)
+    goal = GOAL_ALONE if measured["workers"] == 1 else GOAL_SHARED
     over = replayed / step / least
     return {
         "group_stages": size,
-        "workers": found["workers"],
+        "workers": measured["workers"],
         "step_s": round(step, 6),
         "replayed_step_s": round(replayed, 6),
         "ratio": round(replayed / step, 4),
@@ -132,12 +132,12 @@ def case(shape: Mapping[str, Any], found: Mapping[str, Any], size: int = 1) -> d
         "over_bound": round(over, 4),
         "goal": goal,
         "met": over <= goal,
-        "then_s": found["then_s"] if found["then_s"] is None else round(found["then_s"], 6),
-        "waited_for_log_share": round(found["log_wait_s"] / found["replay_s"], 4),
-        "bottleneck": found["bottleneck"],
-        "split": found["split"],
-        "waits": found["waits"],
-        **{name: [round(value, 6) for value in found[name]] for name in ("steps_s", "replayed_s")},
+        "then_s": measured["then_s"] if measured["then_s"] is None else round(measured["then_s"], 6),
+        "waited_for_log_share": round(measured["log_wait_s"] / measured["replay_s"], 4),
+        "bottleneck": measured["bottleneck"],
+        "split": measured["split"],
+        "waits": measured["waits"],
+        **{name: [round(value, 6) for value in measured[name]] for name in ("steps_s", "replayed_s")},
     }
 
 

@@ -65,8 +65,8 @@ def soak(config: SoakConfig, directory: Path) -> dict[str, Any]:
     with Soak(config, directory, account) as run:
         try:
             run.run()
-        except Broken as found:
-            broken = str(found)
+        except Broken as why:
+            broken = str(why)
         except OSError as error:
             raise ServiceError(f"the disk of the soak: {error}; give --directory on another") from error
     return judge(config, account, broken)
@@ -135,10 +135,10 @@ def table(result: dict[str, Any]) -> str:
         f"{'memory':<22}{'median MiB':>10}{'% a minute':>12}{'last third':>12}{'seen s':>8}{'lives':>7}",
     ]
     for judged in result["memory"]:
-        said = {True: "flat", False: "grows", None: "not judged"}[judged["flat"]]
+        words = {True: "flat", False: "grows", None: "not judged"}[judged["flat"]]
         lines.append(
             f"{judged['role']:<22}{judged['median_bytes'] / (1 << 20):10.0f}{judged['percent_per_minute']:+12.2f}"
-            f"{judged['thirds_percent']:+11.1f}%{judged['observed_s']:8.0f}{judged['lives']:7d}  {said}"
+            f"{judged['thirds_percent']:+11.1f}%{judged['observed_s']:8.0f}{judged['lives']:7d}  {words}"
         )
     return "\n".join([*lines, result["memory_rule"], "", f"{result['verdict']}: {result['reason']}"])
 
@@ -181,11 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
         with output.place(arguments.directory) as directory:
-            found = soak(config, Path(directory))
+            judged = soak(config, Path(directory))
     except KeyboardInterrupt:
         print(f"swift: stopped after {time.monotonic() - began:.0f} s; nothing is judged", file=sys.stderr)
         return EXIT_CODES["INCONCLUSIVE"]
-    result = {"machine": on, **found}
+    result = {"machine": on, **judged}
     print(table(result))
     output.write_json(arguments.json, result)
     if arguments.plot is not None:

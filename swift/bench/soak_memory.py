@@ -79,7 +79,7 @@ def judge(role: str, samples: Sequence[Sample], rule: Rule) -> Judged:
 
 
 def judge_all(samples: Mapping[str, Sequence[Sample]], rule: Rule) -> list[Judged]:
-    return [judge(role, found, rule) for role, found in sorted(samples.items())]
+    return [judge(role, samples_of_role, rule) for role, samples_of_role in sorted(samples.items())]
 
 
 def verdict(judged: Iterable[Judged]) -> bool | None:

@@ -101,8 +101,8 @@ class Server:
     def begin(self) -> None:
         """Starts it; `poll` tells when it serves."""
         self._address_file.unlink(missing_ok=True)
-        with self._said.open("ab") as said:
-            self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=said)
+        with self._said.open("ab") as output:
+            self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=output)
         self._begun_at = time.monotonic()
 
     def poll(self) -> bool:

@@ -55,14 +55,14 @@ class Bodies:
         return self._bytes[at : at + RECORD_BYTES[key.microbatch]]
 
 
-def same(found: memoryview, wanted: memoryview) -> bool:
+def same(read: memoryview, wanted: memoryview) -> bool:
     """Bit for bit. Through numpy: comparing memoryviews takes a nanosecond for every byte."""
     import numpy as np
 
-    if found.nbytes != wanted.nbytes:
+    if read.nbytes != wanted.nbytes:
         return False
-    return found.nbytes == 0 or np.array_equal(
-        np.frombuffer(found, np.uint64), np.frombuffer(wanted, np.uint64)
+    return read.nbytes == 0 or np.array_equal(
+        np.frombuffer(read, np.uint64), np.frombuffer(wanted, np.uint64)
     )
 
 

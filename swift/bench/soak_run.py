@@ -79,7 +79,8 @@ class Account:
     def series(self) -> dict[str, Any]:
         """For the plot: memory by role as (seconds, pid, bytes), progress as (seconds, bytes)."""
         memory = {
-            role: [(round(s.at_s, 1), s.pid, s.bytes) for s in found] for role, found in self.memory.items()
+            role: [(round(s.at_s, 1), s.pid, s.bytes) for s in samples]
+            for role, samples in self.memory.items()
         }
         return {"memory": memory, "acked": [(round(at, 1), size) for at, size in self.progress]}
 

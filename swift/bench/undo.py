@@ -253,21 +253,25 @@ def row(case: dict[str, Any]) -> str:
 
 
 def parser() -> Parser:
-    found = Parser(
+    parsing = Parser(
         prog="swift-ft bench undo",
         description="Measures the journal and undo of every optimizer: time over the step's time, bytes, error.",
     )
-    output.add_json(found)
-    found.add_argument("--parameters", type=int, default=4_000_000, metavar="N", help="elements of the model")
-    found.add_argument("--rounds", type=int, default=9, metavar="N", help="repetitions that are timed")
-    found.add_argument(
+    output.add_json(parsing)
+    parsing.add_argument(
+        "--parameters", type=int, default=4_000_000, metavar="N", help="elements of the model"
+    )
+    parsing.add_argument("--rounds", type=int, default=9, metavar="N", help="repetitions that are timed")
+    parsing.add_argument(
         "--bucket-mb", type=float, default=25.0, metavar="MB", help="bytes of a bucket, in 2^20"
     )
-    found.add_argument(
+    parsing.add_argument(
         "--optimizers", default=",".join(OPTIMIZERS), metavar="A,B", help="some of the optimizers"
     )
-    found.add_argument("--dtypes", default=",".join(DTYPES), metavar="A,B", help="some of the element types")
-    return found
+    parsing.add_argument(
+        "--dtypes", default=",".join(DTYPES), metavar="A,B", help="some of the element types"
+    )
+    return parsing
 
 
 def _some(words: str, known: Sequence[str], what: str) -> list[str]:
@@ -301,12 +305,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if index == 2:
                 bench.forget()
             bench.round()
-        found = bench.result()
-        found["bytes_touched"] = bytes_touched(case)
+        result = bench.result()
+        result["bytes_touched"] = bytes_touched(case)
         speed = about["copy_gigabytes_per_second"]
-        found["limit_ms"] = found["bytes_touched"] * found["parameters"] / speed / 1e6
-        results.append(found)
-        print(row(found), flush=True)
+        result["limit_ms"] = result["bytes_touched"] * result["parameters"] / speed / 1e6
+        results.append(result)
+        print(row(result), flush=True)
     met = {name: [r["goals_met"][name] for r in results if name in r["goals_met"]] for name in GOALS}
     for name, each in met.items():
         print(f"{name} at most {GOALS[name]}: {sum(each)} of {len(each)}")

@@ -30,8 +30,8 @@ def _between(server_role: str, client_role: str, total: int, size: int = SIZE) -
         address = f"127.0.0.1:{server.line()}"
         with Worker.of_log(client_role, address, "bench/s0.F", size, count) as client:
             client.begin()
-            found = client.result()
-    return found["ended"] - found["began"]
+            timed = client.result()
+    return timed["ended"] - timed["began"]
 
 
 def over_flight(python: Path, total: int) -> float:
@@ -42,8 +42,8 @@ def over_flight(python: Path, total: int) -> float:
         address = f"127.0.0.1:{server.line()}"
         with Worker([str(python), script, "put", address, str(SIZE), str(count)]) as client:
             client.begin()
-            found = client.result()
-    return found["ended"] - found["began"]
+            timed = client.result()
+    return timed["ended"] - timed["began"]
 
 
 def flight_environment(directory: Path) -> Path:

@@ -29,10 +29,10 @@ class Worker:
 
     def line(self) -> str:
         assert self._process.stdout is not None
-        found = self._process.stdout.readline().strip()
-        if not found:
+        line = self._process.stdout.readline().strip()
+        if not line:
             raise ServiceError(f"a process of the benchmark ended with exit code {self._process.wait()}")
-        return found
+        return line
 
     def begin(self) -> None:
         assert self._process.stdin is not None
@@ -41,5 +41,5 @@ class Worker:
         self._process.stdin.flush()
 
     def result(self) -> dict[str, float]:
-        found: dict[str, float] = json.loads(self.line())
-        return found
+        result: dict[str, float] = json.loads(self.line())
+        return result

@@ -232,9 +232,9 @@ def _numpy_type(told: Any) -> "np.dtype[Any]":
 
 
 _TORCH_TYPES = {
-    str(found).removeprefix("torch."): found
-    for found in vars(torch).values()
-    if isinstance(found, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
 
 

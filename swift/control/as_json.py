@@ -24,7 +24,7 @@ def _field(message: Message, field: Any) -> Any:
         to = of.fields_by_name["value"]
         return {str(key): _value(value[key], to) for key in sorted(value)}
     if field.is_repeated:
-        return [_value(one, field) for one in value]
+        return [_value(item, field) for item in value]
     return _value(value, field)
 
 

@@ -50,13 +50,13 @@ def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -
         saves=plan.saves,
         predictions=[
             pb.ReplayPrediction(
-                rank=one.rank,
-                workers=one.workers,
-                steps=one.steps,
-                seconds=one.seconds,
-                alone_s=one.alone_s,
+                rank=prediction.rank,
+                workers=prediction.workers,
+                steps=prediction.steps,
+                seconds=prediction.seconds,
+                alone_s=prediction.alone_s,
             )
-            for one in plan.predictions
+            for prediction in plan.predictions
         ],
     )
 
@@ -85,13 +85,13 @@ def decoded(message: pb.Plan) -> PublishedPlan:
         saves=message.saves,
         predictions=tuple(
             Prediction(
-                rank=one.rank,
-                workers=one.workers,
-                steps=one.steps,
-                seconds=one.seconds,
-                alone_s=one.alone_s,
+                rank=prediction.rank,
+                workers=prediction.workers,
+                steps=prediction.steps,
+                seconds=prediction.seconds,
+                alone_s=prediction.alone_s,
             )
-            for one in message.predictions
+            for prediction in message.predictions
         ),
         groups=message.groups,
     )

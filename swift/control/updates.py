@@ -115,11 +115,11 @@ def _fold_plan(update: pb.ViewUpdate, *, reads_log: bool) -> None:
         return
     plan = update.view.plan
     alike: dict[bytes, list[int]] = {}
-    said = pb.RankPlan()
+    unnumbered = pb.RankPlan()
     for entry in plan.ranks:
-        said.CopyFrom(entry)
-        said.rank = 0
-        alike.setdefault(said.SerializeToString(deterministic=True), []).append(entry.rank)
+        unnumbered.CopyFrom(entry)
+        unnumbered.rank = 0
+        alike.setdefault(unnumbered.SerializeToString(deterministic=True), []).append(entry.rank)
     del plan.ranks[:]
     if not reads_log:
         del plan.sources[:]
@@ -128,13 +128,13 @@ def _fold_plan(update: pb.ViewUpdate, *, reads_log: bool) -> None:
 
 
 def _ranges(ranks: Iterable[int]) -> list[int]:
-    found: list[int] = []
+    ranges: list[int] = []
     for rank in sorted(ranks):
-        if found and rank == found[-2] + found[-1]:
-            found[-1] += 1
+        if ranges and rank == ranges[-2] + ranges[-1]:
+            ranges[-1] += 1
         else:
-            found += [rank, 1]
-    return found
+            ranges += [rank, 1]
+    return ranges
 
 
 def _unfolded(planned: Iterable[pb.PlannedRanks]) -> Iterator[pb.RankPlan]:

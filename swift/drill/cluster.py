@@ -116,15 +116,15 @@ class EventTail:
 
     def read(self) -> list[dict[str, Any]]:
         """What is new, by time. A line that is not whole yet comes later."""
-        found = []
+        events = []
         for path in self._directory.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            found += [json.loads(line) for line in whole.splitlines()]
-        return sorted(found, key=lambda event: float(event["t"]))
+            events += [json.loads(line) for line in whole.splitlines()]
+        return sorted(events, key=lambda event: float(event["t"]))
 
 
 class Cluster:
@@ -359,12 +359,12 @@ class Cluster:
     def strays(self) -> list[int]:
         """Processes that carry this run's environment and are still there."""
         mark = f"{events.ENV_EVENTS_DIR}={self.directory / 'events'}".encode()
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if mark in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return [pid for pid in found if pid != os.getpid()]
+                    pids.append(int(path.parent.name))
+        return [pid for pid in pids if pid != os.getpid()]
 
 
 def _directory_of(name: str) -> str:

@@ -224,13 +224,13 @@ class DrillConfig:
 
 def versions() -> dict[str, str]:
     """Of everything whose version can change the bits or the behaviour. Imports none of it."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    by_package = {"python": platform.python_version(), "machine": platform.machine()}
     for name in ("swift-ft", "torch", "numpy", "grpcio", "protobuf"):
         try:
-            found[name] = metadata.version(name)
+            by_package[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            by_package[name] = "not installed"
+    return by_package
 
 
 def same_identity(stored: object, wanted: Mapping[str, object]) -> bool:

@@ -254,92 +254,96 @@ def _phases(result: Mapping[str, Any]) -> list[Any]:
 def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of what a person asks first; what does not apply is left out."""
     log, rates, undo = result["log"], result["throughput"], result["undo"]
-    found = [("faults", "\n".join(fault["spec"] for fault in result["faults"]))]
+    rows = [("faults", "\n".join(fault["spec"] for fault in result["faults"]))]
     if result["strategy"]:
         strategies = (f"stage {stage} {name}" for stage, name in result["strategy"].items())
-        found.append(("recovered by", ", ".join(strategies)))
+        rows.append(("recovered by", ", ".join(strategies)))
     if result["sources"]:
         sources = (f"rank {rank} from {', '.join(map(str, of))}" for rank, of in result["sources"].items())
-        found.append(("copied", f"{'; '.join(sources)} ({result['bytes_copied'] / 1e6:.1f} MB)"))
-    shared = [helped.words(one) for recovery in result["recoveries"] for one in recovery["shared_replays"]]
+        rows.append(("copied", f"{'; '.join(sources)} ({result['bytes_copied'] / 1e6:.1f} MB)"))
+    shared = [
+        helped.words(replay) for recovery in result["recoveries"] for replay in recovery["shared_replays"]
+    ]
     if shared:
-        found.append(("replayed by", "\n".join(shared)))
-    ended = [one for recovery in result["recoveries"] for one in recovery["replays"]]
-    cut = [replaying.cut_short(one) for recovery in result["recoveries"] for one in recovery["interruptions"]]
+        rows.append(("replayed by", "\n".join(shared)))
+    ended = [replay for recovery in result["recoveries"] for replay in recovery["replays"]]
+    cut = [
+        replaying.cut_short(interruption)
+        for recovery in result["recoveries"]
+        for interruption in recovery["interruptions"]
+    ]
     for name, lines in (
-        ("paced by", [replaying.paced_by(one) for one in ended]),
-        ("replay took", [line for one in ended if (line := replaying.took(one))]),
+        ("paced by", [replaying.paced_by(replay) for replay in ended]),
+        ("replay took", [line for replay in ended if (line := replaying.took(replay))]),
         ("interrupted", cut),
     ):
         if lines:
-            found.append((name, "\n".join(lines)))
+            rows.append((name, "\n".join(lines)))
     if undo["mode"]:
-        found.append(("taken back", _undone(undo)))
+        rows.append(("taken back", _undone(undo)))
     done = f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "
-    found.append(
-        ("work done again", f"{done}{result['microbatches_recomputed']} microbatches computed again")
-    )
+    rows.append(("work done again", f"{done}{result['microbatches_recomputed']} microbatches computed again"))
     kept = {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]]
     if result["survivors_freed_seconds"] is not None:
         kept += f"; out of their step {seconds(result['survivors_freed_seconds'])} after the notice"
-    found.append(("survivors kept", kept))
+    rows.append(("survivors kept", kept))
     megabytes = f"{log['bytes'] / 1e6:.1f} MB" if log["bytes"] is not None else "?"
-    found.append(("log", f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"))
+    rows.append(("log", f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"))
     if result["prediction"]:
-        found.append(("as predicted", "\n".join(_predicted(result["prediction"]))))
+        rows.append(("as predicted", "\n".join(_predicted(result["prediction"]))))
     if "unlogged" in log:
         lacks = log["unlogged"]
         steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
-        found.append(("not logged", f"{lacks['records']} records ({lacks['bytes'] / 1e6:.1f} MB) of {steps}"))
+        rows.append(("not logged", f"{lacks['records']} records ({lacks['bytes'] / 1e6:.1f} MB) of {steps}"))
     rate = {name: "-" if value is None else f"{value:.2f}" for name, value in rates.items()}
-    found.append(
+    rows.append(
         ("steps per second", f"{rate['before']} before, {rate['during']} during, {rate['after']} after")
     )
     if result["reduction"]:
-        found.append(("reduction", _reduced(result["reduction"])))
+        rows.append(("reduction", _reduced(result["reduction"])))
     if result["loss"]:
-        found.append(("final loss", _lost(result["loss"])))
+        rows.append(("final loss", _lost(result["loss"])))
     control = result["negative_control"]
     caught = {True: "caught", False: "NOT CAUGHT", None: "not tried"}[control["caught"]]
-    found.append(
+    rows.append(
         ("a flipped bit in a log", caught + (f": {control['refused']}" if "refused" in control else ""))
     )
-    return found
+    return rows
 
 
 def _predicted(prediction: Mapping[str, Any]) -> list[str]:
     sizes = prediction["bytes"]
     per_step = sizes["per_step"]
     equal = {True: "yes", False: "NO", None: "?"}[sizes["equal"]]
-    said = [f"{equal}: {per_step['predicted']} bytes a step between groups {prediction['groups'] or NONE}"]
+    lines = [f"{equal}: {per_step['predicted']} bytes a step between groups {prediction['groups'] or NONE}"]
     for entry in prediction.get("regroups", {}).get("in_force", [])[1:]:
-        said.append(f"groups {entry['groups'] or NONE} in force since version {entry['since']}")
+        lines.append(f"groups {entry['groups'] or NONE} in force since version {entry['since']}")
     for recovery in prediction["recoveries"]:
         if recovery["ratio"] is None:
-            said.append(recovery["why"])
+            lines.append(recovery["why"])
             continue
         judged = {True: "within a quarter", False: "NOT within a quarter", None: recovery["why"]}
         took, expected = seconds(recovery["measured_seconds"]), seconds(recovery["predicted_seconds"])
-        said.append(f"load and replay {took}, predicted {expected}: {judged[recovery['within']]}")
-    return said
+        lines.append(f"load and replay {took}, predicted {expected}: {judged[recovery['within']]}")
+    return lines
 
 
 def _undone(undo: Mapping[str, Any]) -> str:
     ranks = ", ".join(map(str, undo["ranks"]))
-    said = f"{undo['buckets']} buckets of rank {ranks}, {undo['mode']}"
+    words = f"{undo['buckets']} buckets of rank {ranks}, {undo['mode']}"
     if undo["ulps_max"] is not None:
-        said += f"; off by {undo['ulps_max']:g} ulps at most, {undo['ulps_mean'] or 0.0:.3g} on average"
+        words += f"; off by {undo['ulps_max']:g} ulps at most, {undo['ulps_mean'] or 0.0:.3g} on average"
     if undo["relative_error"] is not None:
-        said += f", {undo['relative_error']:.2g} of the step"
-    return said
+        words += f", {undo['relative_error']:.2g} of the step"
+    return words
 
 
 def _reduced(reduction: Mapping[str, Any]) -> str:
-    said = f"{reduction['mode']}, by {reduction['by']}"
+    words = f"{reduction['mode']}, by {reduction['by']}"
     for name, what in (("reduce_seconds_per_step", "reductions"), ("vote_seconds_per_step", "the vote")):
         if reduction[name] is not None:
-            said += f", {seconds(reduction[name])} a step in {what}"
-    return said
+            words += f", {seconds(reduction[name])} a step in {what}"
+    return words
 
 
 def _lost(loss: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ def snapshot(log_directories: Sequence[Path], into: Path) -> Path | None:
 
 def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
     """(the services have ended) stream -> step -> raw bytes of its records; of each the most that one server has."""
-    found: dict[str, dict[int, int]] = {}
+    bytes_of: dict[str, dict[int, int]] = {}
     for directory in log_directories:
         here: dict[str, Counter[int]] = {}
         for path in segment_files([directory], "*"):
@@ -63,18 +63,18 @@ def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
             for record in segment.walk(path, verify_bodies=False).records:
                 steps[record.header.key.step] += record.header.raw_bytes
         for stream, steps in here.items():
-            most = found.setdefault(stream, {})
+            most = bytes_of.setdefault(stream, {})
             for step, size in steps.items():
                 most[step] = max(size, most.get(step, 0))
-    return found
+    return bytes_of
 
 
 def checkpoint_bytes(directory: Path) -> dict[int, int]:
     """rank -> bytes of its newest checkpoint."""
-    found: dict[int, int] = {}
+    bytes_of: dict[int, int] = {}
     for shard in sorted(directory.glob("v*/rank*")):  # ascending versions
-        found[int(shard.name[4:])] = sum(p.stat().st_size for p in shard.rglob("*") if p.is_file())
-    return found
+        bytes_of[int(shard.name[4:])] = sum(p.stat().st_size for p in shard.rglob("*") if p.is_file())
+    return bytes_of
 
 
 def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from swift.drill.timeline import Recovery
 from swift.drill.verdict_checks import Check
 
 
-def replays(found: Sequence[Recovery]) -> list[dict[str, Any]]:
+def replays(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
     """Of every shared replay: who, how many microbatches of a step each, how many steps; and who did not, and why."""
-    return [one for recovery in found for one in _of(recovery)]
+    return [replay for recovery in recoveries for replay in _of(recovery)]
 
 
 def _of(recovery: Recovery) -> list[dict[str, Any]]:
@@ -34,17 +34,17 @@ def _of(recovery: Recovery) -> list[dict[str, Any]]:
     return shown
 
 
-def check(helpers: int, found: Sequence[Recovery]) -> list[Check]:
+def check(helpers: int, recoveries: Sequence[Recovery]) -> list[Check]:
     """Help that was planned was given, in the recoveries that were not cut short."""
     if not helpers:
         return []
-    planned = [recovery for recovery in found if (recovery.made_by or {}).get("help")]
+    planned = [recovery for recovery in recoveries if (recovery.made_by or {}).get("help")]
     name = "planned help was given"
     without = [
-        f"rank {one['rank']}: {one['alone_because'] or one['declined'] or 'no shared step'}"
+        f"rank {replay['rank']}: {replay['alone_because'] or replay['declined'] or 'no shared step'}"
         for recovery in planned
-        for one in _of(recovery)
-        if not one["steps"]
+        for replay in _of(recovery)
+        if not replay["steps"]
     ]
     silent = sum(len((recovery.made_by or {})["help"]) for recovery in planned) - len(replays(planned))
     if silent > 0:

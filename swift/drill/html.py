@@ -192,9 +192,9 @@ def _states(result: Mapping[str, Any], scale: _Scale) -> str:
     """The coordinator's lane."""
     colours = {"FENCING": "fence", "PLANNING": "plan", "RECOVERING": "rebuild"}
     shapes = ['<text x="0" y="16">coordinator</text>']
-    said = [event for event in result["timeline"] if event["event"] == "state"]
-    ends = [event["t"] for event in said[1:]]
-    for event, until in zip(said, [*ends, scale.end], strict=False):
+    states = [event for event in result["timeline"] if event["event"] == "state"]
+    ends = [event["t"] for event in states[1:]]
+    for event, until in zip(states, [*ends, scale.end], strict=False):
         state = str(event["state"]).upper()
         if until <= scale.start or event["t"] >= scale.end:
             continue

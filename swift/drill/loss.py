@@ -21,11 +21,11 @@ Losses = Mapping[int, Mapping[int, float]]
 
 def losses(events: Sequence[Event]) -> dict[int, dict[int, float]]:
     """Of the last time that each step was done: a step that was dropped is done again."""
-    found: dict[int, dict[int, float]] = {}
+    losses_of: dict[int, dict[int, float]] = {}
     for event in events:
         if event["event"] == "loss":
-            found.setdefault(int(event["step"]), {})[int(event.get("column") or 0)] = float(event["loss"])
-    return found
+            losses_of.setdefault(int(event["step"]), {})[int(event["dp_rank"])] = float(event["loss"])
+    return losses_of
 
 
 def curves(ours: Losses, twin: Losses, steps: int, dp_size: int) -> dict[str, Any] | None:
@@ -73,8 +73,8 @@ def check(loss: Mapping[str, Any] | None) -> Check:
     largest, final = loss["largest_relative_difference"], loss["final"]["relative_difference"]
     if largest is None:
         return Check(name, None, "a loss of the failure-free run is 0")
-    said = f"losses differ by {largest:.1e} of their size at most ({TOLERANCE:.0e} is allowed), {final:.1e} at the end"
-    return Check(name, largest <= TOLERANCE, said)
+    apart = f"losses differ by {largest:.1e} of their size at most ({TOLERANCE:.0e} is allowed), {final:.1e} at the end"
+    return Check(name, largest <= TOLERANCE, apart)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -75,13 +75,13 @@ class Option:
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Its flag, with a help that names known values and the default."""
         flag = f"--{self.name}"
-        said = ": ".join(filter(None, [self.help, ", ".join(self.known)]))
+        description = ": ".join(filter(None, [self.help, ", ".join(self.known)]))
         if not self.metavar:
-            parser.add_argument(flag, action="store_true", help=said)
+            parser.add_argument(flag, action="store_true", help=description)
         elif self.several:
-            parser.add_argument(flag, action="append", default=[], metavar=self.metavar, help=said)
+            parser.add_argument(flag, action="append", default=[], metavar=self.metavar, help=description)
         else:
-            shown = said if self.default in ("", None) else f"{said} (default %(default)s)"
+            shown = description if self.default in ("", None) else f"{description} (default %(default)s)"
             parser.add_argument(flag, type=self.kind, default=self.default, metavar=self.metavar, help=shown)
 
     def value(self, given: Any) -> Any:

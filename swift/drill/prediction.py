@@ -67,7 +67,7 @@ def is_planned(config: DrillConfig) -> bool:
 def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None) -> dict[str, int]:
     """stream -> raw bytes that each step gives to the log; what is not named logs nothing. `groups`: others than the
     drill's."""
-    shape, model, found = config.topology, MODELS[config.model], {}
+    shape, model, bytes_of = config.topology, MODELS[config.model], {}
     groups = config.groups if groups is None else groups
     if not groups.logs:
         return {}
@@ -76,13 +76,13 @@ def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None)
             for neighbour, kind in ((stage + 1, "F"), (stage - 1, "B")):
                 if 0 <= neighbour < shape.stages and shape.is_logged(stage, neighbour, groups):
                     name = streams.boundary(stage, kind, dp_rank, shape.replicas)
-                    found[name] = shape.microbatches * model.boundary_bytes
+                    bytes_of[name] = shape.microbatches * model.boundary_bytes
         for stage, kind in ((0, "X"), (shape.stages - 1, "T")):
             name = streams.boundary(stage, kind, dp_rank, shape.replicas)
-            found[name] = shape.microbatches * model.batch_bytes
+            bytes_of[name] = shape.microbatches * model.batch_bytes
     if config.updates == "after_backward":
-        found |= {streams.collectives(rank): NORM_BYTES for rank in range(shape.ranks)}
-    return found
+        bytes_of |= {streams.collectives(rank): NORM_BYTES for rank in range(shape.ranks)}
+    return bytes_of
 
 
 def _bytes(facts: Facts) -> tuple[dict[str, Any], Check]:
@@ -279,14 +279,14 @@ def measured_profile(facts: Facts) -> Profile:
 
 
 def _steps(before: Sequence[Event], rank: int) -> list[Event]:
-    found = [
+    steps = [
         event
         for event in before
         if event["event"] == "profiled" and event["rank"] == rank and event["step"] >= _WARM_STEPS
     ]
-    if not found:
+    if not steps:
         raise Missing(f"rank {rank} has done too few steps before the failure")
-    return found
+    return steps
 
 
 def compute_s(before: Sequence[Event], rank: int, kind: str, microbatches: int) -> float:
@@ -373,12 +373,12 @@ def _compared(facts: Facts, recovery: Recovery, profile: Profile) -> dict[str, A
 def _copies(recovery: Recovery, first: int, last: int, steps: int) -> tuple[int, int]:
     """(in how many copies such a run is replayed, in how many of its steps): its owners and the helpers of each."""
     ended = {event["rank"]: event for event in recovery.replays}
-    found = {
+    copies = {
         (1 + len(begun["helpers"]), int(ended[begun["rank"]]["shared_steps"]))
         for begun in recovery.helps
         if first <= begun["rank"] <= last and begun["rank"] in ended
     }
-    return found.pop() if len(found) == 1 else (1, 0)
+    return copies.pop() if len(copies) == 1 else (1, 0)
 
 
 def _replay_s(events: Sequence[Event], recovery: Recovery) -> float:

@@ -55,18 +55,18 @@ class Regroup:
 
 def parse(spec: str) -> Regroup:
     """UsageError, in one line, for what is none."""
-    found = _SPEC.fullmatch(spec)
-    if found is None:
+    match = _SPEC.fullmatch(spec)
+    if match is None:
         raise UsageError(f"--regroup {spec!r}: write step=8,groups=0-1,2-3 or step=8,storage-cap=800kB")
     try:
-        groups = None if found[4] is None else RecoveryGroups.parse(found[4])
+        groups = None if match[4] is None else RecoveryGroups.parse(match[4])
     except ValueError as error:
         raise UsageError(f"--regroup {spec!r}: {error}") from None
-    step, until, by = (None if word is None else int(word) for word in found.group(1, 2, 3))
+    step, until, by = (None if word is None else int(word) for word in match.group(1, 2, 3))
     assert step is not None
     if until is None and groups is not None:
         until = step
-    return Regroup(step=step, until=until, by=by, groups=groups, storage_cap=found[5] or "")
+    return Regroup(step=step, until=until, by=by, groups=groups, storage_cap=match[5] or "")
 
 
 def check(regroups: Sequence[Regroup], first: RecoveryGroups, stages: int, steps: int) -> None:
@@ -96,8 +96,8 @@ def id_of(index: int) -> str:
 
 def pauses(regroups: Sequence[Regroup]) -> dict[str, int]:
     """id -> the step before which training stands still until the drill has made its `.go`."""
-    found = {id_of(n): regroup.until for n, regroup in enumerate(regroups) if regroup.until is not None}
-    return found | {
+    until = {id_of(n): regroup.until for n, regroup in enumerate(regroups) if regroup.until is not None}
+    return until | {
         f"{id_of(n)}.by": regroup.by for n, regroup in enumerate(regroups) if regroup.by is not None
     }
 
@@ -114,11 +114,11 @@ class InForce:
 
 def history(first: RecoveryGroups, events: Sequence[Event]) -> list[InForce]:
     """The groups in force, one after the other, as the coordinator says."""
-    found = [InForce(groups=str(first), since=0)]
+    in_force = [InForce(groups=str(first), since=0)]
     for event in events:
-        if event["event"] == "groups" and event["in_force"] != found[-1].groups:
-            found.append(InForce(groups=event["in_force"], since=int(event["since"])))
-    return found
+        if event["event"] == "groups" and event["in_force"] != in_force[-1].groups:
+            in_force.append(InForce(groups=event["in_force"], since=int(event["since"])))
+    return in_force
 
 
 def section(

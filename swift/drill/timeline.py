@@ -111,21 +111,21 @@ class Recovery:
     def strategies(self) -> dict[int, tuple[str, str]]:
         """rank -> (strategy, reason): the last plan's; of a rank that keeps what an earlier generation of this
         recovery gave it, the one by which it came by that."""
-        found = _strategies_of(self.plan)
+        strategies = _strategies_of(self.plan)
         for rank, generation in self.restored.items():
-            if generation in self.planned and found.get(rank, ("", ""))[0] == "keep":
-                found[rank] = _strategies_of(self.planned[generation]).get(rank, found[rank])
-        return found
+            if generation in self.planned and strategies.get(rank, ("", ""))[0] == "keep":
+                strategies[rank] = _strategies_of(self.planned[generation]).get(rank, strategies[rank])
+        return strategies
 
     def sources(self) -> dict[int, list[int]]:
         """rank -> the replicas that it copied from."""
-        found: dict[int, list[int]] = {}
+        sources: dict[int, list[int]] = {}
         for event in self.received:
-            found[int(event["rank"])] = [int(source["rank"]) for source in event.get("sources") or ()]
+            sources[int(event["rank"])] = [int(source["rank"]) for source in event.get("sources") or ()]
         for entry in _entries(self.plan):
             if _strategy_of(entry) == "replica" and "sources" in entry:
-                found[int(entry["rank"])] = [int(rank) for rank in entry["sources"]]
-        return found
+                sources[int(entry["rank"])] = [int(rank) for rank in entry["sources"]]
+        return sources
 
     @property
     def fell_back(self) -> str:
@@ -176,11 +176,11 @@ def state_of(event: Event) -> str:
 
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
     """All of them, in order."""
-    found: list[Recovery] = []
+    so_far: list[Recovery] = []
     running_before: float | None = None
     for event in _states(events):
         state, generation = state_of(event), int(event.get("generation") or 0)
-        current = found[-1] if found and found[-1].ended_t is None else None
+        current = so_far[-1] if so_far and so_far[-1].ended_t is None else None
         if state == "running":
             if current is not None:
                 current.ended_t = event["t"]
@@ -191,13 +191,13 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
                 if running_before is None:
                     continue
                 current = Recovery(began_t=event["t"])
-                found.append(current)
+                so_far.append(current)
             if not current.generations or generation > current.generations[-1]:
                 current.generations.append(generation)
                 current.reasons.append(str(event.get("reason", "")))
     previous_end = float("-inf")
     noticed = _noticed(events)
-    for recovery in found:
+    for recovery in so_far:
         end = recovery.ended_t if recovery.ended_t is not None else float("inf")
         window = [event for event in events if previous_end < event["t"] <= end]
         recovery.faults = [
@@ -205,7 +205,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
         ]
         _fill(recovery, window, [event for event in events if event["t"] > end], events)
         previous_end = end
-    return found
+    return so_far
 
 
 def _fault_key(event: Event) -> tuple[Any, Any]:
@@ -248,9 +248,9 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
         ("undo", "undone", recovery.undone),
         ("roll_forward", "roll_forward", recovery.rolled_forward),
     ):
-        said = {event.get("rank") for event in done if event.get("generation") == recovery.generation}
+        ranks_told = {event.get("rank") for event in done if event.get("generation") == recovery.generation}
         told = [e["rank"] for e in _entries(recovery.plan) if _strategy_of(e) == strategy]
-        recovery.missing += [f"{name} of rank {rank}" for rank in told if rank not in said]
+        recovery.missing += [f"{name} of rank {rank}" for rank in told if rank not in ranks_told]
     recovery.seconds = _phases(recovery, window, after)
     recovery.freed_seconds = _freed(window)
     reached = [event["step"] + 1 for event in _named(events, "step_end") if event["t"] < recovery.began_t]
@@ -270,13 +270,13 @@ def _freed(window: list[Event]) -> float | None:
     return max(took, default=None)
 
 
-def _of_generation(found: list[Event], generation: int, window: list[Event]) -> list[Event]:
+def _of_generation(events: list[Event], generation: int, window: list[Event]) -> list[Event]:
     """Those of the last generation: by their field, or by the time that generation began."""
     begun = min(
         (e["t"] for e in _states(window) if int(e.get("generation") or 0) >= generation),
         default=float("-inf"),
     )
-    return [e for e in found if (e["generation"] == generation if "generation" in e else e["t"] >= begun)]
+    return [e for e in events if (e["generation"] == generation if "generation" in e else e["t"] >= begun)]
 
 
 def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict[str, float] | None:
@@ -373,18 +373,20 @@ def survivors_kept(events: Sequence[Event], ranks: int) -> dict[int, bool] | Non
     return {rank: len(pids[rank]) == 1 for rank in range(ranks) if rank not in killed}
 
 
-def throughput(events: Sequence[Event], found: Sequence[Recovery], ranks: int) -> dict[str, float | None]:
+def throughput(
+    events: Sequence[Event], recoveries: Sequence[Recovery], ranks: int
+) -> dict[str, float | None]:
     """Steps per second before the first kill, from it to the first step after the last recovery, after.
 
     A step is done once all ranks have ended it. `during` counts the steps done in that time: what a failure
     costs is that it is near zero for `recovery_seconds.total`.
     """
-    kills = [recovery.kill_t for recovery in found if recovery.kill_t is not None]
+    kills = [recovery.kill_t for recovery in recoveries if recovery.kill_t is not None]
     begun = [event["t"] for event in _named(events, "step_begin")]
     ended = _named(events, "step_end")
     if not kills:
         return {"before": _rate(_completed(ended, ranks)), "during": None, "after": None}
-    killed, back = min(kills), found[-1].ended_t
+    killed, back = min(kills), recoveries[-1].ended_t
     resumed = min((t for t in begun if back is not None and t > back), default=None)
     before = _completed([event for event in ended if event["t"] < killed], ranks)
     if resumed is None:
@@ -413,11 +415,11 @@ def _rate(done: dict[int, float]) -> float | None:
     return (len(done) - 1) / (max(done.values()) - min(done.values()))
 
 
-def shown(events: Sequence[Event], found: Sequence[Recovery]) -> list[Event]:
+def shown(events: Sequence[Event], recoveries: Sequence[Recovery]) -> list[Event]:
     """The timeline of the report: everything but the steps that are far from any recovery."""
     near = {
         step
-        for recovery in found
+        for recovery in recoveries
         for middle in (recovery.target_version, *(event.get("step") for event in recovery.faults))
         if middle is not None
         for step in range(middle - STEPS_SHOWN, middle + STEPS_SHOWN)

@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
             if last and not session.replaying:
                 # Before the update: a rank that dies in it has said what its step's loss was.
                 loss = float(torch.stack(losses).detach().mean())
-                events.emit("loss", rank=session.rank, column=session.dp_rank, step=step, loss=loss)
+                events.emit("loss", rank=session.rank, dp_rank=session.dp_rank, step=step, loss=loss)
             if (
                 args.updates == "after_backward"
             ):  # wait-free, the norm is not known when the first bucket is applied

@@ -77,13 +77,13 @@ class Comparison:
 
     def _differing(self, fields: Sequence[str]) -> dict[str, list[str]]:
         """rank -> fields that both runs have, with different values."""
-        found = {}
+        differing_of = {}
         for rank, entry in self.ranks.items():
             ours, twin = entry["recovered"] or {}, entry["failure_free"] or {}
             differing = [f for f in fields if f in ours and f in twin and ours[f] != twin[f]]
             if differing:
-                found[rank] = differing
-        return found
+                differing_of[rank] = differing
+        return differing_of
 
 
 def compare(

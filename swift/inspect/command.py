@@ -176,7 +176,7 @@ def _verdict(facts: LogFacts) -> int:
 def _export(config: InspectConfig, log: DirectoryLog | ServedLog, path: Path) -> int:
     job = config.job
     if not job:
-        jobs = [found.job for found in log.facts().jobs]
+        jobs = [held.job for held in log.facts().jobs]
         if len(jobs) != 1:
             raise UsageError(f"--export needs --job; there are: {', '.join(jobs) or 'none'}")
         (job,) = jobs

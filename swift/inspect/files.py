@@ -97,7 +97,7 @@ class DirectoryLog:
             facts.jobs.append(self._job(name, stream, facts.verified))
         if not job:
             facts.jobs += self._in_the_way()
-        facts.used_bytes = sum(found.bytes for found in facts.jobs)
+        facts.used_bytes = sum(job_facts.bytes for job_facts in facts.jobs)
         free = free_bytes(self.directory)
         facts.limit_bytes = facts.used_bytes + free if free is not None else 0
         if facts.verified is not None:

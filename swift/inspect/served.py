@@ -33,13 +33,13 @@ class ServedLog:
             server_runs=True,
         )
         self._check(job, status)
-        for found in status.jobs:
-            if job in ("", found.job):
-                facts.jobs.append(self._job(found, stream))
+        for held in status.jobs:
+            if job in ("", held.job):
+                facts.jobs.append(self._job(held, stream))
         return facts
 
     def _check(self, job: str, status: log_pb2.StatusReply) -> None:
-        known = [found.job for found in status.jobs]
+        known = [held.job for held in status.jobs]
         if job and job not in known:
             raise UsageError(
                 f"there is no job {job} on {self.address}; there are: {', '.join(known) or 'none'}"
@@ -66,14 +66,14 @@ class ServedLog:
         channel = open_channel(self.address)
         stub = log_pb2_grpc.LogStub(channel)
         try:
-            for found in facts.streams:
+            for stream_facts in facts.streams:
                 request = log_pb2.ReadRequest(
-                    job=job, stream=found.stream, from_step=facts.trimmed_below_step, follow=False
+                    job=job, stream=stream_facts.stream, from_step=facts.trimmed_below_step, follow=False
                 )
                 for reply in stub.Read(request):
                     for record in _records_of(reply.frames):
                         if wanted(record.key.step):
-                            yield found.stream, record
+                            yield stream_facts.stream, record
         except grpc.RpcError as error:
             raise as_error(self.address, error) from None
         finally:

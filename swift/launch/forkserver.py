@@ -145,11 +145,11 @@ def _threads() -> int:
 
 
 def _files() -> dict[str, str]:
-    found = {}
+    files = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself is closed again
-            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
-    return found
+            files[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return files
 
 
 def prepare(modules: str) -> str | None:
@@ -229,10 +229,10 @@ def _give_birth(launcher_pid: int) -> int:
     if not _fork_twice():
         os.close(go_read)
         os.close(said_write)
-        with open(go_write, "wb", buffering=0) as go, open(said_read, "rb") as said:
+        with open(go_write, "wb", buffering=0) as go, open(said_read, "rb") as answer:
             with contextlib.suppress(BrokenPipeError):
                 go.write(b"g")
-            number = said.read()
+            number = answer.read()
         if not number:
             raise OSError("the child ended before it was the launcher's")
         return int(number)
@@ -288,8 +288,8 @@ def main(argv: list[str]) -> None:
     if chosen and (_threads() > 1 or own_children()):
         reason = f"one of {', '.join(chosen)} starts a thread or a process, sometimes"
     gc.freeze()  # so that a collection in a child does not write to every page
-    said = {"fit": reason and reason[:_REASON_MAX], "chosen": chosen, "left_out": left_out}
-    line.send(json.dumps(said).encode())
+    report = {"fit": reason and reason[:_REASON_MAX], "chosen": chosen, "left_out": left_out}
+    line.send(json.dumps(report).encode())
     fds = serve(line, launcher_pid)
     line.close()
     if fds is None:

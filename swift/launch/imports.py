@@ -29,8 +29,8 @@ def imports_of(script: str, path0: str) -> list[str]:
     modules: list[str] = []
     places = _Places(path0)
     for statement in body:
-        for one in _imports(statement):
-            names = _names(one)
+        for imported in _imports(statement):
+            names = _names(imported)
             if not names or not all(places.has(name.partition(":")[0]) for name in names):
                 return modules[:MOST]
             modules += names

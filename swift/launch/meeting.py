@@ -141,7 +141,7 @@ class MetRendezvous(Rendezvous):
 
     def _await_place(self) -> pb.MeetReply:
         deadline = time.monotonic() + self._terms.join_timeout
-        said = 0
+        told_here = 0
         with self._answered:
             while not self._newest.machines:
                 if self._error is not None:
@@ -149,8 +149,8 @@ class MetRendezvous(Rendezvous):
                 if self._newest.over:
                     raise NotNeeded(self._newest.over)
                 here, least = self._newest.here, self._nodes[0]
-                if here > said:
-                    said = here
+                if here > told_here:
+                    told_here = here
                     self._say(
                         f"{here} of {least} machines are here: waiting for the others"
                         if here < least

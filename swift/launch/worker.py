@@ -77,9 +77,9 @@ def preload(modules: str) -> None:
     for entry in filter(None, modules.split(",")):
         module, _, name = entry.partition(":")
         with contextlib.suppress(ImportError):
-            found = importlib.import_module(module)
+            loaded = importlib.import_module(module)
             if name and not hasattr(
-                found, name
+                loaded, name
             ):  # asked for it, a module may import more; or it is one of its own
                 importlib.import_module(f"{module}.{name}")
 

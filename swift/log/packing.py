@@ -15,9 +15,9 @@ _SAMPLE_BYTES_MAX = 1 << 20
 def check_codec(codec: str | Mapping[str, str]) -> None:
     """Raises UsageError for one that nobody knows, ServiceError for one that is not installed."""
     named = [codec] if isinstance(codec, str) else list(codec.values())
-    for one in named:
-        if one not in codecs.CHOICES:
-            raise UsageError(f"codec {one!r} is not known; give one of {', '.join(codecs.CHOICES)}")
+    for codec_name in named:
+        if codec_name not in codecs.CHOICES:
+            raise UsageError(f"codec {codec_name!r} is not known; give one of {', '.join(codecs.CHOICES)}")
     if any(name in ("bitshuffle", codecs.AUTO) for name in named):
         codecs.load()  # here, not in the middle of a record that is timed
 

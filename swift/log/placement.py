@@ -77,11 +77,11 @@ def same_machine(one: str, other: str) -> bool:
 
 def machines(hosts: Sequence[str]) -> int:
     """How many different ones."""
-    found: list[str] = []
+    known: list[str] = []
     for host in hosts:
-        if not any(same_machine(host, other) for other in found):
-            found.append(host)
-    return len(found)
+        if not any(same_machine(host, other) for other in known):
+            known.append(host)
+    return len(known)
 
 
 def _weight(seed: str, rank: int, server: int) -> int:

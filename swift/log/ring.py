@@ -316,10 +316,10 @@ class NativeProducer:
     """`ring.cpp`."""
 
     def __init__(self, memory: Memory, wake: int) -> None:
-        found = library()
-        assert found is not None
+        native = library()
+        assert native is not None
         self.reserved = memory.load(Word.HEAD)
-        self._waiting, quick = found
+        self._waiting, quick = native
         self._push = quick.swift_ring_push
         self._complete = quick.swift_ring_complete
         self._handle: int | None = quick.swift_ring_open(memory.fd, memory.capacity, wake)

@@ -203,7 +203,9 @@ class RingWriter:
         try:
             while left and not (self._calling.is_set() or self._over()):
                 try:
-                    found = reader.digests(stream, from_step, left[0], timeout_s=_ASK_S, cancelled=self._over)
+                    digests = reader.digests(
+                        stream, from_step, left[0], timeout_s=_ASK_S, cancelled=self._over
+                    )
                 except SwiftError as error:
                     floor = self._memory.load(Word.FLOOR)
                     if isinstance(error, RecordTrimmed) and from_step < floor:
@@ -218,7 +220,7 @@ class RingWriter:
                     time.sleep(_RETRY_S)
                     continue
                 try:
-                    self.delivery.expect(stream, found, left[0])
+                    self.delivery.expect(stream, digests, left[0])
                 except SwiftError as error:
                     self._asking = error
                     time.sleep(_RETRY_S)

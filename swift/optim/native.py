@@ -106,12 +106,12 @@ def _team() -> int | None:
 
 def available(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these tensors of one dtype can be computed by `Pass`."""
-    first, found = tensors[0], library()
+    first, kernels = tensors[0], library()
     return (
-        found is not None
+        kernels is not None
         and first.device.type == "cpu"
         and first.dtype in TYPES
-        and (first.dtype != torch.float16 or bool(found.swift_optim_knows_half()))
+        and (first.dtype != torch.float16 or bool(kernels.swift_optim_knows_half()))
         and all(map(is_plain_memory, tensors))
         and sum(tensor.numel() for tensor in tensors) < 1 << 31
     )
@@ -154,9 +154,9 @@ class Pass:
 
     def _run(self, task: int) -> None:
         self._call.task = task
-        found = library()
-        assert found is not None
-        if found.swift_optim_run(ctypes.byref(self._call)) != 0:
+        kernels = library()
+        assert kernels is not None
+        if kernels.swift_optim_run(ctypes.byref(self._call)) != 0:
             raise RuntimeError("kernels.cpp knows no such rule or type")
 
     def _point_at(

@@ -165,17 +165,17 @@ class CostModel:
     @cached_property
     def expected_s(self) -> Floats:
         """What each group adds to the expected recovery time; infinite where there is no group."""
-        found: Floats = np.full(self.recovery_s.shape, np.inf)
-        np.multiply(self.probability, self.recovery_s, out=found, where=np.isfinite(self.recovery_s))
-        return found
+        expected_s: Floats = np.full(self.recovery_s.shape, np.inf)
+        np.multiply(self.probability, self.recovery_s, out=expected_s, where=np.isfinite(self.recovery_s))
+        return expected_s
 
     def bounds(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         return list(itertools.pairwise([0, *cuts, self.n]))
 
     def _of(self, table: Floats, cuts: Sequence[int]) -> Floats:
         begins, ends = _groups(tuple(cuts), self.n)
-        found: Floats = table[begins, ends]
-        return found
+        cells: Floats = table[begins, ends]
+        return cells
 
     def expected_recovery_s(self, cuts: Sequence[int]) -> float:
         """Summed from the first group to the last, as the frontier does it."""

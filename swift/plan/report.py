@@ -109,12 +109,14 @@ def compared(
 ) -> list[dict[str, Any]]:
     """At every size of the frontier and of SWIFT's merge: the shortest recovery that each has within it."""
     sizes = sorted({row["storage_bytes"] for row in [*rows, *swift]})
-    found = []
+    shortest_at = []
     best = [_Shortest(choices) for choices in (rows, swift, own)]
     for size in sizes:
         exact_s, swift_s, greedy_s = (shortest.within(size) for shortest in best)
-        found.append({"storage_bytes": size, "exact_s": exact_s, "swift_s": swift_s, "greedy_s": greedy_s})
-    return found
+        shortest_at.append(
+            {"storage_bytes": size, "exact_s": exact_s, "swift_s": swift_s, "greedy_s": greedy_s}
+        )
+    return shortest_at
 
 
 class _Shortest:

@@ -27,7 +27,7 @@ def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
     """The log's bytes against those of the checkpoints that it avoids."""
     profile = model.profile
     restore_s, step_s = model.means((), 0.0)
-    found = balance(
+    balanced = balance(
         steps=profile.checkpoint_interval_steps,
         log_bytes=model.bytes_per_step(chosen) * profile.checkpoint_interval_steps,
         checkpoint_bytes=sum(profile.checkpoint_bytes),
@@ -35,7 +35,7 @@ def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
         restore_s=restore_s,
         step_s=step_s,
     )
-    return {**asdict(found), "pays": found.pays}
+    return {**asdict(balanced), "pays": balanced.pays}
 
 
 def pace(model: CostModel, cuts: Cuts) -> Pace:
@@ -103,8 +103,8 @@ def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap 
             "useful_without_log": without.useful(now),
         },
         **{
-            name: None if found is None else _shown(model, found)
-            for name, found in (("chosen", mine), ("without_log", alone), ("best", best))
+            name: None if interval is None else _shown(model, interval)
+            for name, interval in (("chosen", mine), ("without_log", alone), ("best", best))
         },
         "log_pays": best is not None and best.cuts != (),
     }
@@ -122,4 +122,4 @@ def _shown(model: CostModel, option: Option) -> dict[str, Any]:
 
 def _best(options: Sequence[Option | None]) -> Option | None:
     """The first of those with the greatest useful share: what logs nothing stands first."""
-    return max((found for found in options if found is not None), key=lambda o: o.useful, default=None)
+    return max((option for option in options if option is not None), key=lambda o: o.useful, default=None)

@@ -63,9 +63,7 @@ class OwnStreams:
         # Marks that are there already count as well: who has put them there may have got no further.
         marks = (key for held in own for logged in held.values() for key in logged)
         touching = [
-            marked
-            for marked in map(declared, marks)
-            if marked is not None and marked.first <= steps.last
+            marked for marked in map(declared, marks) if marked is not None and marked.first <= steps.last
         ]
         if unlogged := [*touching, *lacking_of.values()]:
             hole = _spanned(unlogged)

@@ -10,29 +10,29 @@ _NOT_BELIEVED = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure", "
 _UNSPECIFIC = ("Socket closed", "reset", "eadline", "in time", "within", "Broken pipe", "no reason given")
 
 
-def advice(address: str, said: str, credentials: Credentials | None = None) -> str:
+def advice(address: str, reason: str, credentials: Credentials | None = None) -> str:
     """What is to be done, as far as it can be found out; empty: nobody can tell, or ``said`` tells. May look there, for
     a second."""
     credentials = credentials or Credentials.from_environment()
     if credentials.ca is None:
-        if any(words in said for words in _UNSPECIFIC) and speaks_tls(address):
+        if any(words in reason for words in _UNSPECIFIC) and speaks_tls(address):
             return f"it wants TLS: name the CA of its certificate in {ENV_CA}"
         return ""
-    if any(words in said for words in _NOT_BELIEVED):
+    if any(words in reason for words in _NOT_BELIEVED):
         return (
             f"its certificate is not signed by the CA in {ENV_CA}, {credentials.ca}, or names another address: "
             "give the CA that has signed it, and an address that it names"
         )
-    doubtful = "WRONG_VERSION_NUMBER" in said or any(words in said for words in _UNSPECIFIC)
+    doubtful = "WRONG_VERSION_NUMBER" in reason or any(words in reason for words in _UNSPECIFIC)
     if doubtful and not speaks_tls(address) and _listens(address):
         return f"it does not speak TLS: start it with --tls-cert and --tls-key, or unset {ENV_CA}"
     return ""
 
 
-def advised(address: str, said: str, credentials: Credentials | None = None) -> str:
+def advised(address: str, reason: str, credentials: Credentials | None = None) -> str:
     """``said``, and what to do about it."""
-    more = advice(address, said, credentials)
-    return f"{said}: {more}" if more else said
+    more = advice(address, reason, credentials)
+    return f"{reason}: {more}" if more else reason
 
 
 def speaks_tls(address: str) -> bool:

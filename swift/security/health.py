@@ -40,8 +40,8 @@ def check(
     try:
         answer, call = ask.with_call(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
     except grpc.RpcError as error:
-        said = cast("grpc.Call", error).details()  # what a failed call raises is the call itself
-        why = advised(address, one_line(said), credentials)
+        details = cast("grpc.Call", error).details()  # what a failed call raises is the call itself
+        why = advised(address, one_line(details), credentials)
         raise ServiceError(f"{address} does not answer a health check: {why}") from None
     finally:
         channel.close()

@@ -143,7 +143,7 @@ def trace_of(
 def live_step(trace: Trace, step: int) -> None:
     trace.step(step)
     for rank in (2, 3):
-        trace.rank(rank, "loss", 0.0, step=step, column=rank - 2, loss=loss_at(step, rank - 2))
+        trace.rank(rank, "loss", 0.0, step=step, dp_rank=rank - 2, loss=loss_at(step, rank - 2))
 
 
 def loss_at(step: int, dp_rank: int) -> float:

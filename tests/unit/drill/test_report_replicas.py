@@ -299,7 +299,7 @@ def test_the_loss_curve_decides_where_bits_may_differ(twin: Any, verdict: str) -
 
 def test_losses_are_means_over_dp_ranks_of_the_last_time_a_step_was_done() -> None:
     trace = trace_of()
-    trace.rank(2, "loss", step=STEPS - 1, column=0, loss=9.0)
+    trace.rank(2, "loss", step=STEPS - 1, dp_rank=0, loss=9.0)
     curve = report.build(Facts.of(config(), evidence(trace)))["loss"]
     assert curve["steps"] == list(range(STEPS))
     assert curve["failure_free"][0] == 5.0625
