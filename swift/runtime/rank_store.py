@@ -4,15 +4,18 @@ torch keeps such a store in one of the ranks, or in a launcher on the first mach
 The coordinator is on none that trains.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 from swift.control.client import CoordinatorClient
 from swift.control.shared import Gone, Known, SharedKeys
+
+_MASTER_TIMEOUT = timedelta(seconds=30)
 
 
 class CoordinatorStore(Store):
@@ -109,3 +112,20 @@ def _told(call: Callable[..., Any], *arguments: Any) -> Any:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+class MasterStores:
+    """(benchmarks, tests) A communicator's `stores` without a coordinator: for every generation the store at
+    MASTER_ADDR and MASTER_PORT, which must outlive all ranks. Its waits end with their timeout alone."""
+
+    def __init__(self) -> None:
+        self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def __call__(self, _generation: int) -> Store:
+        return TCPStore(self._host, self._port, is_master=False, timeout=_MASTER_TIMEOUT)
+
+    def built(self) -> None:
+        """Nobody waits for its keys."""
+
+    def interrupt(self) -> None:
+        """It has no waits that could be ended."""

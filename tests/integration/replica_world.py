@@ -25,9 +25,9 @@ from swift.runtime.backends.gloo import GlooBackend
 from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.manifest import local
+from swift.runtime.rank_store import MasterStores
 from swift.runtime.replica import DefaultGroup, Transfer, receive_state, send_state
 from swift.runtime.tensors import digest
-from tests.master_store import MasterStores
 
 VERSION = 7
 

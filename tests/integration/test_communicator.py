@@ -21,7 +21,7 @@ WORKER = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
-    from tests.master_store import MasterStores
+    from swift.runtime.rank_store import MasterStores
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()

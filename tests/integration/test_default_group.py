@@ -13,7 +13,7 @@ EVERYTHING = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
-    from tests.master_store import MasterStores
+    from swift.runtime.rank_store import MasterStores
 
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
-    from tests.master_store import MasterStores
+    from swift.runtime.rank_store import MasterStores
     from swift.runtime.reducer import Reducer
 
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
@@ -80,7 +80,7 @@ DDP_LIVES_ON = textwrap.dedent(
     from swift.runtime.backends.gloo import GlooBackend
     from swift.runtime.communicator import Communicator
     from swift.runtime.groups import ReconfigurableGroup
-    from tests.master_store import MasterStores
+    from swift.runtime.rank_store import MasterStores
 
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
