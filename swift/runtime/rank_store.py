@@ -121,7 +121,7 @@ class MasterStores:
     def __init__(self) -> None:
         self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
-    def __call__(self, _generation: int) -> Store:
+    def __call__(self, generation: int) -> Store:
         return TCPStore(self._host, self._port, is_master=False, timeout=_MASTER_TIMEOUT)
 
     def built(self) -> None:
