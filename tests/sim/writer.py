@@ -1,4 +1,8 @@
-"""A simulated `LogWriter`: all that one process writes, on each of the servers that keep a copy."""
+"""What one process writes in simulated time, on each of the servers that keep a copy.
+
+It decides what a `LogWriter` decides, with the product's `LinkCore` and `Unlogged`, but is no `Writer`: nothing blocks
+here, so a flush and a full queue are states that the process looks at, not calls that wait.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
