@@ -73,6 +73,8 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
     before = [
         mark["at"] for mark in marks if mark["what"] == "stepped" and mark["at"] < at and mark["replica"] == 0
     ]
+    # A process that comes back when the others have ended begins from nothing: that is no part of the run.
+    over = min((mark["at"] for mark in marks if mark["what"] == "ended"), default=float("inf"))
     together = [max(times) for times in new.values() if len(times) == REPLICAS]
     processes = [
         list(dict.fromkeys(mark["pid"] for mark in marks if mark["replica"] == replica))
@@ -83,7 +85,7 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
         "step_s": statistics.median(b - a for a, b in pairwise(before)),
         "next_step_s": min(min(times) for times in new.values()),
         "all_again_s": min(together) if together else None,
-        "steps_again": len({mark["step"] for mark in after if mark["step"] < step}),
+        "steps_again": len({mark["step"] for mark in after if mark["step"] < step and mark["at"] < over}),
         "steps_with_fewer": sum(len(times) < REPLICAS for times in new.values()),
         "pids": processes,
         "restarted": sum(len(pids) > 1 for pids in processes),

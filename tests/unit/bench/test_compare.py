@@ -67,6 +67,11 @@ def test_steps_of_one_replica_alone_are_counted() -> None:
     assert compare.judge(run_with(alone), "a")["all_again_s"] is None
 
 
+def test_who_comes_back_too_late_does_no_step_of_the_run() -> None:
+    late = [stepped(15.0, 1, 0, 4), stepped(100.0, 3, 1, 0)]
+    assert compare.judge(run_with(late), "a")["steps_again"] == 0
+
+
 @pytest.mark.parametrize("digests", [("a", "b"), ("b", "b"), ("a",), ()])
 def test_bits_differ(digests: tuple[str, ...]) -> None:
     marks = run_with([stepped(11.0, 1, 0, 4), stepped(11.0, 3, 1, 4)], digests)
