@@ -22,7 +22,12 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
     """One row; what tests, trainers and drills print goes to the directory `outputs`."""
+
+    def say(what: str) -> None:
+        print(f"torch {pair.torch}, Python {pair.python}: {what}", file=sys.stderr, flush=True)
+
     row = {"torch": pair.torch, "python": pair.python, "date": datetime.now(UTC).date().isoformat()}
+    say("installing")
     try:
         environment = Environment.make(pair, place)
     except Unavailable as error:
@@ -31,6 +36,7 @@ def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
     if reason:
         return Row(**row, verdict=table.REFUSED, reason=reason, build=environment.build)
     output = outputs / f"torch-{pair.torch}-python-{pair.python}.txt"
+    say(f"tests, trainers and drills; what they print: {output}")
     suite = seams.suite(environment, output)
     trainers = seams.trainers(environment, output, shards=shards)
     drills = seams.drills(environment, output)
