@@ -32,7 +32,10 @@ def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
         environment = Environment.make(pair, place)
     except Unavailable as error:
         return Row(**row, verdict=table.UNAVAILABLE, reason=str(error))
-    reason, shards = seams.imported(environment)
+    try:
+        reason, shards = seams.imported(environment)
+    except TimeoutError as error:
+        return Row(**row, verdict=table.FAILS, reason=str(error), build=environment.build)
     if reason:
         return Row(**row, verdict=table.REFUSED, reason=reason, build=environment.build)
     output = outputs / f"torch-{pair.torch}-python-{pair.python}.txt"

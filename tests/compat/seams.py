@@ -56,10 +56,13 @@ _VERDICT = re.compile(r"^(\w+) +(\w+) x\d+ ", re.MULTILINE)
 
 
 def imported(environment: Environment) -> tuple[str, bool]:
-    """Why swift refuses this torch when it is imported, empty if it does not; and whether it takes FSDP2 with it."""
+    """Why swift refuses this torch when it is imported, empty if it does not; and whether it takes FSDP2 with it.
+
+    Raises TimeoutError if the import does not end.
+    """
     done = _run(environment, ["-c", _IMPORT], _TRAINER_LIMIT_S)
     if done is None:
-        return "the import does not end", False
+        raise TimeoutError(f"the import of swift does not end within {_TRAINER_LIMIT_S:.0f} s")
     if done.returncode == 0:
         return "", done.stdout.strip() == "True"
     last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
