@@ -268,7 +268,10 @@ def _of_frame(value: Any) -> Iterator[tuple[str, Any]]:
     if frame is not None:
         snapshot = frame.f_locals
         variables = dict(snapshot)
-        snapshot.clear()  # the frame would keep them alive until somebody looks again
+        if isinstance(
+            snapshot, dict
+        ):  # a copy up to Python 3.12; the frame would keep it until somebody looks again
+            snapshot.clear()
         yield from variables.items()
 
 
