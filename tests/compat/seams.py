@@ -136,4 +136,7 @@ def _run(
             except subprocess.TimeoutExpired:
                 process.kill()
             return None
+        except BaseException:  # told to end, as by SIGTERM; a drill ends what it has started
+            process.terminate()
+            raise
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

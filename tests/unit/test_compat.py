@@ -1,5 +1,10 @@
 """What `scripts/compat` makes of what it sees."""
 
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -73,3 +78,16 @@ def test_what_is_installed_beside_torch_is_what_tests_need() -> None:
 def test_an_interpreter_that_is_not_here_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(environment.Unavailable, match=r"no python2\.0 here"):
         environment.Environment.make(environment.Pair(torch="2.13.0", python="2.0"), tmp_path)
+
+
+def test_what_it_runs_ends_with_it() -> None:
+    here = environment.Environment(python=Path(sys.executable), build="CPU")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    began = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        with pytest.raises(SystemExit):
+            seams._run(here, ["-c", "import time; time.sleep(60)"], 60.0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - began < 30
