@@ -5,11 +5,11 @@ ensure_venv() {
     local extra="$1" python stamp isolation
     if [ ! -x .venv/bin/python ]; then
         # The CPU build that constraints.txt pins is looked for under 3.11 first.
-        for python in "${PYTHON:-}" python3.11 python3.12; do
+        for python in "${PYTHON:-}" python3.11 python3.12 python3.13; do
             [ -n "$python" ] && command -v "$python" >/dev/null 2>&1 && "$python" -c '' 2>/dev/null && break
             python=""
         done
-        [ -n "$python" ] || { echo "no python3.11 or python3.12 here: install one, or name it in PYTHON" >&2; exit 3; }
+        [ -n "$python" ] || { echo "no python3.11, python3.12 or python3.13 here: install one, or name it in PYTHON" >&2; exit 3; }
         echo "making .venv with $python" >&2
         "$python" -m venv .venv || { echo "could not make .venv: $python needs its venv module" >&2; exit 3; }
     fi

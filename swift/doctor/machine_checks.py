@@ -11,7 +11,7 @@ GIB = 1 << 30
 DAY_S = 86400.0
 
 # Those of pyproject.toml.
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = ((3, 11), (3, 12), (3, 13))
 LEAST = {"grpcio": (1, 85), "protobuf": (7, 35), "torch": (2, 12)}
 TORCH_BELOW = (2, 16)
 

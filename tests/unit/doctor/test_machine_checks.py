@@ -100,9 +100,9 @@ def test_what_the_project_takes_is_what_is_judged() -> None:
 
 
 CASES = [
-    (software(python=(3, 10, 0)), "python", "fail", "use Python 3.11 or 3.12"),
-    (software(python=(3, 12, 1)), "python", "ok", ""),
-    (software(python=(3, 13, 0)), "python", "fail", "use Python"),
+    (software(python=(3, 10, 0)), "python", "fail", "use Python 3.11 or 3.12 or 3.13"),
+    (software(python=(3, 13, 1)), "python", "ok", ""),
+    (software(python=(3, 14, 0)), "python", "fail", "use Python"),
     (packages(torch=None), "torch", "warn", "servers need none"),
     (packages(torch="2.11.1"), "torch", "fail", "too old"),
     (packages(torch="2.16.0"), "torch", "warn", "not tried"),
