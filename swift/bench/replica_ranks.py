@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from swift.bench.replica import COPIES, RAW, RAW_NEW
 from swift.checkpoint.state import split
 from swift.runtime.backends import default_backend
-from swift.runtime.communicator import Communicator
 from swift.runtime.groups import ReconfigurableGroup
+from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_store import MasterStores
 from swift.runtime.replica import Transfer, receive_state, send_state
 
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> None:
     store = PrefixStore("bench", TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)))
     backend = default_backend()
     group = ReconfigurableGroup("world", range(JOINER + 1), rank, backend, step=None, gate=None)
-    communicator = Communicator(backend, rank, [group], group, stores=MasterStores())
+    communicator = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     communicator.build(1)
     result = measure(rank, store, mebibytes << 20, rounds)
     if rank == JOINER:

@@ -28,8 +28,8 @@ from swift.recovery.assignment import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
 from swift.runtime.capture import Capture, capture_for
-from swift.runtime.communicator import Interrupted
 from swift.runtime.faults import FaultInjector
+from swift.runtime.process_groups import Interrupted
 from swift.runtime.profiling import StepProfile
 from swift.runtime.rng import Randomness
 from swift.runtime.shapes import Shapes

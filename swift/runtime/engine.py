@@ -27,7 +27,6 @@ from swift.recovery import Assignment, RankMeasured
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.checkpointing import Saving
-from swift.runtime.communicator import Communicator
 from swift.runtime.config import SessionConfig
 from swift.runtime.differences import Differences
 from swift.runtime.ending import Ending
@@ -40,6 +39,7 @@ from swift.runtime.measures import Measures, progress
 from swift.runtime.member import Member
 from swift.runtime.membership import Membership
 from swift.runtime.own_log import OwnLog
+from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_recovery import RankRecovery
 from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.restore import Restorer
@@ -63,7 +63,7 @@ class Engine:
         rank: int,
         config: SessionConfig,
         member: Member,
-        communicator: Communicator,
+        communicator: ProcessGroups,
         channel: Channel,
         state: TrainerState,
         store: CheckpointStore,

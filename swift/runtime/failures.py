@@ -8,9 +8,9 @@ import time
 
 from swift import events
 from swift.errors import LogError, LogUnavailable, ReplayRefused, SwiftError, UsageError, is_difference
-from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.errors import advice_on, let_go, words_of
 from swift.runtime.member import RESAY_S, Member
+from swift.runtime.process_groups import Interrupted, ProcessGroups
 from swift.runtime.retries import Retries
 
 _NOTICE_POLL_S = 0.005
@@ -25,7 +25,7 @@ class Failures:
         self,
         rank: int,
         member: Member,
-        communicator: Communicator,
+        communicator: ProcessGroups,
         retries: Retries,
         suspicion_timeout_s: float,
     ) -> None:

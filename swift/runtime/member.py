@@ -18,7 +18,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
 from swift.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob
 from swift.recovery import RankMeasured
-from swift.runtime.communicator import Interrupted
+from swift.runtime.process_groups import Interrupted
 
 ENV_RUN = "SWIFT_RUN"
 """The launcher that started this process."""

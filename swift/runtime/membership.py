@@ -14,10 +14,10 @@ from swift._pb import coordinator_pb2 as pb
 from swift.control.plans import PublishedPlan, of_view
 from swift.errors import LogInterrupted
 from swift.recovery import Assignment
-from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.failures import Failures
 from swift.runtime.member import Member, is_filled
 from swift.runtime.own_log import OwnLog
+from swift.runtime.process_groups import Interrupted, ProcessGroups
 
 
 class Membership:
@@ -28,7 +28,7 @@ class Membership:
         rank: int,
         assignment: Assignment,
         member: Member,
-        communicator: Communicator,
+        communicator: ProcessGroups,
         log: OwnLog,
         failures: Failures,
         report: Callable[[pb.View], None],

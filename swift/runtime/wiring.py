@@ -20,7 +20,6 @@ from swift.runtime.audit import Audit
 from swift.runtime.backends import default_backend
 from swift.runtime.backends.base import Backend
 from swift.runtime.channel import Channel
-from swift.runtime.communicator import Communicator
 from swift.runtime.config import SessionConfig
 from swift.runtime.crossing import Crossing
 from swift.runtime.differences import Differences
@@ -32,6 +31,7 @@ from swift.runtime.lines import Lines
 from swift.runtime.losses import Losses
 from swift.runtime.member import Member
 from swift.runtime.model_parts import ModelParts
+from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, is_ordered
 from swift.runtime.state import TrainerState
@@ -78,7 +78,7 @@ class Parts:
         store = _checked_store(checkpoint_dir, rank, member)
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)
-        communicator = Communicator(backend, rank, all_groups, default=groups["world"], stores=stores)
+        communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
         channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
         losses = Losses(rank, config.non_finite_loss, channel)
         differences = Differences(member.client)
@@ -140,7 +140,7 @@ def _channel_of(
     config: SessionConfig,
     backend: Backend,
     faults: FaultInjector,
-    communicator: Communicator,
+    communicator: ProcessGroups,
     member: Member,
 ) -> Channel:
     return Channel(

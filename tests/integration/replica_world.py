@@ -22,9 +22,9 @@ from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers
 from swift.recovery import Assignment
 from swift.runtime.backends.gloo import GlooBackend
-from swift.runtime.communicator import Communicator, Interrupted
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.manifest import local
+from swift.runtime.process_groups import Interrupted, ProcessGroups
 from swift.runtime.rank_store import MasterStores
 from swift.runtime.replica import DefaultGroup, Transfer, receive_state, send_state
 from swift.runtime.tensors import digest
@@ -82,7 +82,7 @@ class Rank:
             for name, ranks in kinds.items()
         }
         groups = list(self.groups.values())
-        self.communicator = Communicator(backend, rank, groups, groups[0], stores=MasterStores())
+        self.communicator = ProcessGroups(backend, rank, groups, groups[0], stores=MasterStores())
         if build:
             self.communicator.build(1)
             dist.barrier()

@@ -11,7 +11,7 @@ EVERYTHING = textwrap.dedent(
     import json, sys
     import torch, torch.distributed as dist
     from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.communicator import Communicator
+    from swift.runtime.process_groups import ProcessGroups
     from swift.runtime.groups import ReconfigurableGroup
     from swift.runtime.rank_store import MasterStores
 
@@ -19,7 +19,7 @@ EVERYTHING = textwrap.dedent(
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("default", range(world), rank, backend, step=None, gate=None)
-    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     wrong = []
 
     def check(name, got, expected):

@@ -17,7 +17,7 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     import json, sys, threading, time
     import torch
     from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.communicator import Communicator
+    from swift.runtime.process_groups import ProcessGroups
     from swift.runtime.groups import ReconfigurableGroup
     from swift.runtime.rank_store import MasterStores
     from swift.runtime.reducer import Reducer
@@ -26,7 +26,7 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("data", range(world), rank, backend, step=None, gate=None)
-    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     reducer = Reducer(group, lambda: world, ordered=ordered)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
     sums = [torch.full((1 << 20,), sum(r + 1.0 + n for r in range(world)) / world) for n in range(4)]
@@ -78,7 +78,7 @@ DDP_LIVES_ON = textwrap.dedent(
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.communicator import Communicator
+    from swift.runtime.process_groups import ProcessGroups
     from swift.runtime.groups import ReconfigurableGroup
     from swift.runtime.rank_store import MasterStores
 
@@ -86,7 +86,7 @@ DDP_LIVES_ON = textwrap.dedent(
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("data", [0, 1], rank, backend, step=None, gate=None, swallow=True)
-    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     torch.manual_seed(7)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(

@@ -25,7 +25,7 @@ from swift.runtime import _torch
 from swift.runtime.backends.base import Wire
 from swift.runtime.backends.runner import Broken
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
-from swift.runtime.communicator import Interrupted
+from swift.runtime.process_groups import Interrupted
 from swift.runtime.receive_buffers import available_memory
 from swift.runtime.rng import kept
 from swift.runtime.shared_replay.actions import Action

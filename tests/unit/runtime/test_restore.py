@@ -19,9 +19,9 @@ from swift.log.record import RecordKey
 from swift.log.unlogged import Steps, mark
 from swift.recovery import Plan, RankPlan, Strategy
 from swift.runtime import own_streams
-from swift.runtime.communicator import Interrupted
 from swift.runtime.config import SessionConfig
 from swift.runtime.faults import FaultInjector
+from swift.runtime.process_groups import Interrupted
 from swift.runtime.restore import Restorer
 from swift.runtime.strategies import replica
 from tests.unit.runtime.wired import state_of, updates_of

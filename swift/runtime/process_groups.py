@@ -40,7 +40,7 @@ class Interrupted(Exception):
     """A newer generation was made: the step that is under way is dropped."""
 
 
-class Communicator:
+class ProcessGroups:
     """The groups of the generation that this rank is in.
 
     (main thread) ``build(generation)`` … communicate …

@@ -19,14 +19,14 @@ WORKER = textwrap.dedent(
     from pathlib import Path
     import torch, torch.distributed as dist
     from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.communicator import Communicator
+    from swift.runtime.process_groups import ProcessGroups
     from swift.runtime.groups import ReconfigurableGroup
     from swift.runtime.rank_store import MasterStores
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()
     group = ReconfigurableGroup("world", range(4), rank, backend, step=None, gate=None)
-    comm = Communicator(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     entered = 1
 
     def say(name, **fields):
