@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
+    from swift.runtime.communicator import Communicator as Communicator
     from swift.runtime.config import SessionConfig as SessionConfig
     from swift.runtime.session import Session as Session
 
-__all__ = ["Session", "SessionConfig"]
+__all__ = ["Communicator", "Session", "SessionConfig"]
 __version__ = "0.1.0"
 
 
@@ -38,4 +39,8 @@ def __getattr__(name: str) -> Any:
         from swift.runtime.config import SessionConfig
 
         return SessionConfig
+    if name == "Communicator":
+        from swift.runtime.communicator import Communicator
+
+        return Communicator
     raise AttributeError(f"module 'swift' has no attribute {name!r}")

@@ -11,6 +11,7 @@ SwiftError
 ├── Fenced                     this process belongs to an older generation and must stop
 ├── NonFiniteLoss              a loss is not finite, and the trainer's settings end the job; exit code 1
 ├── JobFailed                  the job cannot go on, for another rank's reason; exit code 1
+├── MembersLost                an agreement was reached without members that were lost (`swift.Communicator.agree`)
 ├── JoinRefused                the coordinator refuses this rank (fingerprint, configuration, holder)
 ├── LogError
 │   ├── StaleGeneration        an append under a fenced generation
@@ -76,6 +77,17 @@ class JobFailed(SwiftError):
     """The job cannot go on; the message is the coordinator's reason."""
 
     exit_code = 1
+
+
+class MembersLost(SwiftError):
+    """Members of a communicator were lost, and not all of the others had acknowledged it. All get the same."""
+
+    def __init__(self, value: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(f"lost: ranks {', '.join(map(str, ranks))}; agreed without them: {value}")
+        self.value = value
+        """What was agreed."""
+        self.ranks = ranks
+        """Their numbers in this generation."""
 
 
 class JoinRefused(SwiftError):

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.coordinator.row import Origin, State
+from services.coordinator.row import Origin, State, VoteKind
 from swift.recovery import RankMeasured, StreamSummary
 
 # --- commands ---
@@ -175,6 +175,33 @@ class Finish:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Revoke:
+    """A group of a generation is not used any more."""
+
+    sender: Sender
+    generation: int
+    reason: str
+    label: str = ""
+    """Its name; empty: all groups."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vote:
+    """What a member brings to a decision of its communicator."""
+
+    sender: Sender
+    generation: int
+    number: int
+    """Of the decision, from 0 in every generation."""
+    kind: VoteKind
+    value: int = 0
+    acknowledged: frozenset[int] = frozenset()
+    """Slots whose loss it knows of."""
+    reason: str = ""
+    """BUILT, 0: why they could not be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
     """A launcher was told to stop, and its ranks have ended."""
 
@@ -287,6 +314,8 @@ Command = (
     | Differs
     | Finish
     | Fail
+    | Revoke
+    | Vote
     | Stop
     | Tick
     | LogsFenced
@@ -313,7 +342,8 @@ class Persist:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishView:
-    pass
+    at_once: bool = False
+    """Members act on what is new in it, though state and generation are as before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,15 +58,15 @@ from swift.recovery import Report
 class Job(Transitions):
     """One job. Not thread-safe; `now` is monotonic seconds and never goes back."""
 
-    @staticmethod
+    @classmethod
     def create(
-        job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
+        cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
     ) -> "Job":
         """The job that a first Join makes. `step` it with that Join."""
         check_first(join)
         row = first_row(job, log_servers, join, copies)
         begin(row, join.origin)
-        return Job(row, timing, now, log_servers)
+        return cls(row, timing, now, log_servers)
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
         """The effects of a command. Refusal: it was not taken, and nothing has changed."""
@@ -126,6 +126,8 @@ class Job(Transitions):
                 return self._change_log_servers(command, now)
             case m.ChangeGroups():
                 return self._told([self._groups_event()]) if self.regroup.ask(command) else []
+            case m.Revoke() | m.Vote():
+                raise Refusal(Refused.INVALID, f"job {self.row.job} is a session's, not a communicator's")
 
     def resume(self) -> list[Effect]:
         """The effects of the state this row is in, said again after a restart."""

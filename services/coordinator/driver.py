@@ -21,6 +21,7 @@ from services.coordinator import origins
 from services.coordinator.apart import Apart
 from services.coordinator.command_checks import is_stale
 from services.coordinator.commands import Refusal
+from services.coordinator.communicators import job_class
 from services.coordinator.core import Job
 from services.coordinator.lives import starts_again
 from services.coordinator.logs import LogControl
@@ -129,7 +130,8 @@ class Driver:
             if row is None:
                 continue
             self._revisions[name] = parts[row_key(name)].revision
-            job = self._jobs[name] = Job(row, self.timing, self._clock(), self._log_servers, values)
+            kind = job_class(row.config)
+            job = self._jobs[name] = kind(row, self.timing, self._clock(), self._log_servers, values)
             moved = self._relocated(job)
             self._publish(row)
             events.emit(
@@ -230,7 +232,8 @@ class Driver:
                 chosen = origins.chosen(name, origin, None if other is None else other.row, join)
                 join = replace(join, origin=chosen)
         if job is None:
-            job = Job.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
+            kind = job_class(join.config)
+            job = kind.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
             self._step(job, join)
             self._jobs[name] = job
         else:
@@ -419,6 +422,8 @@ class Driver:
                     if job.row.job not in published:
                         self._publish(job.row)
                         published.add(job.row.job)
+                    if effect.at_once:
+                        self._show(job.row)
                 case _Show():
                     self._show(job.row)
                 case m.Emit():

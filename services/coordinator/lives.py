@@ -24,6 +24,8 @@ from swift.views import STARTED_AGAIN
 
 LASTING = ("replicas", "shards")
 """What a checkpoint's shards were made by: a new start cannot have it otherwise."""
+KINDS = ("communicator",)
+"""What a job is for good."""
 
 
 def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: int) -> JobRow:
@@ -53,6 +55,7 @@ def check_start(row: JobRow, join: m.Join) -> None:
     """Refusal: it is not the job that its checkpoints are of."""
     wanted = [("world size", str(row.world_size), str(join.world_size))]
     wanted += [(key, row.config.get(key, "1"), join.config.get(key, "1")) for key in LASTING]
+    wanted += [(key, row.config.get(key, "0"), join.config.get(key, "0")) for key in KINDS]
     for name, before, now in wanted:
         if before != now:
             raise Refusal(

@@ -16,7 +16,18 @@ from typing import Any
 import crc32c
 import xxhash
 
-from services.coordinator.row import Copy, End, Holder, JobRow, LogServer, Origin, RankLogs, State
+from services.coordinator.row import (
+    Copy,
+    Decision,
+    End,
+    Holder,
+    JobRow,
+    LogServer,
+    Origin,
+    RankLogs,
+    State,
+    VoteKind,
+)
 from services.coordinator.store import Stored
 from services.coordinator.tables import Table
 from swift.recovery import Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
@@ -213,6 +224,10 @@ def _rank_logs(value: dict[str, Any]) -> RankLogs:
     return RankLogs(**{**value, "copies": tuple(Copy(**copy) for copy in value["copies"])})
 
 
+def _decision(value: dict[str, Any]) -> Decision:
+    return Decision(**{**value, "kind": VoteKind(value["kind"]), "failed": tuple(value["failed"])})
+
+
 def _refusals(value: dict[str, Any]) -> Refusals:
     return Refusals(**{**value, "strategies": tuple(map(Strategy, value["strategies"]))})
 
@@ -248,6 +263,8 @@ TABLES: Mapping[str, tuple[Callable[[str], Any], FromJson]] = {
     "shards": (int, frozenset),
     "groups_from": (int, _same),
     "vacant": (int, _same),
+    "taking_part": (int, _same),
+    "decisions": (int, _decision),
 }
 """Field -> how its keys and its values are read."""
 
@@ -258,6 +275,7 @@ WHOLE: Mapping[str, FromJson] = {
     "runs": _same,
     "plan": _plan,
     "sources": _same,
+    "revoked": _same,
 }
 
 _FROM_JSON: Mapping[str, FromJson] = {

@@ -118,6 +118,27 @@ class End:
     reason: str
 
 
+class VoteKind(enum.StrEnum):
+    """What the members of a communicator decide together; `coordinator.proto` has what each means."""
+
+    BUILT = "BUILT"
+    AGREE = "AGREE"
+    SHRINK = "SHRINK"
+    GROW = "GROW"
+    MISMATCH = "MISMATCH"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What the members of a communicator have decided."""
+
+    kind: VoteKind
+    value: int = 0
+    failed: tuple[int, ...] = ()
+    """Slots that were lost, and that not all had acknowledged."""
+    words: str = ""
+
+
 @dataclass(kw_only=True, slots=True)
 class JobRow:
     """All durable state of a job. Its fields, and entries of its tables, are replaced; nothing in them is changed."""
@@ -230,6 +251,13 @@ class JobRow:
     """Of the last wish."""
     groups_from: dict[int, int] = field(default_factory=Table)
     """rank -> the version since when it logs by the wanted ones."""
+
+    taking_part: dict[int, int] = field(default_factory=Table)
+    """(of a communicator's job, as the two that follow) Slot -> the id of the member that is in this generation."""
+    revoked: dict[str, str] = field(default_factory=dict)
+    """Groups of this generation that nobody uses any more, by their label (all of them: empty), and why."""
+    decisions: dict[int, Decision] = field(default_factory=Table)
+    """Number -> what was decided in this generation; the last two."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """A dict becomes a Table, so that what changes in it is known."""

@@ -13,6 +13,7 @@ from services.coordinator.apart import JobApart
 from services.coordinator.commands import Refusal, Refused
 from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
 from services.coordinator.logs import check_address
+from services.coordinator.row import VoteKind
 from services.coordinator.updates import Updates
 from services.security.interceptors import visit_of
 from swift._pb import coordinator_pb2 as pb
@@ -39,6 +40,13 @@ CODES = {
     Refused.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
+_KINDS = {
+    pb.BUILT: VoteKind.BUILT,
+    pb.AGREE: VoteKind.AGREE,
+    pb.SHRINK: VoteKind.SHRINK,
+    pb.GROW: VoteKind.GROW,
+}
+"""What a member may vote for."""
 APART = ((REASON_KEY, Reason.APART.value),)
 
 T = TypeVar("T")
@@ -293,6 +301,32 @@ class Servicer(pb_grpc.CoordinatorServicer):
         command = m.Fail(sender=sender, reason=_said(request.reason, LONGEST_REASON) or "no reason given")
         return await self._ack(context, request.job, command)
 
+    async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.Ack:
+        command = m.Revoke(
+            sender=_sender(request),
+            generation=request.generation,
+            reason=_said(request.reason, LONGEST_REASON) or "no reason given",
+            label=_said(request.label, LONGEST_REASON),
+        )
+        return await self._ack(context, request.job, command)
+
+    async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.Ack:
+        if request.kind not in _KINDS:
+            self._refused(Refused.INVALID.name.lower())
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"a vote for {request.kind}: there is no such"
+            )
+        command = m.Vote(
+            sender=_sender(request),
+            generation=request.generation,
+            number=request.number,
+            kind=_KINDS[request.kind],
+            value=request.value,
+            acknowledged=frozenset(request.acknowledged[:WORLD_SIZE_MAX]),
+            reason=_said(request.reason, LONGEST_REASON),
+        )
+        return await self._ack(context, request.job, command)
+
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
         command = m.Stop(
             run=_said(request.run, LONGEST_ID),
@@ -350,6 +384,8 @@ _FromMember = (
     | pb.SuspectRequest
     | pb.FinishRequest
     | pb.FailRequest
+    | pb.RevokeRequest
+    | pb.VoteRequest
     | pb.ShareRequest
 )
 

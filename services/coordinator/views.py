@@ -1,9 +1,10 @@
 """From a row to the messages that show it."""
 
 from services.coordinator.commands import Replaying, Unsaved
+from services.coordinator.communicators import lost_slots
 from services.coordinator.core import Job
 from services.coordinator.messages_text import waiting_for
-from services.coordinator.row import Holder, JobRow, State
+from services.coordinator.row import Decision, Holder, JobRow, State
 from swift._pb import coordinator_pb2 as pb
 from swift.control.measured import to_message
 from swift.control.plans import encoded
@@ -55,6 +56,21 @@ def view_of(row: JobRow) -> pb.View:
         ends_of=row.end.num_steps if row.end is not None else 0,
         from_job=row.origin.job if row.origin is not None else "",
         from_version=row.origin.version if row.origin is not None else 0,
+        taking_part=[pb.Seat(slot=slot, member=id) for slot, id in sorted(row.taking_part.items())],
+        lost=lost_slots(row),
+        left=[slot for slot in lost_slots(row) if slot in row.finished],
+        revoked=row.revoked,
+        decisions=[_decision(number, made) for number, made in sorted(row.decisions.items())],
+    )
+
+
+def _decision(number: int, made: Decision) -> pb.Decision:
+    return pb.Decision(
+        number=number,
+        kind=pb.VoteKind.Value(made.kind),
+        value=made.value,
+        failed=made.failed,
+        words=made.words,
     )
 
 

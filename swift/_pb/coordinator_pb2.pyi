@@ -101,6 +101,39 @@ REPLICA: Strategy.ValueType  # 7
 """receives the state from ranks that hold the same one (`sources`)"""
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
 
+class _VoteKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VoteKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VoteKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VOTE_KIND_UNSPECIFIED: _VoteKind.ValueType  # 0
+    BUILT: _VoteKind.ValueType  # 1
+    """the groups of this generation are connected (1) or could not be (0): all of them, or another generation"""
+    AGREE: _VoteKind.ValueType  # 2
+    """a value: the bits that all have set"""
+    SHRINK: _VoteKind.ValueType  # 3
+    """another generation, of those that are left"""
+    GROW: _VoteKind.ValueType  # 4
+    """... and of those that wait; without any: nothing"""
+    MISMATCH: _VoteKind.ValueType  # 5
+    """(decision) members have called different things; nothing comes of it"""
+
+class VoteKind(_VoteKind, metaclass=_VoteKindEnumTypeWrapper): ...
+
+VOTE_KIND_UNSPECIFIED: VoteKind.ValueType  # 0
+BUILT: VoteKind.ValueType  # 1
+"""the groups of this generation are connected (1) or could not be (0): all of them, or another generation"""
+AGREE: VoteKind.ValueType  # 2
+"""a value: the bits that all have set"""
+SHRINK: VoteKind.ValueType  # 3
+"""another generation, of those that are left"""
+GROW: VoteKind.ValueType  # 4
+"""... and of those that wait; without any: nothing"""
+MISMATCH: VoteKind.ValueType  # 5
+"""(decision) members have called different things; nothing comes of it"""
+Global___VoteKind: _TypeAlias = VoteKind  # noqa: Y015
+
 @_typing.final
 class Ack(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -477,6 +510,26 @@ class View(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RevokedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -511,6 +564,11 @@ class View(_message.Message):
     ENDS_AT_FIELD_NUMBER: _builtins.int
     ENDS_OF_FIELD_NUMBER: _builtins.int
     VACANT_FIELD_NUMBER: _builtins.int
+    TAKING_PART_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     generation: _builtins.int
     state: Global___State.ValueType
@@ -592,6 +650,22 @@ class View(_message.Message):
     def vacant(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots that nobody holds, nor is to hold: a generation is built of the members alone."""
 
+    @_builtins.property
+    def taking_part(self) -> _containers.RepeatedCompositeFieldContainer[Global___Seat]:
+        """Of a communicator's job. Who the groups of this generation are made of, by slot; those of them that are not there
+        any more; the groups that nobody uses any more, and why, by their label (all of them: ""); the last decisions.
+        """
+
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def revoked(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]: ...
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """those of `lost` that have finished: what they had begun, they have done"""
+
     def __init__(
         self,
         *,
@@ -629,10 +703,15 @@ class View(_message.Message):
         ends_at: _builtins.int | None = ...,
         ends_of: _builtins.int = ...,
         vacant: _abc.Iterable[_builtins.int] | None = ...,
+        taking_part: _abc.Iterable[Global___Seat] | None = ...,
+        lost: _abc.Iterable[_builtins.int] | None = ...,
+        revoked: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        decisions: _abc.Iterable[Global___Decision] | None = ...,
+        left: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "ends_at", b"ends_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "runs", b"runs", "setbacks", b"setbacks", "state", b"state", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "decisions", b"decisions", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "left", b"left", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "lost", b"lost", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "revoked", b"revoked", "runs", b"runs", "setbacks", b"setbacks", "state", b"state", "taking_part", b"taking_part", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
@@ -652,6 +731,147 @@ class View(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__inexact_since) -> _WhichOneofReturnType__inexact_since | None: ...
 
 Global___View: _TypeAlias = View  # noqa: Y015
+
+@_typing.final
+class Seat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    member: _builtins.int
+    """id"""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        member: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Seat: _TypeAlias = Seat  # noqa: Y015
+
+@_typing.final
+class Decision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """from 0 in every generation"""
+    kind: Global___VoteKind.ValueType
+    value: _builtins.int
+    words: _builtins.str
+    """MISMATCH: what was called"""
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """AGREE: slots that were lost, and that not all had acknowledged"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        kind: Global___VoteKind.ValueType = ...,
+        value: _builtins.int = ...,
+        failed: _abc.Iterable[_builtins.int] | None = ...,
+        words: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "kind", b"kind", "number", b"number", "value", b"value", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class RevokeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    rank: _builtins.int
+    incarnation: _builtins.str
+    generation: _builtins.int
+    reason: _builtins.str
+    label: _builtins.str
+    """of one group; empty: all"""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        label: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "label", b"label", "rank", b"rank", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeRequest: _TypeAlias = RevokeRequest  # noqa: Y015
+
+@_typing.final
+class VoteRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    rank: _builtins.int
+    incarnation: _builtins.str
+    generation: _builtins.int
+    number: _builtins.int
+    kind: Global___VoteKind.ValueType
+    value: _builtins.int
+    reason: _builtins.str
+    """BUILT, 0: why"""
+    @_builtins.property
+    def acknowledged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """slots whose loss this member knows of"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        number: _builtins.int = ...,
+        kind: Global___VoteKind.ValueType = ...,
+        value: _builtins.int = ...,
+        acknowledged: _abc.Iterable[_builtins.int] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "generation", b"generation", "incarnation", b"incarnation", "job", b"job", "kind", b"kind", "number", b"number", "rank", b"rank", "reason", b"reason", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VoteRequest: _TypeAlias = VoteRequest  # noqa: Y015
 
 @_typing.final
 class JoinRequest(_message.Message):

@@ -114,6 +114,16 @@ class CoordinatorStub:
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
                 response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Revoke = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Revoke',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.RevokeRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
+        self.Vote = channel.unary_unary(
+                '/swift.coordinator.v1.Coordinator/Vote',
+                request_serializer=swift_dot___pb_dot_coordinator__pb2.VoteRequest.SerializeToString,
+                response_deserializer=swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/swift.coordinator.v1.Coordinator/Stop',
                 request_serializer=swift_dot___pb_dot_coordinator__pb2.StopRequest.SerializeToString,
@@ -274,6 +284,23 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Revoke(self, request, context):
+        """(member of a communicator) A group of this generation, or all of them, are not used any more: the View says so, and
+        every member leaves whatever it waits in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Vote(self, request, context):
+        """(every member of a communicator that takes part) What it brings to the next decision. It is made once all that take
+        part and live have voted, and stands in the View: as an entry of `decisions`, or as a new generation. A member votes
+        again until it sees it: votes are kept in memory alone, decisions are durable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stop(self, request, context):
         """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
         of the last ones have said so.
@@ -406,6 +433,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'Fail': grpc.unary_unary_rpc_method_handler(
                     servicer.Fail,
                     request_deserializer=swift_dot___pb_dot_coordinator__pb2.FailRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'Revoke': grpc.unary_unary_rpc_method_handler(
+                    servicer.Revoke,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.RevokeRequest.FromString,
+                    response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
+            ),
+            'Vote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Vote,
+                    request_deserializer=swift_dot___pb_dot_coordinator__pb2.VoteRequest.FromString,
                     response_serializer=swift_dot___pb_dot_coordinator__pb2.Ack.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
@@ -870,6 +907,60 @@ class Coordinator:
             target,
             '/swift.coordinator.v1.Coordinator/Fail',
             swift_dot___pb_dot_coordinator__pb2.FailRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Revoke(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Revoke',
+            swift_dot___pb_dot_coordinator__pb2.RevokeRequest.SerializeToString,
+            swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Vote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swift.coordinator.v1.Coordinator/Vote',
+            swift_dot___pb_dot_coordinator__pb2.VoteRequest.SerializeToString,
             swift_dot___pb_dot_coordinator__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -95,6 +95,15 @@ class CoordinatorStub:
     """
     Fail: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+    Revoke: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RevokeRequest, _coordinator_pb2.Ack]
+    """(member of a communicator) A group of this generation, or all of them, are not used any more: the View says so, and
+    every member leaves whatever it waits in.
+    """
+    Vote: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.VoteRequest, _coordinator_pb2.Ack]
+    """(every member of a communicator that takes part) What it brings to the next decision. It is made once all that take
+    part and live have voted, and stands in the View: as an entry of `decisions`, or as a new generation. A member votes
+    again until it sees it: votes are kept in memory alone, decisions are durable.
+    """
     Stop: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRequest, _coordinator_pb2.Ack]
     """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
     of the last ones have said so.
@@ -177,6 +186,15 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     Fail: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.FailRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+    Revoke: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RevokeRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(member of a communicator) A group of this generation, or all of them, are not used any more: the View says so, and
+    every member leaves whatever it waits in.
+    """
+    Vote: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.VoteRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
+    """(every member of a communicator that takes part) What it brings to the next decision. It is made once all that take
+    part and live have voted, and stands in the View: as an entry of `decisions`, or as a new generation. A member votes
+    again until it sees it: votes are kept in memory alone, decisions are durable.
+    """
     Stop: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRequest, _coordinator_pb2.Ack]  # type: ignore[assignment]
     """(launcher) It was told to stop (a signal), and its ranks have ended. STOPPED once no rank is left and all launchers
     of the last ones have said so.
@@ -352,6 +370,27 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
         """(rank, launcher) The job cannot go on (an error in the user's code, no replacement left)."""
+
+    @_abc_1.abstractmethod
+    def Revoke(
+        self,
+        request: _coordinator_pb2.RevokeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(member of a communicator) A group of this generation, or all of them, are not used any more: the View says so, and
+        every member leaves whatever it waits in.
+        """
+
+    @_abc_1.abstractmethod
+    def Vote(
+        self,
+        request: _coordinator_pb2.VoteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Ack, _abc.Awaitable[_coordinator_pb2.Ack]]:
+        """(every member of a communicator that takes part) What it brings to the next decision. It is made once all that take
+        part and live have voted, and stands in the View: as an entry of `decisions`, or as a new generation. A member votes
+        again until it sees it: votes are kept in memory alone, decisions are durable.
+        """
 
     @_abc_1.abstractmethod
     def Stop(

@@ -379,6 +379,37 @@ class CoordinatorClient:
         )
         self._call(self._stub.Finish, request)
 
+    def revoke(self, generation: int, reason: str, label: str = "") -> None:
+        """(member of a communicator) Nobody uses that group, or any one, of that generation any more."""
+        self._call(
+            self._stub.Revoke,
+            pb.RevokeRequest(job=self.job, **self._me(), generation=generation, reason=reason, label=label),
+        )
+
+    def vote(
+        self,
+        generation: int,
+        number: int,
+        kind: "pb.VoteKind.ValueType",
+        value: int = 0,
+        acknowledged: Iterable[int] = (),
+        reason: str = "",
+    ) -> None:
+        """(member of a communicator) What this one brings to a decision. Vote again until the View has the decision."""
+        self._call(
+            self._stub.Vote,
+            pb.VoteRequest(
+                job=self.job,
+                **self._me(),
+                generation=generation,
+                number=number,
+                kind=kind,
+                value=value,
+                acknowledged=acknowledged,
+                reason=reason,
+            ),
+        )
+
     # --- calls of a launcher, and of anyone ---
 
     def member_exited(self, rank: int, pid: int, exit_code: int, incarnation: str = "") -> None:

@@ -302,6 +302,7 @@ class ReplacingAgent(SimpleElasticAgent):
             has_run=self._has_run or _has_run(view),  # of which it may only be told in the same moment
             finished=view is not None and view.state == pb.FINISHED,
             can_return=view is not None and view.HasField("final_version"),
+            may_shrink=view is not None and bool(view.taking_part),
         )
         verdict = judge_exit(child.rank, child.exit_code, situation)
         if verdict.action == Action.STOP:
@@ -312,6 +313,11 @@ class ReplacingAgent(SimpleElasticAgent):
             # Nothing seen yet: then it was in the first one, at the earliest.
             generation = 1 if view is None else view.generation
             self._replace(local_rank, verdict.reason, generation, child.incarnation)
+            return
+        if verdict.action == Action.VACANT:
+            say(verdict.reason)
+            if not self._ranks and not self._done:  # nobody of this launcher's is left
+                self._lost_code = 1
             return
         self._done[local_rank] = child
         if not situation.finished:

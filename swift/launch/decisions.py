@@ -19,6 +19,8 @@ class Action(enum.Enum):
     REPLACE = "replace"
     LOST = "lost"
     """The job is finished, so there is nothing to replace it for; the launcher's exit code shows it."""
+    VACANT = "vacant"
+    """The others go on without it."""
     STOP = "stop"
 
 
@@ -35,6 +37,8 @@ class Situation:
     """The coordinator says FINISHED."""
     can_return: bool = False
     """And the last version is in a checkpoint: another process may do again what comes after the end."""
+    may_shrink: bool = False
+    """It is the job of a `swift.Communicator`, whose members decide what follows a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +81,8 @@ def judge_exit(rank: int, exit_code: int, situation: Situation) -> Verdict:
     if situation.attempts >= ATTEMPTS_MAX:
         reason = f"{ended}, the {ATTEMPTS_MAX}th time in a row before the job ran again"
         return Verdict(action=Action.STOP, exit_code=3 if exit_code == 3 else 1, reason=reason)
+    if situation.replacements_left <= 0 and situation.may_shrink:
+        return Verdict(action=Action.VACANT, reason=f"{ended}, and not replaced: --max-restarts is used up")
     if situation.replacements_left <= 0:
         return Verdict(action=Action.STOP, exit_code=1, reason=f"{ended}, and --max-restarts is used up")
     return Verdict(action=Action.REPLACE, reason=ended)

@@ -12,47 +12,58 @@ ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
-    """A rank's part in its job, from its environment variables."""
+class Place:
+    """Which process of which job this is, from its environment variables."""
 
     rank: int
     """The number of its slot."""
-    assignment: Assignment
-    """Of the full world: no slot is vacant."""
+    world_size: int
     coordinator: str
     """host:port"""
     job: str
     incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A rank's part in the job of a session."""
+
+    place: Place
+    assignment: Assignment
+    """Of the full world: no slot is vacant."""
     checkpoint_dir: str
     """The job's own folder in the directory of `--checkpoint-dir`, which jobs may share."""
+
+
+def place_from_environment() -> Place:
+    """Raises UsageError: this process was not started by ``swift-ft run``."""
+    try:
+        place = Place(
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            coordinator=os.environ["SWIFT_COORDINATOR"],
+            job=os.environ["SWIFT_JOB"],
+            incarnation=os.environ["SWIFT_INCARNATION"],
+        )
+    except KeyError as error:
+        raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+    check_job(place.job)  # it becomes a part of a path
+    return place
 
 
 def from_environment(config: SessionConfig) -> Launched:
     """Reads the environment. Raises UsageError: this process was not started by ``swift-ft run``, or `config` does not
     fit the number of ranks."""
-    try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        coordinator, job = os.environ["SWIFT_COORDINATOR"], os.environ["SWIFT_JOB"]
-        incarnation = os.environ["SWIFT_INCARNATION"]
-    except KeyError as error:
-        raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+    place = place_from_environment()
     checkpoints = os.environ.get(ENV_CHECKPOINT_DIR, "")
     if not checkpoints:
         raise UsageError(
             "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
         )
-    check_job(job)  # it becomes a part of a path
     try:
-        assignment = Assignment.grid(world_size, replicas=config.replicas, shards=config.shards)
+        assignment = Assignment.grid(place.world_size, replicas=config.replicas, shards=config.shards)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if leaves_vacant() and (assignment.stage_groups > 1 or assignment.shards > 1):
         raise UsageError(f"{ENV_LEAVE_VACANT}: slots are left vacant in jobs of replicas of one stage only")
-    return Launched(
-        rank=rank,
-        assignment=assignment,
-        coordinator=coordinator,
-        job=job,
-        incarnation=incarnation,
-        checkpoint_dir=os.path.join(checkpoints, job),
-    )
+    return Launched(place=place, assignment=assignment, checkpoint_dir=os.path.join(checkpoints, place.job))

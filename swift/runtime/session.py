@@ -80,11 +80,12 @@ class Session:
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
         here = from_environment(config)
-        events.configure(f"rank{here.rank}")
+        place = here.place
+        events.configure(f"rank{place.rank}")
         return cls(
-            rank=here.rank,
+            rank=place.rank,
             assignment=here.assignment,
-            member=Member(here.coordinator, here.job, here.rank, here.incarnation),
+            member=Member(place.coordinator, place.job, place.rank, place.incarnation),
             checkpoint_dir=here.checkpoint_dir,
             config=config,
         )

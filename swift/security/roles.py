@@ -58,6 +58,8 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
         COORDINATOR + "ChangeGroups": frozenset({Role.OPERATOR}),
         COORDINATOR + "ChangeLogServers": frozenset({Role.OPERATOR}),
         COORDINATOR + "Fail": _MEMBER_OR_OPERATOR,
+        COORDINATOR + "Revoke": _MEMBER,
+        COORDINATOR + "Vote": _MEMBER,
         COORDINATOR + "Stop": _MEMBER,
         COORDINATOR + "Status": _SEE,
         COORDINATOR + "Jobs": _SEE,

@@ -1,0 +1,412 @@
+"""Members of a `swift.Communicator`: what each process of a scenario does (test_communicator.py).
+
+    python communicator_members.py SCENARIO DIRECTORY
+
+Started by `swift-ft run`. What a member has seen it writes to DIRECTORY, in a file of its own, when it has ended well.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import swift
+from swift.errors import MembersLost
+
+Seen = dict[str, Any]
+Communicator = swift.Communicator
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def total(communicator: Communicator, group: Any = None) -> float:
+    """A sum of 1, 2, 4, ... by slot: it tells who has taken part."""
+    tensor = torch.tensor([float(1 << communicator.slot)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def fails(call: Callable[[], object]) -> bool:
+    """Whether it raises as an operation does that a loss, or a revoke, has ended."""
+    try:
+        call()
+    except RuntimeError:
+        return True
+    return False
+
+
+def until_lost(communicator: Communicator, count: int = 1) -> None:
+    while len(communicator.failures()) < count:
+        time.sleep(0.005)
+
+
+def numbers(communicator: Communicator) -> Seen:
+    return {"rank": dist.get_rank(), "size": dist.get_world_size(), "slots": list(communicator.slots)}
+
+
+# --- after ULFM's own tests (ICLDisco/ulfm-testing, api/) ---
+
+
+def err_returns(communicator: Communicator, seen: Seen) -> None:
+    """The last one dies. A barrier of all fails at each survivor, now and later; a group of survivors is in use."""
+    last = communicator.size - 1
+    survivors = None if communicator.rank == last else communicator.group(range(last))
+    dist.barrier()
+    if communicator.rank == last:
+        die()
+    seen["first"] = fails(dist.barrier)
+    seen["survivors"] = total(communicator, survivors)
+    time.sleep(0.5)
+    seen["later"] = fails(dist.barrier)
+    seen["survivors_later"] = total(communicator, survivors)
+
+
+def err_any(communicator: Communicator, seen: Seen) -> None:
+    """Rank 0 takes messages of all others, of whom some die before they have sent all: those that live are heard."""
+    rank, size = communicator.rank, communicator.size
+    pairs = {other: communicator.group([0, other]) for other in range(1, size) if rank in (0, other)}
+    dist.barrier()
+    message = torch.zeros(1)
+    if rank:
+        for number in range(5):
+            if rank % 2 and number == rank:
+                die()
+            dist.send(message.fill_(number), group=pairs[rank], group_dst=0)
+        _agreed(communicator)  # nobody leaves before all are heard: who has left is not there any more
+        return
+    heard, lost = [], []
+    for other, group in pairs.items():
+        try:
+            for number in range(5):
+                dist.recv(message, group=group, group_src=0 if rank else 1)
+                assert message.item() == number
+            heard.append(other)
+        except RuntimeError:
+            lost.append(other)
+    until_lost(communicator, len(lost))
+    seen |= {"heard": heard, "lost": lost, "acknowledged": [f.rank for f in communicator.acknowledge()]}
+    _agreed(communicator)
+
+
+def err_insulation(communicator: Communicator, seen: Seen) -> None:
+    """Two halves. The last one dies: only its half sees an error."""
+    rank, half = communicator.rank, communicator.size // 2
+    group = communicator.group(range(half) if rank < half else range(half, communicator.size))
+    dist.barrier(group=group)
+    if rank == communicator.size - 1:
+        die()
+    until_lost(communicator)
+    seen["failed"] = fails(lambda: [dist.barrier(group=group) for _ in range(20)])
+
+
+def getack(communicator: Communicator, seen: Seen) -> None:
+    """One dies, and is acknowledged; then another one. `agree` tells all the same, whatever each has acknowledged."""
+    rank, size = communicator.rank, communicator.size
+    dist.barrier()
+    if rank == size - 1:
+        die()
+    until_lost(communicator)
+    seen["before"] = _agreed(communicator)
+    if rank == 0:
+        communicator.acknowledge()
+    seen["one_acknowledged"] = _agreed(communicator)
+    communicator.acknowledge()
+    seen["all_acknowledged"] = _agreed(communicator)
+    if rank == size - 2:
+        die()
+    until_lost(communicator, 2)
+    seen["failures"] = [failure.rank for failure in communicator.failures()]
+    seen["another"] = _agreed(communicator)
+    seen["acknowledged"] = [failure.rank for failure in communicator.acknowledge()]
+    seen["in_the_end"] = _agreed(communicator)
+
+
+def _agreed(communicator: Communicator) -> list[Any]:
+    try:
+        return [communicator.agree(0b111 ^ (1 << communicator.rank)), []]
+    except MembersLost as lost:
+        return [lost.value, list(lost.ranks)]
+
+
+def revoke(communicator: Communicator, seen: Seen) -> None:
+    """One group is revoked by its last member, while the others wait in it; the group of all is in use meanwhile."""
+    for _ in range(10):
+        some = communicator.group(range(communicator.size))
+        seen.setdefault("before", []).append(total(communicator, some))
+        dist.barrier()
+        if communicator.rank == communicator.size - 1:
+            communicator.revoke("a test", some)
+        seen.setdefault("revoked", []).append(
+            fails(lambda some=some: [total(communicator, some) for _ in range(9999)])
+        )
+        seen.setdefault("other", []).append(total(communicator))
+        seen.setdefault("error", []).append(communicator.revoked)
+        communicator.shrink()  # groups end with their generation
+
+
+def revshrink(communicator: Communicator, seen: Seen) -> None:
+    """Rank 0 revokes while the others have messages under way and wait in a barrier. 100 times."""
+    size, rank, first = communicator.size, communicator.rank, communicator.generation
+    for _ in range(100):
+        if communicator.rank == 0:
+            communicator.revoke()
+        else:
+            mine, theirs = torch.zeros(1 << 18), torch.zeros(1 << 18)
+            work: list[Any] = []
+            # They may be refused at once, or arrive: the barrier is what must fail.
+            fails(lambda work=work, mine=mine: work.append(dist.isend(mine, (rank + 1) % size)))
+            fails(lambda work=work, theirs=theirs: work.append(dist.irecv(theirs, (rank - 1) % size)))
+            assert fails(dist.barrier)
+            for one in work:
+                fails(one.wait)
+        communicator.shrink()
+        assert total(communicator) == (1 << size) - 1
+        communicator.agree()  # all have their sum, before the next revoke
+    seen |= {"generations": communicator.generation - first, **numbers(communicator)}
+
+
+def revshrinkkill(communicator: Communicator, seen: Seen) -> None:
+    """Members end themselves at random moments, until rank 0 is alone."""
+    chance = random.Random(communicator.slot)
+    barriers = 0
+    while communicator.size > 1:
+        if communicator.slot and chance.random() < 0.05:
+            die()
+        try:
+            dist.barrier()
+            barriers += 1
+        except RuntimeError:
+            communicator.revoke()
+            communicator.shrink()
+    seen |= {"barriers": barriers, **numbers(communicator)}
+
+
+def buddycr(communicator: Communicator, seen: Seen) -> None:
+    """Each keeps a copy of its neighbour's state. One dies; its replacement gets the state from there."""
+    state, copy, saved = torch.full((1 << 16,), float(communicator.slot)), torch.empty(1 << 16), 0
+    iteration, new, size = 0, communicator.generation > 1, communicator.size
+    while iteration < 6:
+        try:
+            if new:
+                iteration, new = _reload(communicator, state, copy), False
+                saved = iteration
+            if iteration % 2 == 0:
+                work = [
+                    dist.isend(state, (communicator.rank + 1) % size),
+                    dist.irecv(copy, (communicator.rank - 1) % size),
+                ]
+                for one in work:
+                    one.wait()
+                saved, kept = iteration, state.clone()
+            iteration += 1
+            if communicator.slot == size // 2 and iteration == 4 and communicator.generation == 1:
+                die()
+            dist.all_reduce(torch.ones(1))
+            state += 1.0
+        except RuntimeError:
+            communicator.revoke()
+            communicator.shrink()
+            while not communicator.grow():
+                time.sleep(0.01)
+            state.copy_(kept)
+            iteration = _reload(communicator, state, copy, saved)
+    seen |= {"state": state[0].item(), "alike": bool((state == state[0]).all()), **numbers(communicator)}
+
+
+def _reload(communicator: Communicator, state: torch.Tensor, copy: torch.Tensor, saved: int = -1) -> int:
+    """All go on at one iteration; whoever is new takes its state from the neighbour to its right."""
+    at = torch.full((communicator.size,), -1.0)
+    at[communicator.rank] = saved
+    dist.all_reduce(at, op=dist.ReduceOp.MAX)
+    for rank, iteration in enumerate(at.tolist()):
+        if iteration >= 0:
+            continue
+        holder = (rank + 1) % communicator.size
+        if communicator.rank == holder:
+            dist.send(copy, rank)
+        elif communicator.rank == rank:
+            dist.recv(state, holder)
+    return int(at.max().item())
+
+
+# --- after torch's test/distributed/test_c10d_fault_tolerance.py ---
+
+
+def shrink_last(communicator: Communicator, seen: Seen) -> None:
+    _shrink_without(communicator, seen, communicator.size - 1)
+
+
+def shrink_middle(communicator: Communicator, seen: Seen) -> None:
+    _shrink_without(communicator, seen, communicator.size // 2)
+
+
+def _shrink_without(communicator: Communicator, seen: Seen, excluded: int) -> None:
+    """It leaves; the others renumber, and reduce, broadcast and pass a ring of messages."""
+    dist.barrier()
+    if communicator.rank == excluded:
+        return
+    until_lost(communicator)
+    communicator.shrink()
+    seen |= {"total": total(communicator), **numbers(communicator)}
+    tensor = torch.full((4,), 42.0 if communicator.rank == 0 else 0.0)
+    dist.broadcast(tensor, 0)
+    seen["broadcast"] = tensor.tolist()
+    own, other = torch.tensor([float(communicator.rank)]), torch.zeros(1)
+    work = [
+        dist.isend(own, (communicator.rank + 1) % communicator.size),
+        dist.irecv(other, (communicator.rank - 1) % communicator.size),
+    ]
+    for one in work:
+        one.wait()
+    seen["ring"] = other.item()
+
+
+def identity(communicator: Communicator, seen: Seen) -> None:
+    """A shrink without a loss: the same members, in another generation."""
+    before = total(communicator)
+    communicator.shrink()
+    seen |= {"before": before, "total": total(communicator), **numbers(communicator)}
+
+
+def down_and_up(communicator: Communicator, seen: Seen) -> None:
+    """Down to one, and up to all again: two die, and their replacements are let in."""
+    if communicator.generation == 1:
+        dist.barrier()
+        if communicator.rank:
+            die()
+        until_lost(communicator, communicator.size - 1)
+        communicator.shrink()
+        seen["alone"] = [total(communicator), communicator.size]
+        while communicator.size < 3:
+            communicator.grow()
+            time.sleep(0.01)
+    else:
+        while communicator.size < 3:
+            communicator.grow()
+            time.sleep(0.01)
+    seen |= {"total": total(communicator), **numbers(communicator)}
+
+
+def late_join(communicator: Communicator, seen: Seen) -> None:
+    """One is lost and comes again long after; the others have worked on, and let it in between two steps."""
+    steps = 0
+    if communicator.generation == 1:
+        if communicator.rank == 1:
+            die()
+        until_lost(communicator)
+        communicator.shrink()
+        while not communicator.grow():
+            seen["meanwhile"] = total(communicator)
+            steps += 1
+    seen |= {"steps": steps, "total": total(communicator), **numbers(communicator)}
+
+
+def split_and_merge(communicator: Communicator, seen: Seen) -> None:
+    """Two groups side by side, and all together again, with the same numbers."""
+    half = communicator.size // 2
+    mine = range(half) if communicator.rank < half else range(half, communicator.size)
+    seen["half"] = total(communicator, communicator.group(mine))
+    seen["all"] = total(communicator)
+    communicator.shrink()
+    seen["merged"] = total(communicator)
+
+
+def after_abort(communicator: Communicator, seen: Seen) -> None:
+    """All have revoked, and nothing works; another generation does."""
+    communicator.revoke("one of several")
+    seen["failed"] = fails(dist.barrier)
+    communicator.shrink()
+    seen["total"] = total(communicator)
+
+
+def used_group(communicator: Communicator, seen: Seen) -> None:
+    """A group of an older generation is refused, whatever it is used for."""
+    old, world = communicator.group(range(communicator.size)), dist.group.WORLD
+    communicator.shrink()
+    seen["failed"] = [_refused(communicator, group) for group in (old, world)]
+    seen["total"] = total(communicator)
+
+
+def _refused(communicator: Communicator, group: Any) -> bool:
+    try:
+        return fails(lambda: total(communicator, group))
+    except ValueError:  # torch does not know the group any more
+        return True
+
+
+def consistent(communicator: Communicator, seen: Seen) -> None:
+    """The first, or whoever it may be, dies inside a collective; all others see an error, and agree on one answer."""
+    dist.barrier()
+    victim = int(os.environ["VICTIM"])
+    if communicator.rank == victim:
+        tensor = torch.ones(1 << 20)
+        dist.all_reduce(tensor, async_op=True)
+        die()
+    seen["failed"] = fails(lambda: [dist.all_reduce(torch.ones(1 << 20)) for _ in range(9999)])
+    seen["agreed"] = _agreed(communicator)
+    communicator.shrink()
+    seen |= {"total": total(communicator), **numbers(communicator)}
+
+
+# --- a loss in the middle ---
+
+
+def dies_in(communicator: Communicator, seen: Seen) -> None:
+    """One dies in `agree`, `revoke`, `shrink` or `grow`, before or after it has told the coordinator."""
+    dist.barrier()
+    where, victim = os.environ["WHERE"], communicator.size - 1
+    if communicator.rank == victim:
+        client = communicator._member.client
+        name, _, when = where.partition(":")
+        call = client.revoke if name == "revoke" else client.vote
+
+        def dying(*arguments: Any) -> None:
+            if when == "after":
+                call(*arguments)
+            die()
+
+        setattr(client, "revoke" if name == "revoke" else "vote", dying)
+    name = where.partition(":")[0]
+    if name == "agree":
+        seen["agreed"] = _agreed(communicator)
+    elif name == "revoke":
+        if communicator.rank == victim:
+            communicator.revoke()
+        seen["failed"] = fails(lambda: [dist.barrier() for _ in range(9999)])
+    elif name == "grow":
+        seen["grown"] = communicator.grow()
+    communicator.shrink()
+    seen |= {"total": total(communicator), **numbers(communicator)}
+
+
+def unlike(communicator: Communicator, seen: Seen) -> None:
+    """They call different things."""
+    try:
+        communicator.agree() if communicator.rank else communicator.grow()
+    except swift.errors.UsageError as error:
+        seen["error"] = str(error)
+
+
+def main() -> None:
+    """SCENARIO may be several, with a comma between them: the same members go through one after the other."""
+    scenarios, directory = sys.argv[1].split(","), Path(sys.argv[2])
+    with swift.Communicator.from_env() as communicator:
+        slot = communicator.slot
+        seen: dict[str, Seen] = {name: {"slot": slot} for name in scenarios}
+        for name in scenarios:
+            globals()[name](communicator, seen[name])
+    (directory / f"{slot}-{os.getpid()}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
