@@ -22,7 +22,7 @@ import grpc
 from swift._pb import coordinator_pb2 as pb
 from swift._pb import coordinator_pb2_grpc as pb_grpc
 from swift.bench.coordinator import PHASE_S
-from swift.control.client import ATTEMPT_TIMEOUT_S, CHANNEL_OPTIONS, RETRY_PAUSE_S
+from swift.control.patience import ATTEMPT_TIMEOUT_S, CHANNEL_OPTIONS, RETRY_PAUSE_S
 
 JOB = "bench"
 CHANNELS = 4

@@ -39,6 +39,8 @@ class Members(Protocol):
 
 
 class SwiftMembers:
+    """Of a `swift.Communicator`."""
+
     errors: type[Exception] = RuntimeError
 
     def __init__(self) -> None:
@@ -66,6 +68,8 @@ class SwiftMembers:
 
 
 class MpiMembers:
+    """Of MPI's world, with ULFM's calls."""
+
     def __init__(self) -> None:
         from mpi4py import MPI
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from swift import control
-from swift.control.client import ATTEMPT_TIMEOUT_S
+from swift.control.patience import ATTEMPT_TIMEOUT_S
 from swift.drill.cluster import EventTail
 from tests.faults.world import Helper
 from tests.integration.coordinator_world import Coordinator

@@ -53,7 +53,7 @@ class Scripted:
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
     Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = _next
-    Differs = Jobs = Stop = Share = Meet = _next
+    Differs = Jobs = Stop = Share = Meet = Revoke = Vote = _next
 
 
 class Served:
@@ -101,8 +101,8 @@ def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
 ) -> None:
     """More calls a second than it takes, say: it is asked again. Whoever is not in the job yet soon hears why."""
     limit = grpc.StatusCode.RESOURCE_EXHAUSTED
-    monkeypatch.setattr("swift.control.client.LIMIT_PAUSE_S", 0.01)
-    monkeypatch.setattr("swift.control.client.LIMIT_PATIENCE_S", 0.05)
+    monkeypatch.setattr("swift.control.patience.LIMIT_PAUSE_S", 0.01)
+    monkeypatch.setattr("swift.control.patience.LIMIT_PATIENCE_S", 0.05)
     served.scripted.script = [*[limit] * 20, pb.Ack()]
     client.ready(3, 7)
     assert len(served.scripted.requests) == 21
