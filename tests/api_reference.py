@@ -21,7 +21,6 @@ HEAD = """# API reference
 These are the names that a trainer uses. `import swift` is light: torch is imported when one of them is first used.
 [trainers.md](trainers.md) describes how to write a trainer.
 """
-NAMES = ("Session", "SessionConfig")
 
 
 def docstring(thing: Any) -> str:
@@ -60,24 +59,33 @@ def said_below(body: list[ast.stmt]) -> dict[str, str]:
     return said
 
 
-def of_session(session: type) -> list[str]:
-    lines = ["## Session", "", docstring(session), ""]
-    (made,) = ast.parse(textwrap.dedent(inspect.getsource(session.__init__))).body  # type: ignore[misc]
+def of_class(of: type) -> list[str]:
+    """Its attributes, properties and methods."""
+    name = of.__name__
+    lines = [f"## {name}", "", docstring(of), ""]
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(of.__init__))).body  # type: ignore[misc]
     assert isinstance(made, ast.FunctionDef)
     attributes = {name: words for name, words in said_below(made.body).items() if not name.startswith("_")}
     properties = [f"| `{name}` | {words.replace('|', '/')} |" for name, words in attributes.items()]
     methods: list[str] = []
-    for name, value in members(session).items():
+    for member, value in members(of).items():
         if isinstance(value, property) or type(value).__name__ == "cached_property":
             getter = value.fget if isinstance(value, property) else value.func
             said = " ".join(docstring(getter).split())
-            properties.append(f"| `{name}` | {said.replace('|', '/')} |")
+            properties.append(f"| `{member}` | {said.replace('|', '/')} |")
             continue
         function = value.__func__ if isinstance(value, classmethod) else value
         if not inspect.isfunction(inspect.unwrap(function)):
             continue
-        front = "Session." if isinstance(value, classmethod) else "session."
-        methods += [f"### {front}{name}", "", "```python", f"{front}{name}{signature(function)}", "```", ""]
+        front = f"{name}." if isinstance(value, classmethod) else f"{name.lower()}."
+        methods += [
+            f"### {front}{member}",
+            "",
+            "```python",
+            f"{front}{member}{signature(function)}",
+            "```",
+            "",
+        ]
         methods += [docstring(function), ""] if docstring(function) else []
     table = ["| attribute | |", "|---|---|", *properties, ""]
     return [*lines, *table, *methods]
@@ -114,7 +122,12 @@ def of_errors() -> list[str]:
 
 
 def page() -> str:
-    parts = [*of_session(swift.Session), *of_config(swift.SessionConfig), *of_errors()]
+    parts = [
+        *of_class(swift.Session),
+        *of_config(swift.SessionConfig),
+        *of_class(swift.Communicator),
+        *of_errors(),
+    ]
     return HEAD + "\n" + "\n".join(parts).rstrip() + "\n"
 
 

@@ -53,20 +53,20 @@ class Failure(NamedTuple):
 
 
 class Communicator:
-    """The members of a job that live, and the groups that connect them. One thread uses it.
+    """The live members of a job, and the groups that connect them. Use it from one thread.
 
-    ``rank``, ``size``: of this generation; ``slot`` never changes. The default group of torch.distributed is the
-    communicator's, under these numbers. Operations that a loss or a `revoke` ends raise RuntimeError. The error may
-    differ from member to member; what `agree` returns does not.
+    `rank` and `size` belong to the current generation; `slot` never changes. The default group of torch.distributed is
+    the communicator's, with these numbers. An operation that a loss or a `revoke` has ended raises RuntimeError.
+    Members may see different errors, but `agree` returns the same to all.
 
-    A loss ends what goes on in every group that the lost member was in, so nobody waits for it for ever. Groups
-    without it (`group`) are not disturbed.
+    A loss ends every operation in the groups of the lost member, so no member waits for it for ever. Groups without the
+    lost member (`group`) are not disturbed.
     """
 
     def __init__(self, place: Place) -> None:
         """Joins, and returns once all members are connected. Use `from_env`."""
         self.slot = place.rank
-        """The number under which this process was started: `RANK`."""
+        """The number that this process was started with (`RANK`)."""
         self._member = Member(place.coordinator, place.job, place.rank, place.incarnation)
         self._backend = default_backend(self._service_ports)
         self._stores = CoordinatorStores(self._member.client)
@@ -81,7 +81,9 @@ class Communicator:
         self._acknowledged: set[int] = set()
         self._closed = threading.Event()
         try:
-            self._member.join(place.world_size, _CONFIG, {"torch": torch.__version__}, self)
+            self._member.join(
+                place.world_size, _CONFIG, {"torch": torch.__version__}, _Notices(self._interrupt)
+            )
             self._member.watcher.subscribe(self._saw)
             self._enter()
         except BaseException:
@@ -90,10 +92,10 @@ class Communicator:
 
     @classmethod
     def from_env(cls) -> "Communicator":
-        """From what `swift-ft run` has told this process. Blocks until all members are there.
+        """The communicator of a process that `swift-ft run` has started. Blocks until all members have joined.
 
-        In a process that takes a lost one's place it blocks until the others call `grow`, and raises SystemExit if
-        they end without it. Raises UsageError if the process was not started so.
+        In a process that replaces a lost member it blocks until the others call `grow`. If they end without it, it
+        raises SystemExit(0). Raises UsageError if `swift-ft run` has not started this process.
         """
         place = place_from_environment()
         events.configure(f"rank{place.rank}")
@@ -108,7 +110,7 @@ class Communicator:
 
     @property
     def size(self) -> int:
-        """Members of this generation; some of them may have been lost since (`failures`)."""
+        """The number of members of this generation. Some may have been lost since (`failures`)."""
         return len(self._slots)
 
     @property
@@ -118,24 +120,24 @@ class Communicator:
 
     @property
     def generation(self) -> int:
-        """Grows with every `shrink` and with every `grow` that lets somebody in."""
+        """The number of the generation. Each `shrink`, and each `grow` that admits a member, makes a new one."""
         return self._generation
 
     @property
     def revoked(self) -> str:
-        """Who has revoked all groups of this generation, and why; empty: nobody has."""
+        """Which member has revoked all groups of this generation, and why. Empty if none has."""
         view = self._member.watcher.latest
         return view.revoked[""] if view is not None and view.generation == self._generation else ""
 
     def failures(self) -> tuple[Failure, ...]:
-        """The members of this generation that were lost or have left, as far as this process has heard, by rank."""
+        """The members of this generation that were lost or have left, as far as this process knows, by rank."""
         view = self._member.watcher.latest
         if view is None or view.generation != self._generation:
             return ()
         return tuple(Failure(self._slots.index(slot), slot) for slot in view.lost)
 
     def acknowledge(self) -> tuple[Failure, ...]:
-        """From here on `agree` takes these failures for known. Returns them."""
+        """Marks the present failures as known, so that `agree` does not raise for them. Returns them."""
         failures = self.failures()
         self._acknowledged.update(failure.slot for failure in failures)
         return failures
@@ -143,11 +145,11 @@ class Communicator:
     # --- what follows a loss ---
 
     def revoke(self, reason: str = "revoked", group: ReconfigurableGroup | None = None) -> None:
-        """Ends what goes on in the groups of this generation, at every member. Any member may call it, alone. It does
-        not wait for the others, nor for the coordinator.
+        """Ends every operation in the groups of this generation, at all members. One member alone may call it. It waits
+        neither for the others nor for the coordinator.
 
-        Afterwards every operation over them raises RuntimeError, until `shrink`. `agree`, `shrink` and `grow` work.
-        `group`: only this one is revoked, which `group` has made; the others are in use.
+        Until `shrink`, every further operation in these groups raises RuntimeError. `agree`, `shrink` and `grow` still
+        work. With `group`, a result of `group`, only that group is revoked.
         """
         label = "" if group is None else group.label
         said = threading.Thread(
@@ -157,11 +159,11 @@ class Communicator:
         self._break(self._generation, lambda made: label in ("", made.group.label))
 
     def agree(self, value: int = 1) -> int:
-        """(every member) The bits that are set in the values of all members: the same answer for each of them, whoever
-        is lost meanwhile. `value`: 0 to 2**63 - 1.
+        """(called by every member) The bitwise AND of all members' values. All members get the same result, even if
+        some are lost meanwhile. `value`: 0 to 2**63 - 1.
 
-        Raises MembersLost, at all members alike, if somebody was lost and not all have acknowledged it; its `value` is
-        what was agreed.
+        Raises MembersLost if a member was lost and not all others have acknowledged that. Then all members get this
+        error, with the agreed `value` in it. Raises UsageError if the members have called different methods.
         """
         if not 0 <= value <= VALUE_MAX:
             raise UsageError(f"agree({value}): give a number from 0 to 2**63 - 1")
@@ -173,23 +175,24 @@ class Communicator:
         return decision.value
 
     def shrink(self) -> None:
-        """(every member that is left) Another generation, of those that are left, ranks renumbered in order.
-
-        It returns at all of them, or at none before another one was lost as well: then they shrink again, in here.
+        """(called by every member that is left) Begins a generation of the members that are left, with new rank numbers
+        in the order of the old ones. If another member is lost meanwhile, it shrinks again before it returns.
         """
         self._decide(pb.SHRINK)
         self._enter()
 
     def grow(self) -> bool:
-        """(every member) Lets processes in that wait for a place. True: another generation has begun, with them."""
+        """(called by every member) Admits the processes that wait for a slot. Returns True if there were any: then a
+        generation with them has begun."""
         if self._decide(pb.GROW) is not None:
             return False
         self._enter()
         return True
 
     def group(self, ranks: Sequence[int]) -> ReconfigurableGroup:
-        """(each of `ranks`, of this generation) A group of some members, for torch.distributed, with connections of its
-        own: the loss of a member that is not in it does not disturb it. It ends with this generation.
+        """(called by each of `ranks`) A group of some members for torch.distributed. It has connections of its own, so
+        the loss of a member outside of it does not disturb it. It ends with this generation. `ranks`: of this
+        generation, this one among them.
         """
         chosen = tuple(sorted(set(ranks)))
         if not chosen or chosen[0] < 0 or chosen[-1] >= self.size or self.rank not in chosen:
@@ -201,8 +204,8 @@ class Communicator:
         return (known or self._connect(label, chosen)).group
 
     def close(self) -> None:
-        """Leaves. What this member has taken part in comes to its end at the others; what they begin later with it
-        fails, until they `shrink`. The job is FINISHED once all have left.
+        """Leaves the job. Operations that this member has completed also complete at the others. New ones with it fail,
+        until the others `shrink`. The job is FINISHED once all members have left.
         """
         if not self._closed.is_set():
             try:
@@ -222,19 +225,11 @@ class Communicator:
         else:
             self._end()
 
-    # --- for `Member` ---
+    # --- ---
 
-    def interrupt(self, generation: int) -> None:
+    def _interrupt(self, generation: int) -> None:
         """(notice thread)"""
         self._break(generation - 1, lambda _made: True)
-
-    def measured(self) -> RankMeasured | None:
-        return None
-
-    def unsaved(self) -> pb.UnsavedCheckpoint | None:
-        return None
-
-    # --- ---
 
     def _say_revoked(self, generation: int, reason: str, label: str) -> None:
         try:
@@ -371,6 +366,18 @@ class Communicator:
 
     def _service_ports(self) -> list[int]:
         return [int(self._member.client.address.rpartition(":")[2])]
+
+
+class _Notices(NamedTuple):
+    """What `Member` wants of whoever holds a rank: here, notices alone."""
+
+    interrupt: Callable[[int], None]
+
+    def measured(self) -> RankMeasured | None:
+        return None
+
+    def unsaved(self) -> pb.UnsavedCheckpoint | None:
+        return None
 
 
 class _Group:

@@ -186,7 +186,9 @@ def test_a_group_of_an_older_generation_is_refused(calm: dict[str, Seen]) -> Non
     assert of(calm["used_group"], "total") == [15.0] * 4
 
 
-@pytest.mark.parametrize(("scenario", "left"), [("shrink_last", [0, 1]), ("shrink_middle", [0, 2])])
+@pytest.mark.parametrize(
+    ("scenario", "left"), [pytest.param("shrink_last", [0, 1], marks=MATRIX), ("shrink_middle", [0, 2])]
+)
 def test_shrink_without_one_that_has_left(
     coordinator: Coordinator, tmp_path: Path, scenario: str, left: list[int]
 ) -> None:
@@ -200,6 +202,7 @@ def test_shrink_without_one_that_has_left(
     assert of(seen, "ring") == [1.0, 0.0]
 
 
+@MATRIX
 def test_down_to_one_and_up_again(coordinator: Coordinator, tmp_path: Path) -> None:
     seen, _ = run(coordinator, tmp_path, "down_and_up", 3, restarts=4)
 

@@ -92,7 +92,13 @@ def value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         return valid | valid.flatmap(changed).map(with_checksum) | st.binary(max_size=300)
     if field.type == kinds.TYPE_BOOL:
         return st.booleans()
-    signed = field.type in (kinds.TYPE_INT32, kinds.TYPE_INT64, kinds.TYPE_SINT32, kinds.TYPE_SINT64)
+    signed = field.type in (
+        kinds.TYPE_INT32,
+        kinds.TYPE_INT64,
+        kinds.TYPE_SINT32,
+        kinds.TYPE_SINT64,
+        kinds.TYPE_ENUM,  # an int32, of which an open enum takes any
+    )
     bits = (
         32 if field.type in (kinds.TYPE_INT32, kinds.TYPE_UINT32, kinds.TYPE_SINT32, kinds.TYPE_ENUM) else 64
     )
