@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 LEFT_MIN = 2
 PAUSE_S = 0.3
-"""So that everything which the last loss has set off is over."""
+"""So that everything that the last loss has set off is over, and the others wait in the barrier."""
 
 
 class Members(Protocol):
@@ -114,13 +114,13 @@ def _run(directory: Path, members: Members) -> None:
     while members.size() > LEFT_MIN:
         before, last = members.size(), members.rank() == members.size() - 1
         members.barrier()
-        time.sleep(PAUSE_S)
         if last:
+            time.sleep(PAUSE_S)
             _write(directory / f"{before}-killed.json", {"killed": time.monotonic()})
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            while True:
-                members.barrier()
+            members.barrier()
+            raise SystemExit("the barrier ended, though a member never came to it")
         except members.errors:
             error = time.monotonic()
         members.recover()
