@@ -27,7 +27,8 @@ def from_job(job: str, version: int | None = None, **fields: object) -> m.Join:
 
 
 async def begin(driver: Driver, name: str, said: m.Join) -> tuple[str, int]:
-    view = await driver.join(name, said)
+    await driver.join(name, said)
+    view = (await driver.status(name)).view
     return view.from_job, view.from_version
 
 
