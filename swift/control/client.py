@@ -27,7 +27,15 @@ import grpc
 
 from swift._pb import coordinator_pb2 as pb
 from swift.control.measured import to_message
-from swift.control.patience import LAST_PATIENCE_S, RETRY_PAUSE_S, PatientLine, RankTaken, Reply, Request
+from swift.control.patience import (
+    LAST_PATIENCE_S,
+    RETRY_PAUSE_S,
+    Begun,
+    PatientLine,
+    RankTaken,
+    Reply,
+    Request,
+)
 from swift.control.watcher import ViewWatcher
 from swift.errors import (
     JoinRefused,
@@ -307,9 +315,10 @@ class CoordinatorClient(PatientLine):
         value: int = 0,
         acknowledged: Iterable[int] = (),
         reason: str = "",
-    ) -> None:
-        """(member of a communicator) What this one brings to a decision. Vote again until the View has the decision."""
-        self._call(
+    ) -> Begun:
+        """(member of a communicator) What this one brings to a decision. Returns at once. Vote again until the
+        View has the decision."""
+        return self._begin(
             self._stub.Vote,
             pb.VoteRequest(
                 job=self.job,

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -59,6 +59,22 @@ _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENI
 
 class RankTaken(JoinRefused):
     """The rank has a live holder."""
+
+
+class Begun:
+    """A call on its way."""
+
+    def __init__(self, call: Any, translated: Callable[[grpc.StatusCode, str], SwiftError]) -> None:
+        self._call = call
+        self._translated = translated
+
+    def check(self) -> None:
+        """Raises what the coordinator has refused it for, if it has. An answer that was lost is no error."""
+        if not self._call.done() or (error := self._call.exception()) is None:
+            return
+        code, details = outcome(error)
+        if code not in (*_RETRIED, _TOO_MUCH, *_NOT_ALLOWED):
+            raise self._translated(code, details)
 
 
 class PatientLine:
@@ -156,6 +172,14 @@ class PatientLine:
                 raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
             if self._closed.wait(pause_s):
                 raise ServiceError(f"the line to the coordinator at {self.address} was closed")
+
+    def _begin(self, method: "grpc.UnaryUnaryMultiCallable[Request, Reply]", request: Request) -> "Begun":
+        """One attempt of a call, for which nobody waits: its answer shows in the View, and it is made again if not."""
+        try:
+            call = method.future(request, timeout=ATTEMPT_TIMEOUT_S)
+        except ValueError:  # grpc's word for a closed channel
+            raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
+        return Begun(call, lambda code, details: self._translated(code, details, Fenced))
 
     def _translated(self, code: grpc.StatusCode, details: str, refused: type[SwiftError]) -> SwiftError:
         if code == grpc.StatusCode.FAILED_PRECONDITION:

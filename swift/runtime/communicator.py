@@ -319,12 +319,15 @@ class Communicator:
         generation, number = self._generation, self._number
         self._number += 1
         while True:
-            self._member.client.vote(generation, number, kind, value, sorted(self._acknowledged), reason)
+            vote = self._member.client.vote(
+                generation, number, kind, value, sorted(self._acknowledged), reason
+            )
             try:
                 view = self._await(
                     lambda view: view.generation > generation or _decision(view, number) is not None, RESAY_S
                 )
             except ServiceError:
+                vote.check()
                 continue  # said again: the coordinator may have been started again
             if view.generation > generation:
                 return None
