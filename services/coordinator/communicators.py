@@ -33,7 +33,7 @@ from services.coordinator.timing import Timing
 
 CONFIG = "communicator"
 """The entry of a job's configuration."""
-REVOKED_MAX = 1024
+REVOKED_MAX = 256
 """Groups of one generation. Who has more of them may revoke all."""
 DECISIONS_KEPT = 2
 """Nobody votes for a decision before it has seen the one before it."""

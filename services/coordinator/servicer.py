@@ -305,8 +305,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
         command = m.Revoke(
             sender=_sender(request),
             generation=request.generation,
-            reason=_said(request.reason, LONGEST_REASON) or "no reason given",
-            label=_said(request.label, LONGEST_REASON),
+            reason=_said(request.reason, LONGEST_ID) or "no reason given",
+            label=_said(request.label, LONGEST_ID),
         )
         return await self._ack(context, request.job, command)
 

@@ -30,7 +30,6 @@ from swift.control.measured import to_message
 from swift.control.patience import (
     LAST_PATIENCE_S,
     RETRY_PAUSE_S,
-    Begun,
     PatientLine,
     RankTaken,
     Reply,
@@ -315,22 +314,27 @@ class CoordinatorClient(PatientLine):
         value: int = 0,
         acknowledged: Iterable[int] = (),
         reason: str = "",
-    ) -> Begun:
-        """(member of a communicator) What this one brings to a decision. Returns at once. Vote again until the
-        View has the decision."""
-        return self._begin(
-            self._stub.Vote,
-            pb.VoteRequest(
-                job=self.job,
-                **self._me(),
-                generation=generation,
-                number=number,
-                kind=kind,
-                value=value,
-                acknowledged=acknowledged,
-                reason=reason,
-            ),
+        *,
+        waits: bool,
+    ) -> None:
+        """(member of a communicator) What this one brings to a decision. Vote again until the View has the decision.
+
+        `waits`: for the answer. Without it, a vote that is lost or refused goes unnoticed until the next one.
+        """
+        request = pb.VoteRequest(
+            job=self.job,
+            **self._me(),
+            generation=generation,
+            number=number,
+            kind=kind,
+            value=value,
+            acknowledged=acknowledged,
+            reason=reason,
         )
+        if waits:
+            self._call(self._stub.Vote, request)
+        else:
+            self._send(self._stub.Vote, request)
 
     # --- calls of a launcher, and of anyone ---
 

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import grpc
 
@@ -59,22 +59,6 @@ _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENI
 
 class RankTaken(JoinRefused):
     """The rank has a live holder."""
-
-
-class Begun:
-    """A call on its way."""
-
-    def __init__(self, call: Any, translated: Callable[[grpc.StatusCode, str], SwiftError]) -> None:
-        self._call = call
-        self._translated = translated
-
-    def check(self) -> None:
-        """Raises what the coordinator has refused it for, if it has. An answer that was lost is no error."""
-        if not self._call.done() or (error := self._call.exception()) is None:
-            return
-        code, details = outcome(error)
-        if code not in (*_RETRIED, _TOO_MUCH, *_NOT_ALLOWED):
-            raise self._translated(code, details)
 
 
 class PatientLine:
@@ -173,13 +157,12 @@ class PatientLine:
             if self._closed.wait(pause_s):
                 raise ServiceError(f"the line to the coordinator at {self.address} was closed")
 
-    def _begin(self, method: "grpc.UnaryUnaryMultiCallable[Request, Reply]", request: Request) -> "Begun":
-        """One attempt of a call, for which nobody waits: its answer shows in the View, and it is made again if not."""
+    def _send(self, method: "grpc.UnaryUnaryMultiCallable[Request, Reply]", request: Request) -> None:
+        """One attempt, for whose answer nobody waits."""
         try:
-            call = method.future(request, timeout=ATTEMPT_TIMEOUT_S)
+            method.future(request, timeout=ATTEMPT_TIMEOUT_S)
         except ValueError:  # grpc's word for a closed channel
             raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
-        return Begun(call, lambda code, details: self._translated(code, details, Fenced))
 
     def _translated(self, code: grpc.StatusCode, details: str, refused: type[SwiftError]) -> SwiftError:
         if code == grpc.StatusCode.FAILED_PRECONDITION:

@@ -23,6 +23,7 @@ from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch._C._distributed_c10d import PrefixStore
 
 from swift import events
@@ -41,6 +42,7 @@ _BUILD_TIMEOUT = timedelta(seconds=30)
 _ABORT_INTERVAL_S = 0.02
 _CONFIG = {"communicator": "1"}
 VALUE_MAX = (1 << 63) - 1
+LABEL_MAX = 100
 
 
 class Failure(NamedTuple):
@@ -199,7 +201,7 @@ class Communicator:
             raise UsageError(
                 f"group({list(ranks)}): give ranks from 0 to {self.size - 1}, this one ({self.rank}) among them"
             )
-        label = f"ranks[{','.join(map(str, chosen))}]"
+        label = _label(chosen)
         known = self._groups.get(label)
         return (known or self._connect(label, chosen)).group
 
@@ -318,17 +320,18 @@ class Communicator:
         """What all have decided. None: another generation, of which this member is a part."""
         generation, number = self._generation, self._number
         self._number += 1
+        waits = False  # at first: the View has the answer sooner
         while True:
-            vote = self._member.client.vote(
-                generation, number, kind, value, sorted(self._acknowledged), reason
+            self._member.client.vote(
+                generation, number, kind, value, sorted(self._acknowledged), reason, waits=waits
             )
             try:
                 view = self._await(
                     lambda view: view.generation > generation or _decision(view, number) is not None, RESAY_S
                 )
             except ServiceError:
-                vote.check()
-                continue  # said again: the coordinator may have been started again
+                waits = True  # said again, with patience: the coordinator may have been started again
+                continue
             if view.generation > generation:
                 return None
             decision = _decision(view, number)
@@ -408,6 +411,12 @@ class _Group:
         self._over.set()
         self._fabric.close()
         self.group.detach()
+
+
+def _label(ranks: Sequence[int]) -> str:
+    """The same at all of them; no longer than the coordinator takes."""
+    label = f"ranks[{','.join(map(str, ranks))}]"
+    return label if len(label) <= LABEL_MAX else f"ranks#{xxhash.xxh3_128_hexdigest(label.encode())}"
 
 
 def _decision(view: pb.View, number: int) -> pb.Decision | None:

@@ -370,9 +370,9 @@ def dies_in(communicator: Communicator, seen: Seen) -> None:
         name, _, when = where.partition(":")
         call = client.revoke if name == "revoke" else client.vote
 
-        def dying(*arguments: Any) -> None:
+        def dying(*arguments: Any, **options: Any) -> None:
             if when == "after":
-                call(*arguments)
+                call(*arguments, **({"waits": True} if options else {}))
             die()
 
         setattr(client, "revoke" if name == "revoke" else "vote", dying)
@@ -387,6 +387,19 @@ def dies_in(communicator: Communicator, seen: Seen) -> None:
         seen["grown"] = communicator.grow()
     communicator.shrink()
     seen |= {"total": total(communicator), **numbers(communicator)}
+
+
+def through_restarts(communicator: Communicator, seen: Seen) -> None:
+    """They agree, shrink and agree, until the test has killed the coordinator and started it again."""
+    go_on = Path(os.environ["GO_ON"])
+    answers: list[int] = []
+    while not answers or answers[-1]:
+        answers.append(communicator.agree(0 if go_on.exists() else len(answers) + 1))
+        go_on.with_suffix(".begun").touch()
+        if len(answers) % 3 == 0:
+            communicator.shrink()
+            assert total(communicator) == 7.0
+    seen |= {"answers": answers[:-1], "generation": communicator.generation}
 
 
 def unlike(communicator: Communicator, seen: Seen) -> None:

@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,38 @@ def test_a_member_dies_inside(coordinator: Coordinator, tmp_path: Path, where: s
         assert of(seen, "agreed") == [[0, [3]]] * 3 or of(seen, "agreed") == [[0, []]] * 3
     if where.startswith("revoke"):
         assert of(seen, "failed") == [True] * 3
+
+
+def test_the_coordinator_may_be_killed_at_any_moment(tmp_path: Path) -> None:
+    own, go_on, done = Coordinator(tmp_path / "state").start(), tmp_path / "go_on", threading.Event()
+
+    def kill_and_start() -> None:
+        try:
+            while not go_on.with_suffix(".begun").exists() and not done.is_set():
+                time.sleep(0.01)
+            for number in range(4):
+                done.wait(0.5 + 0.37 * number)
+                assert own.process is not None
+                own.process.kill()
+                own.wait_killed()
+                own.start()
+        finally:
+            go_on.touch()
+
+    killer = threading.Thread(target=kill_and_start)
+    killer.start()
+    try:
+        seen, _ = run(own, tmp_path, "through_restarts", 3, GO_ON=str(go_on))
+    finally:
+        done.set()
+        killer.join()
+        own.stop()
+
+    assert len(seen) == 3
+    assert len({json.dumps(one["answers"]) for one in seen}) == 1
+    assert seen[0]["answers"] == list(range(1, len(seen[0]["answers"]) + 1))
+    assert {one["generation"] for one in seen} == {1 + len(seen[0]["answers"]) // 3}
+    assert seen[0]["generation"] > 1
 
 
 # --- mistakes ---
