@@ -66,6 +66,8 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     COORDINATOR + "ChangeGroups": lambda job: pb.ChangeGroupsRequest(job=job, groups="0"),
     COORDINATOR + "ChangeLogServers": lambda job: pb.ChangeLogServersRequest(job=job, add="127.0.0.1:1"),
     COORDINATOR + "Differs": lambda job: pb.DiffersRequest(job=job, reason="because"),
+    COORDINATOR + "Revoke": lambda job: pb.RevokeRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Vote": lambda job: pb.VoteRequest(job=job, incarnation="i", generation=1, kind=pb.AGREE),
     COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
     COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),
     COORDINATOR + "Stop": lambda job: pb.StopRequest(job=job, run="r", reason="because"),
