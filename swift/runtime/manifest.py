@@ -24,6 +24,7 @@ CHUNK_BYTES_MAX = 8 << 20
 CHUNK_BYTES_MIN = 64 << 10
 # So many times its own bytes a tensor may lie spread over.
 _REACH_MAX = 1 << 10
+_STRIDE_MAX = (1 << 63) - 1  # torch's
 # A state is cut so that every source has about this many chunks, as far as the two bounds allow.
 _CHUNKS_PER_SOURCE = 16
 
@@ -116,8 +117,11 @@ def _check_stride(entry: TensorEntry) -> None:
         return
     if len(entry.stride) != len(entry.shape) or any(type(s) is not int or s < 0 for s in entry.stride):
         raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
+    numel = math.prod(entry.shape)
+    if not numel and max(entry.stride) <= _STRIDE_MAX:
+        return  # an empty tensor reaches nothing, whatever its strides
     reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size)
-    if reach > _REACH_MAX * max(math.prod(entry.shape), 1):
+    if reach > _REACH_MAX * max(numel, 1):
         raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
 
 

@@ -493,3 +493,12 @@ def test_a_source_says_whether_its_log_is_whole(logged: tuple[bool, bool]) -> No
         send_state(transfer, rank, {"a": torch.ones(3)}, never, wire=memory.at(rank), logged=logged[rank])
     received = receive_state(transfer, 2, {}, never, wire=memory.at(2))
     assert received.witnesses == tuple(rank for rank in (0, 1) if logged[rank])
+
+
+def test_an_empty_tensor_arrives_whatever_its_strides() -> None:
+    empty = torch.empty(0, 37, 56)[:, ::2, ::2].permute(0, 2, 1)[:, :, :19]
+    assert empty.stride() == (2072, 2, 112)
+
+    received, _ = copy([{"version": 3, "stages": {"t0": empty}, "objects": []}], {}, Memory())
+
+    assert received.state["stages"]["t0"].shape == (0, 28, 19)
