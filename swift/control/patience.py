@@ -90,6 +90,8 @@ class PatientLine:
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         self._closed = threading.Event()
         self._watchers: list[ViewWatcher] = []
+        self._sent: object = None
+        """The last call for whose answer nobody waits."""
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +162,8 @@ class PatientLine:
     def _send(self, method: "grpc.UnaryUnaryMultiCallable[Request, Reply]", request: Request) -> None:
         """One attempt, for whose answer nobody waits."""
         try:
-            method.future(request, timeout=ATTEMPT_TIMEOUT_S)
+            # grpc cancels a call that nobody holds.
+            self._sent = method.future(request, timeout=ATTEMPT_TIMEOUT_S)
         except ValueError:  # grpc's word for a closed channel
             raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
 

@@ -129,7 +129,7 @@ class Communicator:
     def revoked(self) -> str:
         """Which member has revoked all groups of this generation, and why. Empty if none has."""
         view = self._member.watcher.latest
-        return view.revoked[""] if view is not None and view.generation == self._generation else ""
+        return view.revoked.get("", "") if view is not None and view.generation == self._generation else ""
 
     def failures(self) -> tuple[Failure, ...]:
         """The members of this generation that were lost or have left, as far as this process knows, by rank."""

@@ -276,6 +276,8 @@ def identity(communicator: Communicator, seen: Seen) -> None:
     before = total(communicator)
     communicator.shrink()
     seen |= {"before": before, "total": total(communicator), **numbers(communicator)}
+    seen["revoked"] = communicator.revoked  # to ask must not change the answer, nor break what comes after it
+    seen["after"] = total(communicator, communicator.group(range(communicator.size)))
 
 
 def down_and_up(communicator: Communicator, seen: Seen) -> None:

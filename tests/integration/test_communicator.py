@@ -167,7 +167,8 @@ def test_buddycr(coordinator: Coordinator, tmp_path: Path) -> None:
 def test_shrink_without_a_loss(calm: dict[str, Seen]) -> None:
     seen = calm["identity"]
 
-    assert of(seen, "before") == of(seen, "total") == [15.0] * 4
+    assert of(seen, "before") == of(seen, "total") == of(seen, "after") == [15.0] * 4
+    assert of(seen, "revoked") == [""] * 4
     assert of(seen, "rank") == [0, 1, 2, 3]
 
 

@@ -390,3 +390,12 @@ def test_views_are_ordered_by_generation_then_revision() -> None:
         assert newer(younger(), older())
         assert not newer(older(), younger())
         assert not newer(older(), older())
+
+
+def test_a_vote_that_is_not_waited_for_arrives(served: Served, client: CoordinatorClient) -> None:
+    """grpc cancels a call that nobody holds: every decision then took the time until the vote was said again."""
+    client.vote(1, 0, pb.AGREE, 5, waits=False)
+    deadline = time.monotonic() + 10
+    while not any(isinstance(request, pb.VoteRequest) for request in served.scripted.requests):
+        assert time.monotonic() < deadline, "it has not come"
+        time.sleep(0.01)
