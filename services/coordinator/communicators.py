@@ -203,7 +203,17 @@ class CommunicatorJob(Job):
         if vote.number < self._next or slot in self._votes:
             return []  # said again
         self._votes[slot] = vote
+        if vote.kind is VoteKind.BUILT and not vote.value:
+            return self._not_built(vote.reason)
         return self._decide()
+
+    def _not_built(self, why: str) -> list[Effect]:
+        """Another generation at once: the others may wait long for this member's connections, and none of them has
+        been told that the groups are built."""
+        reason = f"groups could not be built: {why}"
+        if ends := self.setbacks.refuse(reason):
+            return self.become_failed(ends)
+        return self._rebuild(present(self.row), reason)
 
     @property
     def _next(self) -> int:
@@ -234,12 +244,7 @@ class CommunicatorJob(Job):
                 if not waiting:
                     return self._decided(Decision(kind=VoteKind.GROW))
                 return self._rebuild([*voters, *waiting], f"grown by {len(waiting)} members")
-            case VoteKind.BUILT if value:
-                return self._built()
-        why = next((vote.reason for vote in votes if not vote.value), "")
-        if ends := self.setbacks.refuse(f"groups could not be built: {why}"):
-            return self.become_failed(ends)
-        return self._rebuild(voters, f"groups could not be built: {why}")
+        return self._built()
 
     def _waits(self, slot: int) -> bool:
         """It has come since this generation was made, and has not left."""

@@ -300,8 +300,8 @@ def down_and_up(communicator: Communicator, seen: Seen) -> None:
 
 
 def late_join(communicator: Communicator, seen: Seen) -> None:
-    """One is lost and comes again long after; the others have worked on, and let it in between two steps."""
-    steps = 0
+    """One is lost and comes again after the others have worked on; they let it in between two steps."""
+    steps, worked = 0, Path(os.environ["MAY_JOIN"])
     if communicator.generation == 1:
         if communicator.rank == 1:
             die()
@@ -310,6 +310,7 @@ def late_join(communicator: Communicator, seen: Seen) -> None:
         while not communicator.grow():
             seen["meanwhile"] = total(communicator)
             steps += 1
+            worked.touch()
     seen |= {"steps": steps, "total": total(communicator), **numbers(communicator)}
 
 
@@ -413,8 +414,12 @@ def unlike(communicator: Communicator, seen: Seen) -> None:
 
 
 def main() -> None:
-    """SCENARIO may be several, with a comma between them: the same members go through one after the other."""
+    """SCENARIO may be several, with a comma between them: the same members go through one after the other. What
+    replaces a lost process joins once the file MAY_JOIN is there."""
     scenarios, directory = sys.argv[1].split(","), Path(sys.argv[2])
+    may_join = os.environ.get("MAY_JOIN")
+    while may_join and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) and not Path(may_join).exists():
+        time.sleep(0.005)
     with swift.Communicator.from_env() as communicator:
         slot = communicator.slot
         seen: dict[str, Seen] = {name: {"slot": slot} for name in scenarios}

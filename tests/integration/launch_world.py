@@ -219,6 +219,16 @@ class Launch:
         _, stderr = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, stderr
 
+    def until_said(self, line: str) -> None:
+        """Waits for this line on standard error. After it, `rest` gives the others, not `wait`."""
+        said = iter(self.process.stderr.readline, "")
+        assert f"{line}\n" in said, f"it has ended without {line!r}"
+
+    def rest(self) -> tuple[int, str]:
+        """Exit code, and what it has said since `until_said`."""
+        stderr = self.process.stderr.read()
+        return self.process.wait(timeout=20), stderr
+
     def close(self) -> None:
         """Ends what a failed test has left."""
         below = self.processes() if self.process.poll() is None else []

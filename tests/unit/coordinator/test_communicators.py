@@ -53,6 +53,8 @@ class World:
         """(generation, number) -> the decision that the first member was told."""
         self.votes: dict[tuple[int, int], dict[int, int]] = {}
         self.built: dict[int, frozenset[int]] = {}
+        self.unconnected: set[int] = set()
+        """Generations in which a member could not connect."""
         self.messages = 0
         self.effects = 0
         self.kill_at: tuple[int, int] | None = None
@@ -143,9 +145,14 @@ class World:
             assert self.view is not None
             generation = self.view.generation
             taking_part = frozenset(seat.slot for seat in self.view.taking_part)
-            decision = yield from self.decide(
-                me, generation, 0, VoteKind.BUILT, int(self.random.random() < 0.95)
-            )
+            built = self.random.random() < 0.95
+            if not built:
+                self.unconnected.add(generation)
+            elif generation in self.unconnected and self.random.random() < 0.5:
+                while self.view.generation == generation and not self.over():
+                    yield  # it waits for connections that the other has given up
+                continue
+            decision = yield from self.decide(me, generation, 0, VoteKind.BUILT, int(built))
             if decision is not None and decision.value:
                 assert self.built.setdefault(generation, taking_part) == taking_part
                 return generation
