@@ -1,6 +1,5 @@
 """Grammars of names. What a name may become a part of (a directory, a label, a line of a log) it cannot leave."""
 
-import os
 import re
 
 from swift.errors import UsageError
@@ -14,7 +13,9 @@ JOB_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LASTING_KEYS = "swift/"
 """How keys that the ranks of a job share begin, if they are about the job and not about one generation of it."""
 
-ENV_LEAVE_VACANT = "SWIFT_PRIVATE_LEAVE_VACANT"
+ENV_STRATEGY = "SWIFT_STRATEGY"
+ENV_LOST_SHARD = "SWIFT_LOST_SHARD"
+ENV_ALLOW_INEXACT = "SWIFT_ALLOW_INEXACT"
 
 JOB_GRAMMAR = "1 to 64 of a-z 0-9 . _ -, the first a letter or a digit"
 
@@ -34,8 +35,3 @@ def check_job(name: str) -> str:
     if not JOB_PATTERN.fullmatch(name):
         raise UsageError(f"job name {name[:80]!r} is not allowed: {JOB_GRAMMAR}")
     return name
-
-
-def leaves_vacant() -> bool:
-    """The slot of a lost rank stays vacant, instead of going to another process. A private switch, for tests."""
-    return os.environ.get(ENV_LEAVE_VACANT) == "1"

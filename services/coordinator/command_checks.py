@@ -40,8 +40,6 @@ def check_join(row: JobRow, join: m.Join) -> None:
         )
     if not 0 <= join.rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
-    if join.rank in row.vacant:
-        raise Refusal(Refused.MISMATCH, f"the slot of rank {join.rank} of job {row.job} was left vacant")
     for what, mine, theirs in (
         ("configuration", row.config, join.config),
         ("fingerprint", row.fingerprint, join.fingerprint),

@@ -183,9 +183,12 @@ class Job(Transitions):
         )
         self.leases.hear(join.rank, now)
         self.places.seat(join.rank, join.host)
+        back = vacancies.fill(row, join.rank) if join.rank in row.vacant else ""
         joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
         if first:
             return [*self._transition(), joined, *self._fence_logs()]
+        if back:
+            return [joined, *self._anew({}, back)]
         return [joined, m.PublishView()]
 
     def _start_again(self, join: m.Join, now: float) -> list[Effect]:

@@ -64,7 +64,7 @@ def check_start(row: JobRow, join: m.Join) -> None:
                 f"says {now}: make them equal, or start it under another name",
             )
     newest = max(row.checkpoints, default=-1)
-    if lacking := vacancies.gone_for_good(row, newest):
+    if lacking := vacancies.lacking(row, newest, join.config):
         raise Refusal(
             Refused.MISMATCH,
             f"job {row.job} is over and cannot go on from its checkpoint of version {newest}: {lacking}; start it "

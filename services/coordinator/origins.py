@@ -51,7 +51,7 @@ def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Or
         raise _refusal(
             f"--from-version {version}: the complete checkpoints of job {other_name} are of version {there}"
         )
-    if lacking := vacancies.gone_for_good(other, version):
+    if lacking := vacancies.lacking(other, version, join.config):
         raise _refusal(f"--from-job {other_name} --from-version {version}: {lacking}")
     inexact = other.inexact_since is not None and other.inexact_since <= version
     return Origin(job=other_name, version=version, inexact=other.inexact_reason if inexact else "")

@@ -1,24 +1,27 @@
-"""Slots that are left vacant: their holder was lost, and the job goes on without another one.
+"""Slots that are vacant under the strategy "shrink": their holder was lost, and the others go on without it.
 
 ::
 
-    (a death)     `vacate`: the slot is vacant in the generation that follows; a process that comes for it is refused.
-                  Nobody computes the batches of its data-parallel rank any more
-    (a plan)      `named`: not exact, with that reason; so the log is given up, and the target saved
+    (a death)     `vacate`: the slot is vacant in the generation that follows
+    (a plan)      `named`: if nobody computes the batches of that data-parallel rank (`lost_shard` "drop") it is not
+                  exact, with that reason; so the log is given up, and the target saved
     (RUNNING)     `settle`: since that version
+    (a Join)      `fill`: another process holds the slot, in a generation of its own
 
-A slot that is vacant stays so: what its checkpoints lack is not made again, and a job with one cannot be started again.
-Done only for jobs that ask for it (`swift.names.leaves_vacant`), which are replicas of one stage.
+A checkpoint that was made while a slot was vacant has no part of it. Whoever holds the slot later loads the part of a
+replica, which has the same state; that is a part of "shrink", so it takes a job with this strategy.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from services.coordinator.row import JobRow, State
 from swift.recovery import Plan
 
-CONFIG = "leave_vacant"
-"""The entry of a job's configuration."""
+
+def shrinks(config: Mapping[str, str]) -> bool:
+    """A job with this configuration goes on without a rank that is lost."""
+    return config.get("strategy") == "shrink"
 
 
 def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
@@ -26,7 +29,7 @@ def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
     job goes on from its checkpoint with other processes."""
     dead = sorted(dead)
     left = [rank for rank, holder in row.holders.items() if rank not in dead and not holder.gone]
-    if row.config.get(CONFIG) != "1" or row.state is State.FORMING or not left:
+    if not shrinks(row.config) or row.state is State.FORMING or not left:
         return []
     for slot in dead:
         row.vacant[slot] = None
@@ -37,8 +40,18 @@ def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
     return dead
 
 
+def fill(row: JobRow, slot: int) -> str:
+    """(before a new generation) Another process has come for it. Why the generation is made."""
+    del row.vacant[slot]
+    row.shards = {}  # nothing that was begun without this slot becomes complete
+    row.rolled_back_in = row.generation + 1
+    return f"rank {slot} has come back"
+
+
 def named(row: JobRow, plan: Plan) -> Plan:
-    """The plan, if slots have become vacant since the job last ran: not exact."""
+    """The plan; if slots have become vacant since the job last ran, and nobody computes their batches: not exact."""
+    if not _drops(row):
+        return plan
     new = [slot for slot, since in row.vacant.items() if since is None]
     earlier = [since for since in row.vacant.values() if since is not None and since > plan.target_version]
     if not (new or earlier):
@@ -48,19 +61,25 @@ def named(row: JobRow, plan: Plan) -> Plan:
 
 def settle(row: JobRow, version: int) -> None:
     """(RUNNING) Since this version, or an earlier one that was restored, they are vacant."""
-    if any(since is not None and since > version for since in row.vacant.values()):
+    if _drops(row) and any(since is not None and since > version for since in row.vacant.values()):
         row.inexact_since = min(version, version if row.inexact_since is None else row.inexact_since)
     row.vacant = {
         slot: version if since is None else min(since, version) for slot, since in row.vacant.items()
     }
 
 
-def gone_for_good(row: JobRow, version: int) -> str:
-    """Why a checkpoint of this version lacks a part of the state; empty: it has all."""
-    lacking = [slot for slot, since in row.vacant.items() if since is None or since <= version]
-    if not lacking:
+def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
+    """Why a job with this configuration cannot begin with that checkpoint; empty: it can."""
+    if shrinks(config):
         return ""
-    return f"it has no part of rank {lacking[0]}, whose slot was left vacant before"
+    slots = [slot for slot, since in row.vacant.items() if since is None or since <= version]
+    if not slots:
+        return ""
+    return f"it has no part of rank {slots[0]}, whose slot was vacant (--strategy shrink goes on from it)"
+
+
+def _drops(row: JobRow) -> bool:
+    return row.config.get("lost_shard") == "drop"
 
 
 def _words(row: JobRow) -> str:

@@ -564,6 +564,7 @@ class View(_message.Message):
     ENDS_AT_FIELD_NUMBER: _builtins.int
     ENDS_OF_FIELD_NUMBER: _builtins.int
     VACANT_FIELD_NUMBER: _builtins.int
+    SHRINKS_FIELD_NUMBER: _builtins.int
     TAKING_PART_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
@@ -612,6 +613,8 @@ class View(_message.Message):
     no step from there on.
     """
     ends_of: _builtins.int
+    shrinks: _builtins.bool
+    """the slots of ranks that are lost become vacant, and the others go on"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -648,7 +651,7 @@ class View(_message.Message):
 
     @_builtins.property
     def vacant(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots that nobody holds, nor is to hold: a generation is built of the members alone."""
+        """Slots that nobody holds: a generation is built of the members alone. Whoever joins for one makes another generation."""
 
     @_builtins.property
     def taking_part(self) -> _containers.RepeatedCompositeFieldContainer[Global___Seat]:
@@ -703,6 +706,7 @@ class View(_message.Message):
         ends_at: _builtins.int | None = ...,
         ends_of: _builtins.int = ...,
         vacant: _abc.Iterable[_builtins.int] | None = ...,
+        shrinks: _builtins.bool = ...,
         taking_part: _abc.Iterable[Global___Seat] | None = ...,
         lost: _abc.Iterable[_builtins.int] | None = ...,
         revoked: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
@@ -711,7 +715,7 @@ class View(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "ends_at", b"ends_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "decisions", b"decisions", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "left", b"left", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "lost", b"lost", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "revoked", b"revoked", "runs", b"runs", "setbacks", b"setbacks", "state", b"state", "taking_part", b"taking_part", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "decisions", b"decisions", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "left", b"left", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "lost", b"lost", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "revoked", b"revoked", "runs", b"runs", "setbacks", b"setbacks", "shrinks", b"shrinks", "state", b"state", "taking_part", b"taking_part", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015

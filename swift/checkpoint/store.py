@@ -20,7 +20,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,11 @@ class CheckpointStore:
     (rank) ``prune(keep, given_up_below)`` when others are complete, or given up
     """
 
-    def __init__(self, directory: str | os.PathLike[str], rank: int, holder: Holder):
+    def __init__(
+        self, directory: str | os.PathLike[str], rank: int, holder: Holder, twins: Sequence[int] = ()
+    ) -> None:
+        """`twins`: ranks with the same state. What this rank lacks of a version is read from theirs."""
+        self._twins = twins
         self._directory = Path(directory)
         self._rank = rank
         self._process = secrets.token_hex(4)
@@ -98,7 +102,7 @@ class CheckpointStore:
 
     def of_job(self, job: str) -> "CheckpointStore":
         """This rank's checkpoints of another job in the same place, to load from."""
-        return CheckpointStore(self._directory.with_name(job), self._rank, self._holder)
+        return CheckpointStore(self._directory.with_name(job), self._rank, self._holder, self._twins)
 
     def check(self) -> None:
         """(before the job begins) Raises UsageError if nothing can be written here."""
@@ -210,14 +214,13 @@ class CheckpointStore:
         written before is given up."""
         self._call_off()
         self.unsaved = None
-        folder = self._folder(version)
-        try:
-            if _is_linked(folder):
-                raise ServiceError(f"checkpoint {folder} is a link; nothing is read through it")
-            shards = [path for path in self._shards(folder) if path.is_dir()]
-            newest = max(shards, key=lambda path: (_generation(path), path.stat().st_mtime_ns), default=None)
-        except OSError as error:
-            raise ServiceError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
+        folder, rank = self._folder(version), self._rank
+        newest = self._newest(folder)
+        for twin in self._twins:
+            theirs = self._newest(self._folder(version, twin))
+            # Where this rank was not there for a while, its own may be of a history that was given up.
+            if theirs is not None and (newest is None or _newer(theirs, newest)):
+                newest, rank = theirs, twin
         if newest is None:
             if (folder / "state.json").exists():
                 raise ServiceError(
@@ -226,13 +229,23 @@ class CheckpointStore:
                 )
             raise ServiceError(f"checkpoint {folder} is not whole: there is nothing in it")
         try:
-            return read(newest, version, self._rank)
+            return read(newest, version, rank)
         except OSError as error:
             raise ServiceError(f"checkpoint {newest} is not whole: {error.strerror or error}") from None
         except Damaged as error:
             raise ServiceError(f"checkpoint {newest} is corrupt: {error}") from None
         except (MemoryError, RuntimeError) as error:  # torch's word for no memory
             raise ServiceError(f"checkpoint {newest} cannot be loaded: {_words(error)}") from None
+
+    def _newest(self, folder: Path) -> Path | None:
+        """The newest whole shard in it; None: there is none. Raises ServiceError."""
+        try:
+            if _is_linked(folder):
+                raise ServiceError(f"checkpoint {folder} is a link; nothing is read through it")
+            shards = [path for path in self._shards(folder) if path.is_dir()]
+            return max(shards, key=lambda path: (_generation(path), path.stat().st_mtime_ns), default=None)
+        except OSError as error:
+            raise ServiceError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
 
     def set_aside(self) -> None:
         """(a job begins) What is here under its name is of an earlier job: it is kept, and nobody takes it for ours."""
@@ -279,8 +292,9 @@ class CheckpointStore:
             if generation is not None and (up_to is None or generation <= up_to):
                 yield path
 
-    def _folder(self, version: int) -> Path:
-        return self._directory / f"v{version:08d}" / f"rank{self._rank}"
+    def _folder(self, version: int, rank: int | None = None) -> Path:
+        """Of this rank, or of another one."""
+        return self._directory / f"v{version:08d}" / f"rank{self._rank if rank is None else rank}"
 
 
 _NAME = re.compile(r"\.?g(\d{1,18})-[0-9a-f]+-\d+")
@@ -295,6 +309,11 @@ def _generation(shard: Path) -> int | None:
     """In which it was saved; None: no rank has made it."""
     match = _NAME.fullmatch(shard.name)
     return int(match[1]) if match else None
+
+
+def _newer(shard: Path, than: Path) -> bool:
+    """It was saved in a newer generation."""
+    return (_generation(shard) or 0) > (_generation(than) or 0)
 
 
 class _FencedMeanwhile(Exception):

@@ -81,8 +81,7 @@ def goes_on_words(view: pb.View) -> str:
         pb.STOPPED: f"; started again it goes on at step {newest}",
         pb.FINISHED: f"; started again with more steps it goes on at step {newest}",
     }
-    # Without a part of a slot that is vacant it may not be started again.
-    return f"newest checkpoint: version {newest}{'' if view.vacant else again.get(view.state, '')}"
+    return f"newest checkpoint: version {newest}{again.get(view.state, '')}"
 
 
 def _late_words(late: Sequence[pb.Suspicion]) -> list[str]:

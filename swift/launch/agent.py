@@ -34,7 +34,6 @@ from swift.launch.torch_names import (
     WorkerSpec,
     WorkerState,
 )
-from swift.names import leaves_vacant
 from swift.views import end_words, state_name
 from swift.words import tell
 
@@ -64,8 +63,6 @@ class _Due:
     at: float
     reason: str
     generation: int
-    lost: str
-    """The incarnation of the process that was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,7 +299,7 @@ class ReplacingAgent(SimpleElasticAgent):
             has_run=self._has_run or _has_run(view),  # of which it may only be told in the same moment
             finished=view is not None and view.state == pb.FINISHED,
             can_return=view is not None and view.HasField("final_version"),
-            may_shrink=view is not None and bool(view.taking_part),
+            may_shrink=view is not None and (bool(view.taking_part) or view.shrinks),
         )
         verdict = judge_exit(child.rank, child.exit_code, situation)
         if verdict.action == Action.STOP:
@@ -312,7 +309,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if verdict.action == Action.REPLACE:
             # Nothing seen yet: then it was in the first one, at the earliest.
             generation = 1 if view is None else view.generation
-            self._replace(local_rank, verdict.reason, generation, child.incarnation)
+            self._replace(local_rank, verdict.reason, generation)
             return
         if verdict.action == Action.VACANT:
             say(verdict.reason)
@@ -329,35 +326,24 @@ class ReplacingAgent(SimpleElasticAgent):
     def _local_rank_of(self, child: Child) -> int | None:
         return next((local for local, held in self._ranks.items() if held is child), None)
 
-    def _replace(self, local_rank: int, reason: str, generation: int, lost: str) -> None:
+    def _replace(self, local_rank: int, reason: str, generation: int) -> None:
         self._replacements_left -= 1
         wait_s = delay_s(self._deaths[local_rank])
         if wait_s:
             times = self._deaths[local_rank]
             say(f"{reason}, no. {times} without a new version: replaced in {wait_s:g} s")
-        self._due[local_rank] = _Due(
-            at=events.now() + wait_s, reason=reason, generation=generation, lost=lost
-        )
+        self._due[local_rank] = _Due(at=events.now() + wait_s, reason=reason, generation=generation)
         self._replace_due()
 
     def _replace_due(self) -> None:
         for local_rank, due in list(self._due.items()):
-            if due.at > events.now() or (leaves_vacant() and self._awaits_word_of(due)):
+            if due.at > events.now():
                 continue
             del self._due[local_rank]
-            rank = self._worker_group.workers[local_rank].global_rank
-            if self._view is not None and rank in self._view.vacant:
-                say(f"{due.reason}: its slot is left vacant")
-                continue
             self._last_death = (events.now(), due.generation)
             child = self._give_rank(local_rank)
             kind = "a warm spare" if child.warm else "a fork" if child.forked else "a cold start"
             say(f"{due.reason}: replaced by process {child.pid} ({kind})")
-
-    def _awaits_word_of(self, due: _Due) -> bool:
-        """The coordinator has not decided yet what becomes of the slot."""
-        view = self._view
-        return view is None or any(member.incarnation == due.lost for member in view.members)
 
     def _on_spare_exit(self, child: Child) -> None:
         events.emit("spare_exit", pid=child.pid, code=child.exit_code)

@@ -41,7 +41,8 @@ from swift.launch.torch_names import (
     parse_rendezvous_endpoint,
     to_map,
 )
-from swift.names import JOB_GRAMMAR, JOB_PATTERN
+from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_STRATEGY, JOB_GRAMMAR, JOB_PATTERN
+from swift.recovery.types import LOST_SHARDS, STRATEGIES
 from swift.words import tell
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
@@ -158,10 +159,35 @@ def make_parser() -> argparse.ArgumentParser:
         "fresh interpreters, for modules of --preload that must not be forked. If a module starts a thread or keeps a "
         "file open, processes are spawned in any case (default fork).",
     )
+    _add_recovery(ours)
+    _add_checkpoints(ours)
+    return parser
+
+
+def _add_recovery(ours: "argparse._ArgumentGroup") -> None:
     ours.add_argument(
         "--paranoid",
         action="store_true",
         help="Compute the first step twice from one state and compare the results; do so after every recovery too.",
+    )
+    ours.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="How a lost rank's state is restored (docs/strategies.md), if the script does not say it. With 'shrink' "
+        "the others go on without it; --max-restarts 0 leaves its place vacant.",
+    )
+    ours.add_argument(
+        "--lost-shard",
+        "--lost_shard",
+        choices=LOST_SHARDS,
+        help="With --strategy shrink: the others compute the batches of a lost rank ('redistribute', the default), or "
+        "nobody does ('drop', not exact).",
+    )
+    ours.add_argument(
+        "--allow-inexact",
+        "--allow_inexact",
+        action="store_true",
+        help="Allow strategies that do not lead to the bits of a run that never failed.",
     )
     ours.add_argument(
         "--max-restarts",
@@ -180,8 +206,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="How many times all ranks do a step again that has raised an exception (default 0: the job ends with the "
         "exception). The same exception twice in one step ends the job.",
     )
-    _add_checkpoints(ours)
-    return parser
 
 
 def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
@@ -235,6 +259,13 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     log_dir, args.log_dir = args.log_dir, os.devnull
     if args.paranoid:
         os.environ["SWIFT_PARANOID"] = "1"
+    for name, value in (
+        (ENV_STRATEGY, args.strategy),
+        (ENV_LOST_SHARD, args.lost_shard),
+        (ENV_ALLOW_INEXACT, "1" if args.allow_inexact else None),
+    ):
+        if value is not None:
+            os.environ[name] = value
     if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -13,6 +13,7 @@ from swift.recovery.off_log import plan_off_log
 from swift.recovery.plan import plan
 from swift.recovery.refusals import Refusals
 from swift.recovery.types import (
+    LOST_SHARDS,
     STRATEGIES,
     Checkpoints,
     PlanConfig,
@@ -22,6 +23,7 @@ from swift.recovery.types import (
 )
 
 __all__ = [
+    "LOST_SHARDS",
     "STRATEGIES",
     "Assignment",
     "Checkpoints",

@@ -33,7 +33,8 @@ class Slot(NamedTuple):
 
 
 Adopted = Mapping[tuple[int, int], tuple[int, ...]]
-"""(stage, origin) of a vacant slot -> the slot that computes each of its microbatches, in their order."""
+"""(stage, origin) of a vacant slot -> the slot that computes each of its microbatches, in their order; or the one slot
+that computes all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,17 @@ class Assignment:
     def adopting(self, adopted: Adopted) -> "Assignment":
         return replace(self, adopted=dict(adopted))
 
+    def redistributed(self) -> "Assignment":
+        """The batches of vacant slots go to those that run the same stages, whole and in turn."""
+        adopted: dict[tuple[int, int], tuple[int, ...]] = {}
+        for group in range(self.stage_groups):
+            holders = self._groups[group]
+            vacant = [number for number in self.vacant if self.slots[number].stage_group == group]
+            for turn, number in enumerate(vacant if holders else ()):
+                for stage in self.group_stages[group]:
+                    adopted[stage, self.slots[number].dp_rank] = (holders[turn % len(holders)],)
+        return self.adopting(adopted)
+
     # --- slots and members ---
 
     @property
@@ -232,7 +244,9 @@ class Assignment:
         if own in self.members:
             return own
         adopted = self.adopted.get((stage, origin))
-        return None if adopted is None else adopted[microbatch]
+        if adopted is None:
+            return None
+        return adopted[0 if len(adopted) == 1 else microbatch]
 
     def origins(self, stage: int) -> tuple[int, ...]:
         """Those whose batches are computed at the stage, ascending."""

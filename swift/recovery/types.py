@@ -103,7 +103,9 @@ class StreamSummary:
     """How many of the records declare this; the others are tensors."""
 
 
-STRATEGIES = ("auto", "replica", "replay", "checkpoint")
+STRATEGIES = ("auto", "replica", "replay", "checkpoint", "shrink")
+LOST_SHARDS = ("redistribute", "drop")
+"""Under "shrink": who computes the batches of a lost data-parallel rank. The others, or nobody."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +115,8 @@ class PlanConfig:
     strategy: str = "auto"
     """"auto": without replay if every stage reaches one version so, else by replay, else the checkpoint;
     "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
-    holds nothing is replayed; "checkpoint": always restore the checkpoint."""
+    holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
+    that is lost, and nothing is replayed."""
     inexact_undo: bool = False
     """An undo that is not bit for bit may be used."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)

@@ -125,6 +125,21 @@ class Channel:
         """The step under way."""
         return self._step
 
+    @property
+    def origin(self) -> int:
+        """The data-parallel rank whose batch is computed."""
+        return self._origin
+
+    @contextmanager
+    def as_origin(self, origin: int) -> Iterator[None]:
+        """What is computed in here is of that data-parallel rank's batch."""
+        own, self._origin = self._origin, origin
+        self.randomness.dp_rank = origin
+        try:
+            yield
+        finally:
+            self._origin = self.randomness.dp_rank = own
+
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
         """The name of a boundary's stream in this rank's pipeline, or in another one's."""
         origin = self._origin if rank is None else self._assignment.slots[rank].dp_rank

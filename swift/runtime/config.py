@@ -7,9 +7,8 @@ from swift.errors import UsageError
 from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
-from swift.names import leaves_vacant
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import STRATEGIES
+from swift.recovery.types import LOST_SHARDS, STRATEGIES
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -27,7 +26,14 @@ class SessionConfig:
     """Optimizer steps between two checkpoints. The log holds the steps since the newest complete one."""
     strategy: str = "auto"
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
-    checkpoint), "replica", "replay", "checkpoint"."""
+    checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
+    process comes for it; jobs of replicas without a pipeline and without shards)."""
+    lost_shard: str = "redistribute"
+    """With strategy="shrink": what becomes of the batches of a lost rank. "redistribute": the others compute them, and
+    the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate stays what it is,
+    and the job is not exact (`allow_inexact`)."""
+    allow_inexact: bool = False
+    """Strategies may be used that do not lead to the bits of a run that never failed."""
     groups: str = ""
     """Recovery groups, such as "0-1,2-3": runs of stages that fail and recover together. Only what passes between
     groups is logged. Empty: every rank is a group by itself."""
@@ -106,6 +112,7 @@ class SessionConfig:
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),
             ("non_finite_loss", self.non_finite_loss, NON_FINITE),
+            ("lost_shard", self.lost_shard, LOST_SHARDS),
         ):
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")
@@ -113,6 +120,7 @@ class SessionConfig:
             raise UsageError(
                 "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"
             )
+        self._check_shrink()
         if self.paranoid and self.updates == "wait_free":
             raise UsageError(
                 "paranoid with updates='wait_free': half a step is applied before it can be compared; use "
@@ -130,6 +138,35 @@ class SessionConfig:
         if self.replay_stall_s <= 0:
             raise UsageError(f"replay_stall_s={self.replay_stall_s}; give more than 0")
 
+    def _check_shrink(self) -> None:
+        if self.strategy != "shrink":
+            return
+        if self.replicas == 1 or self.shards > 1:
+            raise UsageError(
+                f"strategy='shrink' with replicas={self.replicas} and shards={self.shards}: others go on for a lost "
+                "rank if they hold all of its state; give at least 2 replicas, without shards"
+            )
+        if self.lost_shard == "drop" and not self.allow_inexact:
+            raise UsageError(
+                "lost_shard='drop' does not lead to the bits of a run that never failed: say allow_inexact=True "
+                "(--allow-inexact), or use lost_shard='redistribute'"
+            )
+        if self.lost_shard == "redistribute" and self.updates == "wait_free":
+            raise UsageError(
+                "lost_shard='redistribute' with updates='wait_free': gradients are applied before those of a lost rank "
+                "are computed; use updates='after_backward'"
+            )
+        if self.lost_shard == "redistribute" and self.reduction == "fast" and self.replicas > 2:
+            raise UsageError(
+                "lost_shard='redistribute' with reduction='fast': the sum would have another order with fewer ranks; "
+                "use reduction='ordered'"
+            )
+
+    @property
+    def redistributes(self) -> bool:
+        """The batches of a lost rank are computed by others."""
+        return self.strategy == "shrink" and self.lost_shard == "redistribute"
+
     def agreed(self) -> dict[str, str]:
         """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""
         return {
@@ -146,5 +183,5 @@ class SessionConfig:
             "helpers": str(self.helpers),
             "last_checkpoint": str(self.last_checkpoint),
             **({"paranoid": "True"} if self.paranoid else {}),
-            **({"leave_vacant": "1"} if leaves_vacant() else {}),
+            **({"lost_shard": self.lost_shard} if self.strategy == "shrink" else {}),
         }

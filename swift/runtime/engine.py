@@ -24,6 +24,7 @@ from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import Fenced, JobFailed, UsageError
 from swift.recovery import Assignment, RankMeasured
+from swift.runtime.adoption import Adoption
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.checkpointing import Saving
@@ -73,6 +74,7 @@ class Engine:
         *,
         witness: Witness,
         differences: Differences,
+        adoption: Adoption,
         audit: Audit | None,
         lines: Lines,
     ):
@@ -88,6 +90,7 @@ class Engine:
         self._lines = lines
         self.vote_seconds = 0.0
         self._measures = Measures(channel, store)
+        self._adoption = adoption
         self._rehearsal = Rehearsal(config.paranoid, channel, state, witness, differences)
         beside = state.beside
         self._script = Script(
@@ -113,26 +116,39 @@ class Engine:
             faults=faults,
         )
         self.membership = Membership(
-            rank, assignment, member, communicator, self.log, self._failures, self._recovery.report
-        )
-        self._steps = StepRunner(
             rank,
-            config,
+            assignment,
             member,
+            communicator,
+            self.log,
+            self._failures,
+            self._recovery.report,
+            redistributes=config.redistributes,
+        )
+        self._steps = self._steps_of(config, channel, witness, retries, audit)
+        state.updates.vote.bind(self.vote)
+
+    def _steps_of(
+        self, config: SessionConfig, channel: Channel, witness: Witness, retries: Retries, audit: Audit | None
+    ) -> StepRunner:
+        return StepRunner(
+            self._rank,
+            config,
+            self._member,
             channel,
-            state,
+            self._state,
             self.log,
             membership=self.membership,
             witness=witness,
             script=self._script,
             rehearsal=self._rehearsal,
+            adoption=self._adoption,
             retries=retries,
             ending=self.ending,
             saving=self._saving,
             audit=audit,
-            lines=lines,
+            lines=self._lines,
         )
-        state.updates.vote.bind(self.vote)
 
     def help_replay(self, make_module: MakeModule) -> None:
         """This rank can build any stage."""
@@ -160,6 +176,7 @@ class Engine:
 
     def run(self, train_step: TrainStep, num_steps: int) -> None:
         """Steps until `num_steps` are done, through every recovery. Returns when all ranks are there."""
+        self._adoption.check()
         if self.membership.view.state == pb.FINISHED:
             self.ending.come_back(self.membership.view, num_steps)
             return
@@ -196,6 +213,7 @@ class Engine:
         self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
         self._measures.gradient_bytes = self._state.gradient_bytes()
         self._rehearsal.arm(at_start=view.state == pb.FORMING)
+        self._adoption.arm(at_start=view.state == pb.FORMING)
 
     def _freed(self) -> None:
         latest = self._member.watcher.latest

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from swift.errors import UsageError
+from swift.runtime.adoption import Adoption
 from swift.runtime.backends.base import Backend, Collective
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
@@ -36,19 +37,19 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._bound: tuple[Channel, Updates] | None = None
+        self._bound: tuple[Channel, Updates, Adoption] | None = None
         self._in_step = False
         self._passing = False
         self.over = False
         """`session.run` has returned."""
 
-    def bind(self, channel: Channel, updates: Updates) -> None:
+    def bind(self, channel: Channel, updates: Updates, adoption: Adoption) -> None:
         """What results are recorded by, and what learns that a step has communicated."""
         if self._bound is not None:
             raise AssertionError("Gate.bind was called before")
-        self._bound = channel, updates
+        self._bound = channel, updates, adoption
 
-    def _parts(self) -> tuple[Channel, Updates]:
+    def _parts(self) -> tuple[Channel, Updates, Adoption]:
         if self._bound is None:
             raise AssertionError(
                 "Gate.bind was not called: what passes a group would be neither known nor recorded"
@@ -101,14 +102,17 @@ class Gate:
                 f"a survivor; use {_INSTEAD}"
             )
 
-        channel, updates = self._parts()
+        channel, updates, _ = self._parts()
         with updates.spoiling():
             channel.collective_into(name, results, lambda: group.run(run), group.ranks)
         return True
 
-    def used(self) -> None:
-        """Torch, or the trainer, communicates over a group."""
-        self._parts()[1].communicates()
+    def used(self, ranks: int) -> None:
+        """Torch, or the trainer, communicates over a group of so many ranks."""
+        channel, updates, adoption = self._parts()
+        updates.communicates()
+        if ranks > 1 and self._in_step and not channel.replaying:
+            adoption.communicated(channel.step)
 
     def reducing(self) -> None:
         """A reduction that torch has asked for is under way."""

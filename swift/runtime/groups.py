@@ -194,7 +194,7 @@ class ReconfigurableGroup(TorchCollectives):
             self.gate.message(kind)
         circuit = self._attached()
         if self._step is not None:
-            self._step.used()
+            self._step.used(len(self.ranks))
         return circuit
 
     def _place(self, index: int) -> int:
@@ -217,7 +217,7 @@ class ReconfigurableGroup(TorchCollectives):
                 f"process group {self.label}: {name} has a part for ranks that are not there now"
             )
         if self._step is not None:
-            self._step.used()
+            self._step.used(len(self.ranks))
         gate = self.gate if len(self.ranks) > 1 else None
         if gate is not None and gate.collective(self, name, result, run, alike=alike):
             return FinishedWork(result)

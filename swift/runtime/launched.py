@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from swift.errors import UsageError
-from swift.names import ENV_LEAVE_VACANT, check_job, leaves_vacant
+from swift.names import check_job
 from swift.recovery import Assignment
 from swift.runtime.config import SessionConfig
 
@@ -64,6 +64,9 @@ def from_environment(config: SessionConfig) -> Launched:
         assignment = Assignment.grid(place.world_size, replicas=config.replicas, shards=config.shards)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if leaves_vacant() and (assignment.stage_groups > 1 or assignment.shards > 1):
-        raise UsageError(f"{ENV_LEAVE_VACANT}: slots are left vacant in jobs of replicas of one stage only")
+    if config.strategy == "shrink" and assignment.stage_groups > 1:
+        raise UsageError(
+            f"strategy='shrink' with {assignment.stage_groups} pipeline ranks: a pipeline cannot go on without a rank; "
+            "use it for replicas of a whole model, or strategy='auto'"
+        )
     return Launched(place=place, assignment=assignment, checkpoint_dir=os.path.join(checkpoints, place.job))

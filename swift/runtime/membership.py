@@ -32,13 +32,17 @@ class Membership:
         log: OwnLog,
         failures: Failures,
         report: Callable[[pb.View], None],
+        *,
+        redistributes: bool,
     ) -> None:
-        """`assignment`: of the full world. `report(view)`: tells the planner what this rank has to offer."""
+        """`assignment`: of the full world. `report(view)`: tells the planner what this rank has to offer.
+        `redistributes`: the batches of vacant slots are computed by others."""
         self._member = member
         self._communicator = communicator
         self._log = log
         self._failures = failures
         self._report = report
+        self._redistributes = redistributes
         self.assignment = assignment
         """Of the generation whose groups are built; before there is one, of the full world."""
         self.slot = assignment.slots[rank]
@@ -90,6 +94,8 @@ class Membership:
     def _build(self, view: pb.View) -> None:
         self._log.open(view)
         assignment = self.assignment.held_by({member.rank: member.id for member in view.members})
+        if self._redistributes:
+            assignment = assignment.redistributed()
         self._communicator.build(view.generation, assignment.occupied)
         self._view, self.plan, self.assignment = view, of_view(view), assignment
 

@@ -12,7 +12,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import UsageError
-from swift.names import ENV_LEAVE_VACANT, leaves_vacant
 from swift.recovery import Assignment
 from swift.runtime import _torch, sharded
 from swift.runtime.backends.base import Backend
@@ -158,9 +157,10 @@ class ModelParts:
                     "DistributedDataParallel over a group that is not made again after a failure; use "
                     "session.ddp(module) in its place"
                 )
-            if leaves_vacant():
+            if self._updates.shrinks:
                 raise UsageError(
-                    f"{ENV_LEAVE_VACANT}: DistributedDataParallel divides by the ranks of a full world"
+                    "strategy='shrink' with DistributedDataParallel, which divides by the ranks of a full world: give "
+                    "the plain module to the session, which averages its gradients"
                 )
             self._updates.reduced_elsewhere(stage.submod.parameters())
         elif self._updates.wait_free:

@@ -4,12 +4,16 @@ A collective that fails leaves its buffer partly reduced on some ranks (tests/in
 bucket is reduced in a flat copy, and gradients are written only after the collective has ended well here. Whether
 it has ended well everywhere is for the commit vote to say.
 
+Where ranks have adopted the batches of others (`swift.runtime.adoption`), gradients are summed in the order of
+origins, whoever has them.
+
 Two ways to sum: *ordered* by data-parallel rank (`swift.runtime.backends`), whose bits depend on no layout, and
 *fast*, the backend's all_reduce, whose order of additions is the backend's (the same for the same layout).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +30,15 @@ def is_ordered(reduction: str, dp_size: int) -> bool:
     return reduction == "ordered" or (reduction == "auto" and dp_size > 2)
 
 
+class Shares(NamedTuple):
+    """Who has the gradients of which origin, where some are vacant."""
+
+    origins: Sequence[Sequence[int]]
+    """Of each rank of the group, by its place: its own first."""
+    gradients: Sequence[Mapping[torch.nn.Parameter, torch.Tensor]]
+    """This rank's of each origin behind its own."""
+
+
 class Reduction:
     """One bucket's gradients under way."""
 
@@ -37,17 +50,25 @@ class Reduction:
         sizes: list[int],
         contributions: int,
         ordered: bool,
+        origins: Sequence[Sequence[int]] | None,
     ):
+        """`flat`: what this rank has of each origin, in rows; `origins`: whose rows each place of the group has. None:
+        each has one, in the order of ranks."""
         self.contributions = contributions
         self.bucket = bucket
         self.flat = flat
         self.sizes = sizes
         add = operation(None)
-        self._task = (
-            group.submit(lambda collectives: collectives.all_reduce(flat, add))
-            if ordered
-            else group.submit(lambda collectives: collectives.unordered_sum(flat))
-        )
+
+        def run(collectives: Collectives) -> None:
+            if origins is not None:
+                sum_by_origin(collectives, flat, origins)
+            elif ordered:
+                collectives.all_reduce(flat[0], add)
+            else:
+                collectives.unordered_sum(flat[0])
+
+        self._task = group.submit(run)
 
     @property
     def done(self) -> bool:
@@ -61,12 +82,21 @@ class Reduction:
 class Reducer:
     """Reductions over one data group, launched in the same order on all data-parallel ranks."""
 
-    def __init__(self, group: ReconfigurableGroup, contributions: Callable[[], int], *, ordered: bool):
-        """`contributions`: what a sum is divided by, of this generation (`Assignment.contributions`)."""
+    def __init__(
+        self,
+        group: ReconfigurableGroup,
+        contributions: Callable[[], int],
+        *,
+        ordered: bool,
+        shares: Callable[[], Shares | None],
+    ):
+        """`contributions`: what a sum is divided by, of this generation (`Assignment.contributions`). `shares`: what
+        ranks have adopted; None: nobody has."""
+        self._shares = shares
         self._group = group
         self._ordered = ordered
         self._contributions = contributions
-        self._buffers: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._buffers: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
         self.seconds = 0.0
         """Time of the trainer's thread in reductions."""
 
@@ -84,11 +114,16 @@ class Reducer:
             )
         parts = [grad.detach().reshape(-1) for grad in grads] + [used]
         sizes = [part.numel() for part in parts]
+        shares = self._shares()
+        rows = 1 if shares is None else 1 + len(shares.gradients)
         # Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept.
-        kept = self._buffers.get((used.dtype, sum(sizes)))
-        flat = kept.pop() if kept else torch.empty(sum(sizes), dtype=used.dtype)
-        torch.cat(parts, out=flat)
-        reduction = Reduction(self._group, bucket, flat, sizes, self._contributions(), self._ordered)
+        kept = self._buffers.get((used.dtype, rows, sum(sizes)))
+        flat = kept.pop() if kept else torch.empty(rows, sum(sizes), dtype=used.dtype)
+        torch.cat(parts, out=flat[0])
+        for row, gradients in enumerate([] if shares is None else shares.gradients, start=1):
+            torch.cat(_parts(bucket, gradients), out=flat[row])
+        origins = None if shares is None else shares.origins
+        reduction = Reduction(self._group, bucket, flat, sizes, self._contributions(), self._ordered, origins)
         self.seconds += time.monotonic() - began
         return reduction
 
@@ -98,12 +133,12 @@ class Reducer:
         reduction.wait()
         self._write(reduction)
         # Not after an error: an operation may still write into it.
-        key = (reduction.flat.dtype, reduction.flat.numel())
+        key = (reduction.flat.dtype, *reduction.flat.shape)
         self._buffers.setdefault(key, []).append(reduction.flat)
         self.seconds += time.monotonic() - began
 
     def _write(self, reduction: Reduction) -> None:
-        *parts, used = torch.split(reduction.flat, reduction.sizes)
+        *parts, used = torch.split(reduction.flat[0], reduction.sizes)
         targets, values = [], []
         for parameter, part, users in zip(reduction.bucket, parts, used.tolist(), strict=True):
             if users == 0:
@@ -134,3 +169,35 @@ class Reducer:
                 collectives.broadcast(tensor, 0)
 
         self._group.run(run)
+
+
+def _parts(bucket: Bucket, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> list[torch.Tensor]:
+    """Of an origin, as `Reducer.launch` makes them of its own."""
+    used = torch.tensor([p in gradients for p in bucket], dtype=bucket[0].dtype)
+    return [*(gradients.get(p, torch.zeros_like(p)).detach().reshape(-1) for p in bucket), used]
+
+
+def sum_by_origin(collectives: Collectives, rows: torch.Tensor, origins: Sequence[Sequence[int]]) -> None:
+    """Writes into the first row the sum over all origins, in their order, from the first on.
+
+    `rows` [origins of this rank, n]; `origins`: of each member, by its place, which row of its is whose. Each member
+    sums a part of the n numbers, as in `Messages.all_reduce`, so the bits are those of a full world.
+    """
+    places = len(origins)
+    size = -(-rows.shape[1] // places)
+    padded = torch.nn.functional.pad(rows, (0, size * places - rows.shape[1]))
+    outgoing = [part.contiguous() for part in torch.split(padded, size, dim=1)]
+    incoming = [rows.new_empty(len(theirs), size) for theirs in origins]
+    collectives.all_to_all(incoming, outgoing)
+    of_origin = {
+        origin: part[number]
+        for theirs, part in zip(origins, incoming, strict=True)
+        for number, origin in enumerate(theirs)
+    }
+    first, *others = sorted(of_origin)
+    total = of_origin[first].clone()
+    for origin in others:
+        total.add_(of_origin[origin])
+    sums = [torch.empty_like(total) for _ in range(places)]
+    collectives.all_gather(sums, total)
+    rows[0].copy_(torch.cat(sums)[: rows.shape[1]])

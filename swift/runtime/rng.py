@@ -64,7 +64,9 @@ class Randomness:
     """
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device | None):
-        self._seed, self._dp_rank = seed, dp_rank
+        self._seed = seed
+        self.dp_rank = dp_rank
+        """Whose batch is computed."""
         self._device = device
         self.step = 0
         self._calls = 0
@@ -73,7 +75,7 @@ class Randomness:
         seed_all(self.seed(self.step, stage, count), self._device)
 
     def seed(self, step: int, stage: int, count: int) -> int:
-        return seed_for(self._seed, step, stage, self._dp_rank << _DP_RANK_BITS | count)
+        return seed_for(self._seed, step, stage, self.dp_rank << _DP_RANK_BITS | count)
 
     def begin_step(self, step: int) -> None:
         """The trainer's own code is next."""
@@ -106,7 +108,7 @@ class Randomness:
     def digest(self, step: int) -> str:
         """SHA-256 of the states with which all generators begin that step."""
         with kept():
-            mine = Randomness(self._seed, self._dp_rank, self._device)
+            mine = Randomness(self._seed, self.dp_rank, self._device)
             mine.begin_step(step)
             return digest_of_states()
 

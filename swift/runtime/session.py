@@ -5,7 +5,7 @@ schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``sw
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift import events
 from swift.errors import UsageError
+from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_STRATEGY
 from swift.recovery import Assignment
 from swift.runtime import sharded
 from swift.runtime.config import SessionConfig
@@ -24,6 +25,7 @@ from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gradients import accumulating
 from swift.runtime.launched import from_environment
 from swift.runtime.member import Member
+from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.stage import LoggedPipelineStage
 from swift.runtime.step_runner import TrainStep
 from swift.runtime.wiring import Parts
@@ -55,6 +57,7 @@ class Session:
         self._gate = parts.gate
         self._channel, self._updates = parts.channel, parts.updates
         self._state = parts.state
+        self._origin_loaders = parts.adoption.loaders
         self._crossing = parts.crossing
         self._model_parts = parts.model_parts
         self._losses = parts.losses
@@ -78,6 +81,7 @@ class Session:
         """
         settings.setdefault("paranoid", bool(os.environ.get(ENV_PARANOID)))
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
+        settings |= _launchers(settings)
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
         here = from_environment(config)
         place = here.place
@@ -113,8 +117,9 @@ class Session:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's number among the data-parallel ranks of its stage. Each trains on batches of its own."""
-        return self._slot.dp_rank
+        """This rank's number among the data-parallel ranks of its stage. Each trains on batches of its own. While the
+        batch of a lost rank is computed here (`lost_shard`), it is that one's number."""
+        return self._channel.origin
 
     @property
     def dp_size(self) -> int:
@@ -232,6 +237,19 @@ class Session:
             self._model_parts.add_schedule(schedule)
         for name, value in objects.items():
             self._state.add_object(name, value)
+
+    def loader(self, make: Callable[[int], Any], name: str = "loader") -> OriginLoader:
+        """Registers a data loader that can give other data-parallel ranks' batches as well, and returns it.
+
+        ``make(dp_rank)`` returns the loader of that data-parallel rank, with state_dict and load_state_dict. Its state
+        must be the same on all data-parallel ranks at the same step (a position). What is returned is used as that
+        loader is: attributes, iteration and `next` are those of the rank whose batch is computed. Needed for
+        lost_shard="redistribute" only.
+        """
+        loader = OriginLoader(make, self._slot.dp_rank, lambda: self._channel.origin)
+        self._state.add_object(name, loader)
+        self._origin_loaders.add(loader)
+        return loader
 
     def transient(self, *names: str) -> None:
         """Names attributes of modules, and variables of the script, that need not survive a failure.
@@ -354,3 +372,23 @@ class Session:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         progress = self._engine.progress
         return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
+
+
+def _launchers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `swift-ft run` was told of a session's settings. Raises UsageError: the script says something else."""
+    told: dict[str, Any] = {}
+    for name, flag, variable in (
+        ("strategy", "--strategy", ENV_STRATEGY),
+        ("lost_shard", "--lost-shard", ENV_LOST_SHARD),
+    ):
+        value = os.environ.get(variable)
+        if not value:
+            continue
+        if settings.get(name, value) != value:
+            raise UsageError(
+                f"swift-ft run was given {flag} {value}, and the script says {name}={settings[name]!r}: leave one out"
+            )
+        told[name] = value
+    if os.environ.get(ENV_ALLOW_INEXACT):
+        told["allow_inexact"] = True
+    return told

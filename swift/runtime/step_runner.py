@@ -8,6 +8,7 @@
 from collections.abc import Callable
 
 from swift import events
+from swift.runtime.adoption import Adoption
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
 from swift.runtime.checkpointing import Saving
@@ -44,6 +45,7 @@ class StepRunner:
         witness: Witness,
         script: Script,
         rehearsal: Rehearsal,
+        adoption: Adoption,
         retries: Retries,
         ending: Ending,
         saving: Saving,
@@ -61,6 +63,7 @@ class StepRunner:
         self._witness = witness
         self._script = script
         self._rehearsal = rehearsal
+        self._adoption = adoption
         self._retries = retries
         self._ending = ending
         self._saving = saving
@@ -76,6 +79,7 @@ class StepRunner:
         step = self._state.version
         replaying = self._channel.replaying
         self._saving.learn_groups()
+        self._adoption.before(train_step, step, self.drop)
         self._rehearsal.before(train_step, step, self.drop)
         events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
         self._channel.begin_step(step)
@@ -87,6 +91,7 @@ class StepRunner:
             train_step(step)
         self._channel.settle()
         self._state.updates.end_step()
+        self._adoption.after()
         due = (step + 1) % self._config.checkpoint_every == 0
         self._lines.end(step, lasts=due)
         self._state.end_step()

@@ -10,8 +10,8 @@ from swift.runtime.backends.base import Collective
 class Step(Protocol):
     """Is told of what passes over a group (`swift.runtime.gate`)."""
 
-    def used(self) -> None:
-        """Torch, or a trainer, communicates over it."""
+    def used(self, ranks: int) -> None:
+        """Torch, or a trainer, communicates over it. `ranks`: how many it has in a full world."""
 
     def reducing(self) -> None:
         """A reduction that torch has asked for is under way."""

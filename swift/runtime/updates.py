@@ -91,9 +91,13 @@ class Updates:
         self._groups_whole = groups_whole
         self.vote: Hook[[], None] = Hook("Updates.vote")
         """(engine) Returns if the update is to be applied, or stays applied."""
+        self.before_reduction: Hook[[], None] = Hook("Updates.before_reduction")
+        """(adoption) Gradients are this rank's own."""
         self.before_update: Hook[[], None] = Hook("Updates.before_update")
         """(rehearsal) Gradients are reduced, nothing is applied."""
         self.wait_free = config.updates == "wait_free" and reducer is not None
+        self.shrinks = config.strategy == "shrink"
+        """The others go on without a rank that is lost."""
         self.ties = ties
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -195,6 +199,7 @@ class Updates:
             )
 
     def _average(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.before_reduction()
         if self._reducer is None:
             return
         if self.wait_free:

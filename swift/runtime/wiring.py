@@ -16,6 +16,7 @@ from swift.recovery import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.strategies import may_copy
 from swift.runtime import _torch
+from swift.runtime.adoption import Adoption
 from swift.runtime.audit import Audit
 from swift.runtime.backends import default_backend
 from swift.runtime.backends.base import Backend
@@ -33,7 +34,7 @@ from swift.runtime.member import Member
 from swift.runtime.model_parts import ModelParts
 from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_store import CoordinatorStores
-from swift.runtime.reducer import Reducer, is_ordered
+from swift.runtime.reducer import Reducer, Shares, is_ordered
 from swift.runtime.state import TrainerState
 from swift.runtime.ties import Ties
 from swift.runtime.updates import Updates
@@ -50,6 +51,7 @@ class Parts:
     channel: Channel
     updates: Updates
     state: TrainerState
+    adoption: Adoption
     crossing: Crossing
     losses: Losses
     lines: Lines
@@ -66,16 +68,24 @@ class Parts:
             addresses = [member.client.address, *engine.log.servers_of_job]
             return [int(address.rpartition(":")[2]) for address in addresses]
 
+        def assigned() -> Assignment:
+            """Of this generation."""
+            return engine.membership.assignment
+
         def contributions() -> int:
             """What this stage's gradients are divided by in this generation."""
-            return engine.membership.assignment.contributions(assignment.slots[rank].stage_group)
+            return assigned().contributions(assignment.slots[rank].stage_group)
+
+        def shares() -> Shares | None:
+            return adoption.shares()
 
         backend = default_backend(service_ports)
         gate = Gate()
         groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
         world = _own_world(groups["world"].ranks, rank, backend)
         faults = FaultInjector(rank)
-        store = _checked_store(checkpoint_dir, rank, member)
+        twins = assignment.peers(rank) if config.strategy == "shrink" else ()
+        store = _checked_store(checkpoint_dir, rank, member, twins)
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
@@ -84,18 +94,12 @@ class Parts:
         differences = Differences(member.client)
         witness = Witness(differences.say, lambda: communicator.broken is not None, losses.look)
         channel.watch(witness)
-        reducer = _reducer_of(assignment, config, groups["data"], contributions)
-        updates = Updates(
-            config,
-            reducer,
-            faults,
-            ties=Ties(channel, groups["pipeline"]),
-            channel=channel,
-            check=member.check,
-            groups_whole=communicator.check_whole,
-        )
+        reducer = _reducer_of(assignment, config, groups["data"], contributions, shares)
+        updates = _updates_of(config, reducer, faults, channel, groups["pipeline"], member, communicator)
         state = TrainerState(channel.randomness, updates, groups.get("replicate"))
         state.iterators.install()
+        adopts = config.redistributes
+        adoption = Adoption(adopts, rank, channel, state, assigned, groups["data"], witness, differences)
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         engine = Engine(
             rank,
@@ -110,10 +114,11 @@ class Parts:
             assignment,
             witness=witness,
             differences=differences,
+            adoption=adoption,
             audit=_audit_of(assignment, config, groups, state),
             lines=lines,
         )
-        gate.bind(channel, updates)
+        gate.bind(channel, updates, adoption)
         _torch.before_pickling(gate.pickles)
         return cls(
             gate=gate,
@@ -121,12 +126,33 @@ class Parts:
             channel=channel,
             updates=updates,
             state=state,
+            adoption=adoption,
             crossing=Crossing(channel, updates, groups),
             losses=losses,
             lines=lines,
             model_parts=ModelParts(rank, assignment, backend, gate, groups, channel, updates, state),
             engine=engine,
         )
+
+
+def _updates_of(
+    config: SessionConfig,
+    reducer: Reducer | None,
+    faults: FaultInjector,
+    channel: Channel,
+    pipeline: ReconfigurableGroup,
+    member: Member,
+    communicator: ProcessGroups,
+) -> Updates:
+    return Updates(
+        config,
+        reducer,
+        faults,
+        ties=Ties(channel, pipeline),
+        channel=channel,
+        check=member.check,
+        groups_whole=communicator.check_whole,
+    )
 
 
 def _own_world(ranks: Sequence[int], rank: int, backend: Backend) -> ReconfigurableGroup:
@@ -157,12 +183,17 @@ def _channel_of(
 
 
 def _reducer_of(
-    assignment: Assignment, config: SessionConfig, data: ReconfigurableGroup, contributions: Callable[[], int]
+    assignment: Assignment,
+    config: SessionConfig,
+    data: ReconfigurableGroup,
+    contributions: Callable[[], int],
+    shares: Callable[[], Shares | None],
 ) -> Reducer | None:
     """None: no other rank has gradients of this stage."""
     if assignment.dp_size == 1:
         return None
-    return Reducer(data, contributions, ordered=is_ordered(config.reduction, assignment.dp_size))
+    ordered = is_ordered(config.reduction, assignment.dp_size)
+    return Reducer(data, contributions, ordered=ordered, shares=shares)
 
 
 def _audit_of(
@@ -177,9 +208,12 @@ def _audit_of(
     return Audit(groups.get("replicate", groups["data"]), state)
 
 
-def _checked_store(checkpoint_dir: str, rank: int, member: Member) -> CheckpointStore:
-    """Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without."""
-    store = CheckpointStore(checkpoint_dir, rank, member)
+def _checked_store(checkpoint_dir: str, rank: int, member: Member, twins: Sequence[int]) -> CheckpointStore:
+    """`twins`: ranks from whose checkpoints this one may begin.
+
+    Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without.
+    """
+    store = CheckpointStore(checkpoint_dir, rank, member, twins)
     try:
         store.check()
     except UsageError:

@@ -27,7 +27,7 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     backend = GlooBackend()
     group = ReconfigurableGroup("data", range(world), rank, backend, step=None, gate=None)
     comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
-    reducer = Reducer(group, lambda: world, ordered=ordered)
+    reducer = Reducer(group, lambda: world, ordered=ordered, shares=lambda: None)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
     sums = [torch.full((1 << 20,), sum(r + 1.0 + n for r in range(world)) / world) for n in range(4)]
     found = {"whole": 0, "broken": 0, "half_reduced": 0, "wrong": 0}

@@ -182,3 +182,24 @@ def test_pruning_keeps_what_is_named_and_other_ranks(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="name one you can write"):
         CheckpointStore("/proc/self/checkpoints", 0, Holding()).check()
+
+
+def test_what_a_rank_lacks_of_a_version_is_read_from_a_twin(tmp_path: Path) -> None:
+    own = CheckpointStore(tmp_path, 0, Holding(), twins=(1,))
+    twin = CheckpointStore(tmp_path, 1, Holding())
+    twin.save(3, {"w": torch.ones(2)}, lambda _version: None, unexpected)
+    twin.wait()
+    assert torch.equal(own.load(3)["w"], torch.ones(2))
+    with pytest.raises(ServiceError, match="there is nothing in it"):
+        CheckpointStore(tmp_path, 0, Holding()).load(3)
+
+
+def test_a_rank_that_was_away_does_not_load_what_was_given_up_meanwhile(tmp_path: Path) -> None:
+    """Of one version: its own of generation 1, and its twin's of generation 2, which had gone back behind it."""
+    own = CheckpointStore(tmp_path, 0, Holding(entered=1), twins=(1,))
+    twin = CheckpointStore(tmp_path, 1, Holding(entered=2), twins=(0,))
+    for store, value in ((own, 1.0), (twin, 2.0)):
+        store.save(3, {"w": torch.full((2,), value)}, lambda _version: None, unexpected)
+        store.wait()
+    for store in (own, twin):
+        assert store.load(3)["w"].tolist() == [2.0, 2.0]

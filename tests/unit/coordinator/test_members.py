@@ -16,7 +16,7 @@ MOVES = st.lists(
 @given(MOVES, st.booleans())
 def test_ids_are_never_used_again(moves: list[tuple[str, int]], leaves_vacant: bool) -> None:
     world = World()
-    config = {"replicas": str(RANKS), "leave_vacant": "1" if leaves_vacant else "0"}
+    config = {"replicas": str(RANKS), "strategy": "shrink" if leaves_vacant else "auto"}
     for rank in range(RANKS):
         world.do_join(str(rank), world=str(RANKS), **config)
     world.run("fenced generation=1")

@@ -5,7 +5,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
          [seed=] [torch=] [strategy=] [undo=] [helpers=]       [off_log=yes]
-         [run=] [replicas=] [leave_vacant=1]             refuse rank= generation= reason= [differs=yes]
+         [run=] [replicas=] [lost_shard=]             refuse rank= generation= reason= [differs=yes]
     report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
@@ -44,7 +44,7 @@ from tests.unit.coordinator.rows import read, write_changes
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
 
 
-CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "leave_vacant")
+CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard")
 
 
 class World:

@@ -287,7 +287,14 @@ def test_anything_but_the_cpu_is_refused() -> None:
     on_cuda = SimpleNamespace(device=torch.device("cuda"))
     nothing: Any = None
     parts = ModelParts(
-        0, Assignment.grid(1), GlooBackend(), Gate(), {}, channel=nothing, updates=nothing, state=nothing
+        0,
+        Assignment.grid(1),
+        GlooBackend(),
+        Gate(),
+        {},
+        channel=nothing,
+        updates=nothing,
+        state=nothing,
     )
     with refused:
         parts.pipeline_stage(torch.nn.Linear(1, 1), 0, 1, torch.device("cuda"), {})

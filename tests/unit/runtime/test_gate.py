@@ -1,6 +1,7 @@
 """What a trainer communicates by itself: recorded and answered, or refused in one line; never waited for."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,11 +97,14 @@ class Rank:
         self.channel._opened = log  # type: ignore[assignment]
         self.channel.watch(None)
         self.gate = Gate()
+        self.communicated: list[int] = []
+        """Steps in which a trainer has communicated over several ranks, as far as adoption has heard."""
         self.all = Group("default", RANKS, rank, self.gate)
         self.some = Group("pipeline", (0, 2), RANKS[:3:2].index(rank), self.gate)
         ties = Ties(self.channel, pipeline or self.some)
         self.updates = updates_of(rank=rank, ties=ties, channel=self.channel)
-        self.gate.bind(self.channel, self.updates)
+        self.adoption: Any = SimpleNamespace(communicated=self.communicated.append)
+        self.gate.bind(self.channel, self.updates, self.adoption)
         self.some._own = rank
         for group in (self.all, self.some):
             group.connected = sources is None

@@ -61,6 +61,8 @@ def test_no_update_is_applied_without_a_vote() -> None:
         stepped(updates_of(config, HalvingReducer(), vote=None))
     with pytest.raises(AssertionError, match=r"Updates\.before_update is bound to nothing"):
         stepped(updates_of(config, HalvingReducer(), before_update=None))
+    with pytest.raises(AssertionError, match=r"Updates\.before_reduction is bound to nothing"):
+        stepped(updates_of(config, HalvingReducer(), before_reduction=None))
 
 
 def test_the_engine_is_what_an_update_is_put_to_the_vote_by() -> None:
@@ -87,10 +89,11 @@ def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
                 call()
     with gate.passing(), pytest.raises(AssertionError, match=words):
         group.send([torch.ones(1)], 1)
-    gate.bind(SimpleNamespace(), updates_of())  # type: ignore[arg-type]
-    gate.used()
+    nothing: Any = SimpleNamespace()
+    gate.bind(nothing, updates_of(), nothing)
+    gate.used(2)
     with pytest.raises(AssertionError, match="called before"):
-        gate.bind(SimpleNamespace(), updates_of())  # type: ignore[arg-type]
+        gate.bind(nothing, updates_of(), nothing)
 
 
 def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
@@ -161,7 +164,7 @@ def build(directory: str) -> None:
         config=SessionConfig(strategy="replay"),
     )
     hooks = [hook for part in vars(session).values() for hook in _hooks(part)]
-    assert len(hooks) == 2
+    assert len(hooks) == 3
     for hook in hooks:
         with pytest.raises(AssertionError, match="is bound already"):
             hook.bind(ignored)
@@ -170,7 +173,7 @@ def build(directory: str) -> None:
     for name, group in session.groups.items():
         assert group._step is session._gate
         assert group.gate is (session._gate if name in ("world", "pipeline") else None)
-    session._gate.used()
+    session._gate.used(2)
     # The notice frees the trainer's thread: the communicator hears of it.
     coordinator.saw(pb.View(job="j", generation=5, state=pb.PLANNING))
     deadline = time.monotonic() + TIMEOUT_S

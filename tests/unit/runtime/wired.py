@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from swift.recovery import Assignment
@@ -37,8 +38,9 @@ def updates_of(
     channel: Lends | None = None,
     vote: Any = ignored,
     before_update: Any = ignored,
+    before_reduction: Any = ignored,
 ) -> Updates:
-    """`vote`, `before_update`: None: the test binds it, or leaves it out."""
+    """`vote`, `before_update`, `before_reduction`: None: the test binds it, or leaves it out."""
     updates = Updates(
         config or SessionConfig(),
         reducer,
@@ -52,6 +54,8 @@ def updates_of(
         updates.vote.bind(vote)
     if before_update is not None:
         updates.before_update.bind(before_update)
+    if before_reduction is not None:
+        updates.before_reduction.bind(before_reduction)
     return updates
 
 
@@ -87,6 +91,7 @@ def engine_of(
         Assignment.grid(4),
         witness=Witness(ignored, lambda: False, ignored),
         differences=Differences(nothing),
+        adoption=cast(Any, SimpleNamespace(before=ignored, after=ignored, arm=ignored, check=ignored)),
         audit=None,
         lines=Lines(Path(os.devnull)),
     )

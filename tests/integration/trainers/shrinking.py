@@ -1,6 +1,7 @@
-"""Replicas of one stage, of which one is lost for good: `vacant.py session STEPS` in a job, and beside it
-`vacant.py reference STEPS FIRST OUT`, plain torch in one process: means over three origins in the steps below FIRST,
-over the first and the last of them from there on.
+"""Replicas of one stage, of which some are lost: `shrinking.py session STEPS [HABIT]` in a job, and beside it
+`shrinking.py reference STEPS OUT [STEP:LOST...]`, plain torch in one process: means over three origins, without LOST
+from STEP on. HABIT is how the trainer gets at its batches: "asks" in each step for its data-parallel rank, has a
+"loader", and two that nobody can carry out for another rank: "knows" it from before, "talks" before it updates.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ORIGINS, LOST = 3, 1
+ORIGINS = 3
 WIDTH, BATCH = 24, 8
 
 
@@ -50,21 +51,44 @@ class Position:
         self.step = state["step"]
 
 
-def in_a_job(steps: int) -> None:
+class Batches(Position):
+    """Of one origin, by its position."""
+
+    def __init__(self, origin: int) -> None:
+        super().__init__()
+        self.origin = origin
+
+    def next_batch(self) -> tuple[int, int]:
+        self.step += 1
+        return self.step - 1, self.origin
+
+
+def in_a_job(steps: int, habit: str) -> None:
     import swift
 
     with swift.Session.from_env(seed=1, checkpoint_every=4, replicas=ORIGINS, bucket_bytes=2048) as session:
         model, plain, scheduler = made()
         session.module(model)
         optimizer = session.optimizer(plain)
-        position = Position()
-        session.register(loader=position, scheduler=scheduler)
+        session.register(scheduler=scheduler)
+        if habit == "loader":
+            batches = session.loader(Batches)
+        else:
+            position = Position()
+            session.register(loader=position)
+        own = session.dp_rank
         found: dict[int, str] = {}
 
         def train_step(step: int) -> None:
             optimizer.zero_grad()
-            loss_of(model, position.step, session.dp_rank).backward()
-            position.step += 1
+            if habit == "loader":
+                at, origin = batches.next_batch()
+            else:
+                at, origin = position.step, own if habit == "knows" else session.dp_rank
+                position.step += 1
+            if habit == "talks":
+                torch.distributed.all_reduce(torch.ones(1))
+            loss_of(model, at, origin).backward()
             optimizer.step()
             scheduler.step()
             found[step] = bits(model, optimizer)
@@ -74,13 +98,14 @@ def in_a_job(steps: int) -> None:
         Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
 
 
-def reference(steps: int, first: int) -> dict[int, str]:
+def reference(steps: int, lost: dict[int, int]) -> dict[int, str]:
+    """`lost`: origin -> the first step without it."""
     torch.set_num_threads(1)
     model, optimizer, scheduler = made()
     parameters = list(model.parameters())
     found: dict[int, str] = {}
     for step in range(steps):
-        origins = [origin for origin in range(ORIGINS) if step < first or origin != LOST]
+        origins = [origin for origin in range(ORIGINS) if step < lost.get(origin, steps)]
         sums: list[Any] = []
         for origin in origins:
             grads = torch.autograd.grad(loss_of(model, step, origin), parameters)
@@ -97,6 +122,8 @@ def reference(steps: int, first: int) -> dict[int, str]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "session":
-        in_a_job(int(sys.argv[2]))
+        in_a_job(int(sys.argv[2]), (sys.argv[3:] or ["asks"])[0])
     else:
-        Path(sys.argv[4]).write_text(json.dumps(reference(int(sys.argv[2]), int(sys.argv[3]))))
+        pairs = [pair.split(":") for pair in sys.argv[4:]]
+        found = reference(int(sys.argv[2]), {int(origin): int(step) for step, origin in pairs})
+        Path(sys.argv[3]).write_text(json.dumps(found))

@@ -1,0 +1,187 @@
+"""Jobs of replicas that go on without a rank, and with it again (trainers/shrinking.py): real processes, real SIGKILL.
+
+What the bits must be is computed by plain torch in one process, which knows nothing of the session.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift.drill.cluster import Cluster
+from tests.integration.again_world import Again
+from tests.integration.trainer_world import TRAINERS, Run, run_trainer
+
+STEPS, RANKS, LOST = 14, 3, 1
+MATRIX = pytest.mark.matrix
+PHASES = ["reduce", *(pytest.param(phase, marks=MATRIX) for phase in ("idle", "optimizer"))]
+
+
+def shrinking(lost_shard: str, max_restarts: int) -> type[Cluster]:
+    settings = {
+        "SWIFT_STRATEGY": "shrink",
+        "SWIFT_LOST_SHARD": lost_shard,
+        "SWIFT_ALLOW_INEXACT": "1" if lost_shard == "drop" else "",
+        "PET_MAX_RESTARTS": str(max_restarts),
+    }
+
+    class Shrinking(Cluster):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options, settings=settings)
+
+    return Shrinking
+
+
+def run(
+    directory: Path,
+    lost_shard: str,
+    faults: list[dict[str, Any]],
+    max_restarts: int = 0,
+    habit: str = "asks",
+) -> Run:
+    made = shrinking(lost_shard, max_restarts)
+    run = run_trainer(
+        directory / "job", "shrinking.py", "session", STEPS, habit, ranks=RANKS, faults=faults, make=made
+    )
+    assert [e["event"] for e in run["events"]].count("fault") == len(faults)
+    return run
+
+
+def reference(directory: Path, *lost: str) -> dict[str, str]:
+    """Step -> digest. `lost`: STEP:ORIGIN."""
+    out = directory / "reference.json"
+    arguments = [sys.executable, str(TRAINERS / "shrinking.py"), "reference", str(STEPS), str(out), *lost]
+    subprocess.run(arguments, check=True, timeout=120)
+    bits: dict[str, str] = json.loads(out.read_text())
+    return bits
+
+
+def named(run: Run, event: str) -> list[dict[str, Any]]:
+    return [e for e in run["events"] if e["event"] == event]
+
+
+def pids(run: Run, rank: int) -> set[int]:
+    return {e["pid"] for e in named(run, "step_end") if e["rank"] == rank}
+
+
+def last_bits(run: Run, rank: int, wanted: dict[str, str]) -> bool:
+    """Of all steps that the rank has done in its last process."""
+    bits: dict[str, str] = run["digests"][f"bits-{rank}.json"]
+    assert str(STEPS - 1) in bits
+    return bits.items() <= wanted.items()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("phase", "habit"),
+    [("reduce", "loader"), *(pytest.param(phase, "asks", marks=MATRIX) for phase in ("idle", "optimizer"))],
+)
+def test_the_others_compute_its_batches_and_the_bits_are_those_of_a_run_that_never_failed(
+    phase: str, habit: str, tmp_path: Path
+) -> None:
+    outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 6, "phase": phase}], habit=habit)
+
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [LOST]
+    assert not named(outcome, "not_exact")
+    assert {e["origin"] for e in named(outcome, "adopted_step")} == {LOST}
+    wanted = reference(tmp_path)
+    for rank in (0, 2):
+        assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
+        assert last_bits(outcome, rank, wanted)
+    assert named(outcome, "state")[-1]["state"] == "FINISHED"
+
+
+@pytest.mark.timeout(240)
+def test_one_that_comes_back_makes_the_world_full_again(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 6, "phase": "reduce"}], max_restarts=1)
+
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [LOST]
+    wanted = reference(tmp_path)
+    for rank in range(RANKS):
+        assert last_bits(outcome, rank, wanted)
+    assert [len(pids(outcome, rank)) for rank in range(RANKS)] == [1, 2, 1]
+    assert not named(outcome, "not_exact")
+    last = max(named(outcome, "plan"), key=lambda plan: plan["t"])
+    strategies = {entry["rank"]: entry["strategy"].lower() for entry in last["ranks"]}
+    assert strategies[LOST] == "replica"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("victims", [(1, 0), pytest.param((0, 2), marks=MATRIX)])
+def test_one_is_enough(victims: tuple[int, int], tmp_path: Path) -> None:
+    first, second = victims
+    faults = [{"rank": first, "step": 4, "phase": "reduce"}, {"rank": second, "step": 9, "phase": "reduce"}]
+
+    outcome = run(tmp_path, "redistribute", faults)
+
+    (left,) = set(range(RANKS)) - set(victims)
+    assert last_bits(outcome, left, reference(tmp_path))
+    assert len(pids(outcome, left)) == 1
+    assert not named(outcome, "not_exact")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("phase", PHASES)
+def test_without_its_batches_the_mean_is_over_those_that_are_left(phase: str, tmp_path: Path) -> None:
+    outcome = run(tmp_path, "drop", [{"rank": LOST, "step": 6, "phase": phase}])
+
+    (plan,) = named(outcome, "plan")
+    assert [entry["rank"] for entry in plan["ranks"]] == [0, 2]
+    (inexact,) = named(outcome, "not_exact")
+    assert inexact["since"] == plan["target_version"]
+    assert "the slot of rank 1 is vacant, and nobody computes its batches" in inexact["reason"]
+    complete = [e["version"] for e in named(outcome, "checkpoint_complete")]
+    assert {plan["target_version"], 8, 12, STEPS} <= set(complete)
+    wanted = reference(tmp_path, f"{plan['target_version']}:{LOST}")
+    assert wanted != reference(tmp_path)
+    for rank in (0, 2):
+        assert last_bits(outcome, rank, wanted)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        (
+            "knows",
+            "data-parallel rank 0 has computed other gradients for the batch of rank 1 than rank 1 itself",
+        ),
+        ("talks", "a train_step that communicates before its gradients are reduced"),
+    ],
+)
+def test_what_nobody_could_do_for_another_rank_is_refused_at_the_start(
+    habit: str, words: str, tmp_path: Path
+) -> None:
+    refused = run_trainer(
+        tmp_path / "job",
+        "shrinking.py",
+        "session",
+        STEPS,
+        habit,
+        ranks=RANKS,
+        faults=[],
+        code_wanted=2,
+        make=shrinking("redistribute", 0),
+    )
+    assert words in refused["output"]
+    assert not named(refused, "step_end")
+
+
+@pytest.mark.timeout(240)
+def test_a_job_that_was_left_smaller_can_be_started_again_in_full(tmp_path: Path) -> None:
+    """It has finished without rank 1, and goes on with it: that one loads the part of a replica."""
+    fault = {"id": "f0", "rank": LOST, "step": 5, "phase": "reduce"}
+    settings = {"SWIFT_STRATEGY": "shrink", "SWIFT_FAULTS": json.dumps([fault])}
+    with Again(tmp_path / "job", ranks=RANKS, **settings) as job:
+        assert job.run("shrinking.py", "session", 8, flags=["--max-restarts", "0"]) == 0, job.said
+        assert [e["rank"] for e in job.events("left_vacant")] == [LOST]
+        assert job.run("shrinking.py", "session", STEPS) == 0, job.said
+        assert not job.events("not_exact")
+        wanted = reference(tmp_path)
+        for rank in range(RANKS):
+            bits = json.loads((job.directory / "digests" / f"bits-{rank}.json").read_text())
+            assert set(bits) == {str(step) for step in range(8, STEPS)}
+            assert bits.items() <= wanted.items()

@@ -1,0 +1,173 @@
+"""Gradients of origins whose slots are vacant: who has them, in which order they are summed, what is refused."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift.errors import UsageError
+from swift.recovery import Assignment
+from swift.runtime.adoption import Adoption, adopted_by
+from swift.runtime.config import SessionConfig
+from swift.runtime.origin_loaders import OriginLoader
+from swift.runtime.reducer import sum_by_origin
+from tests.unit.runtime.test_ordered import on_all, values
+from tests.unit.runtime.wired import ignored, updates_of
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    owners=st.lists(st.integers(0, 3), min_size=1, max_size=7),
+    numel=st.sampled_from([1, 2, 7, 1023, 5001]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_a_sum_is_taken_in_the_order_of_origins_whoever_has_them(
+    owners: list[int], numel: int, dtype: torch.dtype, seed: int
+) -> None:
+    there = sorted(set(owners))
+    origins = [tuple(o for o, owner in enumerate(owners) if owner == member) for member in there]
+    of = values(len(owners), numel, seed, dtype)
+    expected = functools.reduce(lambda a, b: a + b, [value.clone() for value in of])
+    rows = [torch.stack([of[origin] for origin in theirs]) for theirs in origins]
+    on_all(len(there), lambda messages, place: sum_by_origin(messages, rows[place], origins))
+    for each in rows:
+        assert torch.equal(each[0], expected)
+
+
+def test_vacant_slots_go_round_those_that_are_left() -> None:
+    world = Assignment.grid(5, replicas=5)
+    smaller = world.held_by({0: 0, 3: 3}).redistributed()
+    assert [adopted_by(smaller, slot) for slot in (0, 3)] == [[1, 4], [2]]
+    assert smaller.contributions(0) == 5
+    assert smaller.dropped_origins() == ()
+    assert [smaller.owner(0, origin, 7) for origin in range(5)] == [0, 0, 3, 3, 0]
+    assert world.redistributed().adopted == {}
+    assert smaller.held_by(dict(world.members)).adopted == {}, "who comes back has its own"
+
+
+def test_without_redistribution_the_mean_is_over_those_that_are_left() -> None:
+    smaller = Assignment.grid(3, replicas=3).held_by({0: 0, 2: 2})
+    assert smaller.contributions(0) == 2
+    assert smaller.dropped_origins() == (1,)
+
+
+# --- loaders ---
+
+
+class Batches:
+    """Numbers that tell whose they are and which."""
+
+    def __init__(self, origin: int) -> None:
+        self.origin, self.position = origin, 0
+
+    def next_batch(self) -> tuple[int, int]:
+        self.position += 1
+        return self.origin, self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_the_loader_of_another_origin_begins_where_its_own_stands() -> None:
+    now = [1]
+    loader = OriginLoader(Batches, 1, lambda: now[0])
+    assert [loader.next_batch(), loader.next_batch()] == [(1, 1), (1, 2)]
+    for _ in range(2):  # each time from there: a step that was taken back has not moved it
+        loader.begin(0)
+        now[0] = 0
+        assert loader.next_batch() == (0, 3)
+        assert loader.state_dict() == {"position": 2}, "its state is its own's"
+        now[0] = 1
+    loader.load_state_dict({"position": 7})
+    assert loader.next_batch() == (1, 8)
+
+
+def test_a_loader_that_cannot_be_taken_back_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"session\.loader was given what makes a list without state_dict"):
+        OriginLoader(lambda origin: [origin], 0, lambda: 0)
+
+
+# --- what is refused ---
+
+
+def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
+    made = SimpleNamespace(before_reduction=updates_of(before_reduction=None).before_reduction, **updates)
+    vacant = Assignment.grid(2, replicas=2).held_by({0: 0}).redistributed()
+    said: list[str] = []
+    nothing: Any = None
+    state: Any = SimpleNamespace(updates=made)
+    differences: Any = SimpleNamespace(say=lambda _step, words: said.append(words))
+    adoption = Adoption(True, 0, nothing, state, lambda: vacant, nothing, nothing, differences)
+    return adoption, said
+
+
+@pytest.mark.parametrize(
+    ("updates", "words"),
+    [
+        ({"optimizers": [1, 2], "journals": []}, "with several optimizers"),
+        ({"optimizers": [1], "journals": [SimpleNamespace(whole=True)]}, r"\(LBFGS\)"),
+    ],
+)
+def test_a_trainer_whose_steps_cannot_be_carried_out_for_another_is_refused(
+    updates: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        adoption_of(**updates)[0].check()
+
+
+def test_a_step_that_updates_twice_is_refused() -> None:
+    adoption_of(stepped=1)[0].after()
+    with pytest.raises(UsageError, match="updates twice"):
+        adoption_of(stepped=2)[0].after()
+
+
+def test_a_collective_without_those_that_are_lost_is_named_once() -> None:
+    adoption, said = adoption_of()
+    adoption.communicated(3)
+    adoption.communicated(4)
+    assert said == ["a collective of train_step lacked the part of a rank that was lost"]
+    adoption.under_way = True
+    with pytest.raises(UsageError, match="communicates before its gradients are reduced"):
+        adoption.communicated(5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": 1}, "give at least 2 replicas, without shards"),
+        ({"replicas": 2, "shards": 2}, "give at least 2 replicas, without shards"),
+        ({"replicas": 2, "lost_shard": "drop"}, "say allow_inexact=True"),
+        ({"replicas": 2, "lost_shard": "some"}, "lost_shard='some'; give one of redistribute, drop"),
+        ({"replicas": 2, "updates": "wait_free"}, "use updates='after_backward'"),
+        ({"replicas": 3, "reduction": "fast"}, "use reduction='ordered'"),
+    ],
+)
+def test_settings_that_do_not_go_together(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SessionConfig(strategy="shrink", **given)
+
+
+def test_of_two_the_sum_has_one_order() -> None:
+    assert SessionConfig(strategy="shrink", replicas=2, reduction="fast").redistributes
+    dropping = SessionConfig(strategy="shrink", replicas=2, lost_shard="drop", allow_inexact=True)
+    assert not dropping.redistributes
+    assert dropping.agreed()["lost_shard"] == "drop"
+    assert "lost_shard" not in SessionConfig(replicas=2).agreed(), "of no job that does not shrink"
+
+
+def test_nobody_asks_for_what_no_job_wants() -> None:
+    """Without the strategy nothing of this is in the way of a step."""
+    adoption, _ = adoption_of(stepped=2, optimizers=[1, 2], journals=[])
+    adoption._wanted = False
+    adoption.check()
+    adoption.after()
+    adoption.before(ignored, 0, ignored)
+    adoption.communicated(0)
