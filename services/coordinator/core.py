@@ -183,7 +183,9 @@ class Job(Transitions):
         )
         self.leases.hear(join.rank, now)
         self.places.seat(join.rank, join.host)
-        back = vacancies.fill(row, join.rank) if join.rank in row.vacant else ""
+        # After the end it is only there for what comes behind it.
+        fills = join.rank in row.vacant and not row.state.is_over
+        back = vacancies.fill(row, join.rank) if fills else ""
         joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
         if first:
             return [*self._transition(), joined, *self._fence_logs()]
