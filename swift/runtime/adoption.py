@@ -9,8 +9,9 @@ full world.
     (steps)   ``before`` every step → (reducer) ``shares`` → ``after`` it
 
 That works if a step takes from `session.dp_rank`, and from loaders made by `session.loader`, whatever belongs to one
-data-parallel rank alone. It is tried before the first step: each rank computes its own gradients and those of the next
-data-parallel rank, and all compare what they have. Memory: a copy of the gradients for each origin that is adopted.
+data-parallel rank alone. It is tried out before the first step, and in a generation with a process that is new: each
+rank computes its own gradients and those of the next data-parallel rank, and all compare what they have. Memory: a copy
+of the gradients for each origin that is adopted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,9 @@ class Adoption:
         self._data = data
         self._witness = witness
         self._differences = differences
-        self._to_be_tried = False
+        self._begins = False
+        """A generation does, and nobody has asked yet whether all have tried it out."""
+        self._tried = False
         self._named = False
         self.under_way = False
         """A step that is taken back, for the gradients of one origin."""
@@ -87,9 +90,9 @@ class Adoption:
                 "lost_shard='drop'"
             )
 
-    def arm(self, *, at_start: bool) -> None:
-        """`at_start`: the job begins, so that it can be refused."""
-        self._to_be_tried = self._wanted and at_start
+    def arm(self) -> None:
+        """Another generation goes on, perhaps with a process that is new."""
+        self._begins = self._wanted
 
     def shares(self) -> Shares | None:
         """What is reduced in this step. None: each rank has its own gradients alone."""
@@ -107,9 +110,11 @@ class Adoption:
         self._gradients = []
         if not self._wanted or self._channel.replaying:
             return
-        if self._to_be_tried:
-            self._try_out(train_step, step, drop)
-            self._to_be_tried = False
+        if self._begins:
+            tried = self._data.gathered(torch.tensor([self._tried]))
+            if not all(bool(each) for each in tried):
+                self._try_out(train_step, step, drop)
+            self._begins = False
         for origin in adopted_by(self._assignment(), self._slot):
             self._gradients.append(self._computed(origin, train_step, step, drop))
             events.emit("adopted_step", rank=self._slot, step=step, origin=origin)
@@ -167,19 +172,30 @@ class Adoption:
 
     def _try_out(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Whether others can compute this rank's gradients, before anybody has to."""
-        own, size = self._channel.origin, self._assignment().dp_size
+        assignment = self._assignment()
+        ranks = [assignment.slots[slot].dp_rank for slot in assignment.group(self._slot)]
+        if len(ranks) == 1:
+            self._differences.say(
+                step, "nobody was left to try out whether one rank can compute another's batches"
+            )
+            self._tried = True
+            return
+        next_to = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+        own = self._channel.origin
         told = b"".join(
-            self._digest(self._computed(origin, train_step, step, drop)) for origin in (own, (own + 1) % size)
+            self._digest(self._computed(origin, train_step, step, drop)) for origin in (own, next_to[own])
         )
-        gathered = self._data.gathered(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-        for rank, each in enumerate(gathered):
-            following = (rank + 1) % size
-            if not torch.equal(each[_DIGEST_BYTES:], gathered[following][:_DIGEST_BYTES]):
+        gathered = dict(
+            zip(ranks, self._data.gathered(torch.frombuffer(bytearray(told), dtype=torch.uint8)), strict=True)
+        )
+        for rank, other in next_to.items():
+            if not torch.equal(gathered[rank][_DIGEST_BYTES:], gathered[other][:_DIGEST_BYTES]):
                 raise UsageError(
                     f"lost_shard='redistribute': data-parallel rank {rank} has computed other gradients for the batch "
-                    f"of rank {following} than rank {following} itself; ask session.dp_rank inside of train_step, make "
+                    f"of rank {other} than rank {other} itself; ask session.dp_rank inside of train_step, make "
                     "loaders with session.loader(lambda dp_rank: ...), or use lost_shard='drop'"
                 )
+        self._tried = True
 
     def _digest(self, gradients: Gradients) -> bytes:
         state = xxhash.xxh3_128()

@@ -213,7 +213,7 @@ class Engine:
         self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
         self._measures.gradient_bytes = self._state.gradient_bytes()
         self._rehearsal.arm(at_start=view.state == pb.FORMING)
-        self._adoption.arm(at_start=view.state == pb.FORMING)
+        self._adoption.arm()
 
     def _freed(self) -> None:
         latest = self._member.watcher.latest
