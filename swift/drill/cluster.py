@@ -136,6 +136,7 @@ class Cluster:
         *,
         ranks: int,
         spares: int,
+        max_restarts: int | None = None,
         trainer_arguments: Sequence[str],
         trainer: Sequence[str] = ("-m", "swift.drill.trainer"),
         faults: str = "[]",
@@ -157,6 +158,7 @@ class Cluster:
         """
         self._ranks = ranks
         self._spares = spares
+        self._max_restarts = max_restarts
         self._trainer = [*trainer, *trainer_arguments]
         self._die_at = list(die_at)
         self._security = security
@@ -210,6 +212,10 @@ class Cluster:
     def fault_directory(self) -> Path:
         return self.directory / "faults"
 
+    def release(self, fault: str) -> None:
+        """Who waits there goes on."""
+        (self.fault_directory / f"{fault}.go").touch()
+
     def __enter__(self) -> "Cluster":
         try:
             self._start()
@@ -231,6 +237,8 @@ class Cluster:
         arguments = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
         arguments += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB]
         arguments += ["--checkpoint-dir", str(self.directory / "checkpoints")]
+        if self._max_restarts is not None:
+            arguments += ["--max-restarts", str(self._max_restarts)]
         arguments += ["--sigterm-checkpoint-s", "0"]  # nobody goes on with it
         self._spawn(LAUNCHER, [*arguments, *self._trainer])
 

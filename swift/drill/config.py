@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.drill import faults as fault_specs
-from swift.drill import options
+from swift.drill import options, shrinking
 from swift.drill.faults import Fault
 from swift.drill.options import DEFAULTS, OPTIMIZERS, Reach
 from swift.drill.regroup import Regroup
@@ -31,6 +31,11 @@ class DrillConfig:
     topology: Topology
     faults: tuple[Fault, ...]
     strategy: str = DEFAULTS["strategy"]
+    lost_shard: str = DEFAULTS["lost_shard"]
+    """Of the strategy "shrink". Empty: "redistribute"."""
+    allow_inexact: bool = DEFAULTS["allow_inexact"]
+    grow: str = DEFAULTS["grow"]
+    """step=N: lost ranks come back behind that step. Empty: never."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
     """Stages that recover together; empty: every rank by itself."""
     regroups: tuple[Regroup, ...] = ()
@@ -94,6 +99,7 @@ class DrillConfig:
             log_servers=self.log_servers,
             groups=self.groups,
         )
+        shrinking.check(self)
 
         corrupt = next((f for f in self.faults if isinstance(f, fault_specs.CorruptFault)), None)
         if corrupt is not None and self.copies > 1:
@@ -166,6 +172,21 @@ class DrillConfig:
     def exact_reduction(self) -> bool:
         """The sum does not depend on how a backend lays its buffers out: two addends have one order only."""
         return self.topology.replicas < 3 or self.ordered_reduction
+
+    @property
+    def shrinks(self) -> bool:
+        """Slots of lost ranks stay vacant."""
+        return self.strategy == "shrink"
+
+    @property
+    def drops(self) -> bool:
+        """Nobody computes the batches of lost ranks."""
+        return self.shrinks and self.lost_shard == "drop"
+
+    @property
+    def grown_at(self) -> int | None:
+        """The version at which lost ranks come back; None: they do not."""
+        return shrinking.grown_at(self.grow)
 
     def _values(self) -> dict[str, Any]:
         """Of all options, by the fields that hold them."""

@@ -72,12 +72,15 @@ class Facts:
         recoveries = timeline.recoveries(evidence.events)
         at_recovery: list[Comparison] = []
         inexact = False
+        vacant: frozenset[int] = frozenset()
 
         def at(version: int, generation: int | None) -> Comparison:
             ours, twin = evidence.digests, evidence.twin_digests
-            return compare(version, generation, asked.topology.ranks, ours, twin, inexact=inexact)
+            ranks = set(range(asked.topology.ranks)) - vacant
+            return compare(version, generation, sorted(ranks), ours, twin, inexact=inexact)
 
         for recovery in recoveries:
+            vacant = recovery.vacant
             inexact = inexact or (recovery.inexact and asked.undo == "arithmetic")
             if recovery.target_version is not None:
                 at_recovery.append(at(int(recovery.target_version), recovery.generation))

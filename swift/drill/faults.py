@@ -459,9 +459,11 @@ def to_environment(
     faults: Sequence[Fault],
     pauses: Mapping[str, int] = MappingProxyType({}),
     topology: Topology | None = None,
+    *,
+    paused: int = 0,
 ) -> str:
     """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves. `pauses`: id -> the step before which
-    rank 0 waits for ``<id>.go``. `topology`: who dies with half an update applied waits for its replicas."""
+    rank `paused` waits for ``<id>.go``. `topology`: who dies with half an update applied waits for its replicas."""
     held = {index for group in held_together(faults) for index in group}
     return json.dumps(
         [
@@ -483,7 +485,7 @@ def to_environment(
             if isinstance(fault, CorruptCopyFault)
         ]
         + [
-            {"id": pause, "rank": 0, "step": step, "phase": "pause", "hold": True}
+            {"id": pause, "rank": paused, "step": step, "phase": "pause", "hold": True}
             for pause, step in pauses.items()
         ]
     )

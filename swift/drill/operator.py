@@ -59,4 +59,4 @@ class Operator:
         self._current += 1
 
     def _go(self, pause: str) -> None:
-        (self._cluster.fault_directory / f"{pause}.go").touch()
+        self._cluster.release(pause)

@@ -15,6 +15,7 @@ from swift.drill.sizes import MODELS
 from swift.drill.topology import SCHEDULES
 from swift.errors import UsageError
 from swift.recovery import STRATEGIES
+from swift.recovery.types import LOST_SHARDS
 
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 # name -> torch's versions of it; none of those that are the project's own
@@ -156,6 +157,26 @@ OPTIONS = (
         name="strategy",
         default="auto",
         known=STRATEGIES,
+        reach=Reach.RUN,
+    ),
+    Option(
+        name="lost-shard",
+        help="with --strategy shrink, what becomes of a lost rank's batches (default: redistribute)",
+        known=LOST_SHARDS,
+        reach=Reach.RUN,
+    ),
+    Option(
+        name="allow-inexact",
+        metavar="",
+        help="what does not lead to the bits of a run that never failed may be asked for",
+        default=False,
+        reach=Reach.RUN,
+    ),
+    Option(
+        name="grow",
+        metavar="step=N",
+        help="with --strategy shrink, lost ranks come back when the others have done step N; these wait for them "
+        "(default: never)",
         reach=Reach.RUN,
     ),
     Option(

@@ -32,7 +32,7 @@ def _agree_check(facts: Facts) -> Check:
     wrong = []
     for comparison in facts.comparisons:
         for first in range(0, facts.asked.topology.ranks, facts.asked.topology.replicas):
-            ranks = facts.asked.topology.replicas_of(first)
+            ranks = [r for r in facts.asked.topology.replicas_of(first) if str(r) in comparison.ranks]
             held = [comparison.ranks[str(rank)]["recovered"] for rank in ranks]
             answer = _same(held)
             answers.append(answer)

@@ -7,7 +7,7 @@ digest that is not there, an event that nobody wrote) makes `INCONCLUSIVE`: no d
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill import helped, logs, loss, prediction, replaying, replicas, timeline
+from swift.drill import helped, logs, loss, prediction, replaying, replicas, shrunk, timeline
 from swift.drill.config import versions
 from swift.drill.facts import Facts
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -38,6 +38,7 @@ def build(facts: Facts) -> dict[str, Any]:
         *_run_checks(facts),
         *(comparison.check() for comparison in facts.comparisons),
         *replicas.checks(facts),
+        *shrunk.checks(facts),
         *([loss.check(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),
@@ -67,6 +68,7 @@ def build(facts: Facts) -> dict[str, Any]:
             "recovery": [comparison.as_json() for comparison in facts.at_recovery],
             "end": facts.at_end.as_json(),
         },
+        "shrink": shrunk.section(facts),
         "timeline": timeline.shown(facts.events, facts.recoveries),
         **_cost(facts, facts.recoveries),
         **replicas.copies(facts.recoveries),
@@ -152,7 +154,7 @@ def _unplanned_check(facts: Facts) -> Check:
         if event["event"] == "child_exit" and event.get("code") != 0 and event["pid"] not in told
     }
     corrupted = facts.evidence.corruption is not None
-    causeless = [r for r in facts.recoveries if not (r.faults or r.servers_killed or corrupted)]
+    causeless = [r for r in facts.recoveries if not (r.faults or r.servers_killed or r.returned or corrupted)]
     detail = ", ".join([*sorted(died), *(f"a recovery of itself ({r.reasons[0]})" for r in causeless)])
     if facts.evidence.exit_code != 0 and not facts.evidence.fired:
         return Check("nothing else failed", None, detail or "the run did not get to its first fault")

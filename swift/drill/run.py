@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swift import events
-from swift.drill import control, faults, loss, prediction, regroup, timeline
+from swift.drill import control, faults, loss, prediction, regroup, shrinking, timeline
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.facts import Evidence, Measured
@@ -71,6 +71,8 @@ class _Watch:
         """The highest that any rank has begun."""
         self.replayed = False
         """A replay has begun."""
+        self.present: frozenset[int] = frozenset()
+        """Ranks that have joined, and were not lost since then with nobody in their slot."""
         self.settled = True
         """No other recovery groups are wanted than those in force."""
         self.stalled = False
@@ -96,6 +98,10 @@ class _Watch:
         if event["event"] == "step_begin" and not event.get("replay"):
             self.step = max(self.step, int(event["step"]))
         self.replayed = self.replayed or event["event"] == "replay_begin"
+        if event["event"] == "joined":
+            self.present |= {int(event["rank"])}
+        if event["event"] == "left_vacant":
+            self.present -= {int(event["rank"])}
         if event["event"] == "groups":
             self.settled = not event["wanted"]
         if event["event"] not in _NO_PROGRESS:
@@ -124,9 +130,15 @@ class FaultedRun:
         self._cluster = Cluster(
             directory,
             ranks=config.topology.ranks,
-            spares=config.spares,
+            spares=config.spares if shrinking.is_replaced(config) else 0,
+            max_restarts=None if shrinking.is_replaced(config) else 0,
             trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
-            faults=faults.to_environment(config.faults, regroup.pauses(config.regroups), config.topology),
+            faults=faults.to_environment(
+                config.faults,
+                regroup.pauses(config.regroups) | shrinking.pauses(config),
+                config.topology,
+                paused=shrinking.first_survivor(config),
+            ),
             die_at=[
                 (fault_id(index), fault.state.upper())
                 for index, fault in enumerate(config.faults)
@@ -202,6 +214,8 @@ class FaultedRun:
                     self._cluster.kill_log_server(fault_id(index), fault.server, for_good=True)
             elif isinstance(fault, CorruptFault):
                 self._corrupt(index, fault)
+        if self._config.grow and shrinking.has_grown(self._cluster, self._watch.present, self._config):
+            self._cluster.release(shrinking.PAUSE)
         self._operator.turn(self._watch.step, settled=self._watch.settled)
         self._held = [group for group in self._held if not self._let_go(group)]
         # In the third step the records of the first ones have long been acknowledged.
@@ -250,7 +264,7 @@ class FaultedRun:
         if len(there) < len(group) and waited < (ALL_THERE_S if all_come else TOGETHER_S):
             return False
         for index in group:  # those that are not there yet do not wait any more
-            (self._cluster.fault_directory / f"{fault_id(index)}.go").touch()
+            self._cluster.release(fault_id(index))
         return True
 
     def _fired(self, trace: list[dict[str, Any]]) -> frozenset[str]:

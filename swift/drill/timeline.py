@@ -60,6 +60,10 @@ class Recovery:
     """"help_end" of that generation, of these owners."""
     helped: list[Event] = field(default_factory=list)
     """"helped" of that generation, of those who have helped."""
+    vacant: frozenset[int] = frozenset()
+    """The slots of lost ranks that it leaves without one."""
+    returned: frozenset[int] = frozenset()
+    """Ranks that were not there before it, and are."""
     seconds: dict[str, float] | None = None
     """Phase -> seconds and their `total`; None: a milestone is not in the trace."""
     missing: list[str] = field(default_factory=list)
@@ -75,6 +79,8 @@ class Recovery:
     @property
     def kill_t(self) -> float | None:
         times = [event["t"] for event in (self.faults or self.exits or self.servers_killed)]
+        if not times and self.returned:  # nothing failed: a rank came back
+            return self.began_t
         return min(times) if times else None
 
     @property
@@ -197,14 +203,15 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
                 current.reasons.append(str(event.get("reason", "")))
     previous_end = float("-inf")
     noticed = _noticed(events)
+    vacant: frozenset[int] = frozenset()
     for recovery in so_far:
         end = recovery.ended_t if recovery.ended_t is not None else float("inf")
         window = [event for event in events if previous_end < event["t"] <= end]
         recovery.faults = [
             event for event in _named(events, "fault") if previous_end < noticed[_fault_key(event)] <= end
         ]
-        _fill(recovery, window, [event for event in events if event["t"] > end], events)
-        previous_end = end
+        _fill(recovery, window, [event for event in events if event["t"] > end], events, vacant)
+        previous_end, vacant = end, recovery.vacant
     return so_far
 
 
@@ -219,7 +226,14 @@ def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
     return {_fault_key(e): max(e["t"], exits.get(e["pid"], e["t"])) for e in _named(events, "fault")}
 
 
-def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: Sequence[Event]) -> None:
+def _fill(
+    recovery: Recovery,
+    window: list[Event],
+    after: list[Event],
+    events: Sequence[Event],
+    vacant: frozenset[int],
+) -> None:
+    """`vacant`: what was before."""
     recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
     recovery.servers_lost = _named(window, "log_server_lost")
     numbers = {event["server"] for event in recovery.servers_lost}
@@ -241,6 +255,11 @@ def _fill(recovery: Recovery, window: list[Event], after: list[Event], events: S
     )
     if recovery.plan is None:
         recovery.missing.append("plan")
+        recovery.vacant = vacant
+    else:  # only who was lost can be absent: of all others a digest is asked for, whatever the plan says
+        present = {int(entry["rank"]) for entry in _entries(recovery.plan)}
+        recovery.vacant = (vacant | recovery.victims) - present
+        recovery.returned = vacant & present
     if recovery.replay_expected and not recovery.replays:
         recovery.missing.append("replay_end")
     for strategy, name, done in (
@@ -288,7 +307,7 @@ def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict
     if recovery.ended_t is None:
         recovery.missing.append("state running")
         return None
-    resumed = _all_ranks_stepping(window, after)
+    resumed = _all_ranks_stepping(window, after, recovery.vacant)
     if resumed is None:
         recovery.missing.append("step_begin after the recovery")
         return None
@@ -335,12 +354,15 @@ def _milestones(window: list[Event], generation: int) -> dict[str, float]:
     }
 
 
-def _all_ranks_stepping(window: list[Event], after: list[Event]) -> float | None:
+def _all_ranks_stepping(window: list[Event], after: list[Event], vacant: frozenset[int]) -> float | None:
     """When the last of the ranks has begun its first step after the recovery (or had none left to do)."""
-    ranks = {event["rank"] for event in (*window, *after) if event["event"] in ("step_begin", "fault")}
+    ranks = {
+        event["rank"] for event in (*window, *after) if event["event"] in ("step_begin", "fault")
+    } - vacant
     first: dict[int, float] = {}
     for event in after:
-        if event["event"] in ("step_begin", "finished") and not event.get("replay"):
+        lives = event["event"] in ("step_begin", "finished") and not event.get("replay")
+        if lives and event["rank"] not in vacant:
             first.setdefault(event["rank"], event["t"])
     return max(first.values()) if first and ranks <= set(first) else None
 
@@ -382,17 +404,21 @@ def throughput(
     costs is that it is near zero for `recovery_seconds.total`.
     """
     kills = [recovery.kill_t for recovery in recoveries if recovery.kill_t is not None]
+
+    def done(events: Iterable[Event]) -> dict[int, float]:
+        return _completed(events, ranks, recoveries)
+
     begun = [event["t"] for event in _named(events, "step_begin")]
     ended = _named(events, "step_end")
     if not kills:
-        return {"before": _rate(_completed(ended, ranks)), "during": None, "after": None}
+        return {"before": _rate(done(ended)), "during": None, "after": None}
     killed, back = min(kills), recoveries[-1].ended_t
     resumed = min((t for t in begun if back is not None and t > back), default=None)
-    before = _completed([event for event in ended if event["t"] < killed], ranks)
+    before = done(event for event in ended if event["t"] < killed)
     if resumed is None:
         return {"before": _rate(before), "during": None, "after": None}
-    within = _completed([event for event in ended if event["t"] <= resumed], ranks)
-    after = _completed([event for event in ended if event["t"] > resumed], ranks)
+    within = done(event for event in ended if event["t"] <= resumed)
+    after = done(event for event in ended if event["t"] > resumed)
     return {
         "before": _rate(before),
         "during": len(within.keys() - before.keys()) / (resumed - killed),
@@ -400,12 +426,25 @@ def throughput(
     }
 
 
-def _completed(ended: Iterable[Event], ranks: int) -> dict[int, float]:
-    """step -> when its last rank ended it, for steps that all ranks ended."""
+def vacant_at(version: int, recoveries: Sequence[Recovery]) -> frozenset[int]:
+    """The slots that had no rank in the step from this version on."""
+    vacant: frozenset[int] = frozenset()
+    for recovery in recoveries:
+        if recovery.target_version is not None and recovery.target_version <= version:
+            vacant = recovery.vacant
+    return vacant
+
+
+def _completed(ended: Iterable[Event], ranks: int, recoveries: Sequence[Recovery]) -> dict[int, float]:
+    """step -> when its last rank ended it, for steps that all ranks ended that were there."""
     times: dict[int, dict[int, float]] = {}
     for event in ended:
         times.setdefault(event["step"], {})[event["rank"]] = event["t"]
-    return {step: max(by_rank.values()) for step, by_rank in times.items() if len(by_rank) == ranks}
+    return {
+        step: max(by_rank.values())
+        for step, by_rank in times.items()
+        if set(range(ranks)) - vacant_at(step, recoveries) <= by_rank.keys()
+    }
 
 
 def _rate(done: dict[int, float]) -> float | None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import swift
 from swift import events
-from swift.drill import options
+from swift.drill import options, shrinking
 from swift.drill.model import ByteLoader, loss_fn, make_stage, standard_library
 from swift.drill.optimizers import make_optimizer
 from swift.drill.sizes import MODELS
@@ -67,11 +67,15 @@ LOG_QUEUE_BYTES = 32 << 20
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     config = MODELS[args.model]
+    if args.grow:
+        shrinking.await_growth()
     with swift.Session.from_env(
         seed=args.seed,
         checkpoint_every=args.checkpoint_every,
         codec=args.codec,
         strategy=args.strategy,
+        lost_shard=args.lost_shard or "redistribute",
+        allow_inexact=args.allow_inexact,
         groups=args.groups,
         replicas=args.replicas,
         updates=args.updates,
@@ -97,8 +101,9 @@ def main(argv: list[str] | None = None) -> None:
         )
         scheduler = make_scheduler(optimizer, args.steps)
         batch = args.microbatches * config.microbatch
-        loader = ByteLoader(standard_library(), batch, config.sequence, args.seed, session.dp_rank)
-        session.register(schedule=schedule, scheduler=scheduler, loader=loader)
+        text = standard_library()
+        loader = session.loader(lambda dp_rank: ByteLoader(text, batch, config.sequence, args.seed, dp_rank))
+        session.register(schedule=schedule, scheduler=scheduler)
         session.help_replay(lambda index: make_stage(config, index, num_stages, args.seed))
         first, last = 0 in indices, num_stages - 1 in indices
 

@@ -89,15 +89,15 @@ class Comparison:
 def compare(
     version: int,
     generation: int | None,
-    ranks: int,
+    ranks: Sequence[int],
     digests: Mapping[str, Digest],
     twin: Mapping[str, Digest],
     *,
     inexact: bool,
 ) -> Comparison:
-    """Digests of all ranks at one version, of the drill and of its failure-free twin."""
+    """Digests of these ranks at one version, of the drill and of its failure-free twin."""
     comparison = Comparison(version, generation, inexact=inexact)
-    for rank in range(ranks):
+    for rank in ranks:
         ours, theirs = digests.get(comparison.ours(rank)), twin.get(comparison.theirs(rank))
         comparison.ranks[str(rank)] = {
             "recovered": ours,

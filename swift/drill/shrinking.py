@@ -1,0 +1,115 @@
+"""Drills of the strategy "shrink": lost ranks leave their slots vacant, to the end or until `--grow`.
+
+With ``--grow step=N`` one survivor stands still before the step behind N. Its ``grow.reached`` is what the processes
+wait for that the launcher has started for the lost ranks. The survivor goes on once they have joined. So they come back
+at version N + 1, whatever takes its time.
+"""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault
+from swift.errors import ServiceError, UsageError
+
+if TYPE_CHECKING:
+    from swift.drill.cluster import Cluster
+    from swift.drill.config import DrillConfig
+
+PAUSE = "grow"
+_GROW_TIMEOUT_S = 300.0
+_LOOK_S = 0.02
+
+
+def grown_at(spec: str) -> int | None:
+    """The version at which lost ranks come back. Raises UsageError."""
+    if not spec:
+        return None
+    match = re.fullmatch(r"step=([0-9]{1,9})", spec.strip().lower())
+    if match is None:
+        raise UsageError(f"--grow {spec!r}: write step=N (such as step=12)")
+    return int(match[1]) + 1
+
+
+def check(config: "DrillConfig") -> None:
+    """Refuses what shrinking does not go with. Raises UsageError."""
+    version = grown_at(config.grow)
+    if not config.shrinks:
+        for flag, given in (("--lost-shard", config.lost_shard), ("--grow", config.grow)):
+            if given:
+                raise UsageError(f"{flag} {given} needs --strategy shrink")
+        return
+    shape = config.topology
+    if shape.pipeline_ranks > 1:
+        raise UsageError(
+            f"--strategy shrink with --stages {shape.pipeline_ranks}: a pipeline cannot go on without a rank; "
+            "give --stages 1"
+        )
+    if config.drops and not config.allow_inexact:
+        raise UsageError(
+            "--lost-shard drop is not exact: add --allow-inexact, or use --lost-shard redistribute"
+        )
+    if not config.drops and config.updates == "wait_free":
+        raise UsageError("--lost-shard redistribute does not go with --updates wait_free: leave it out")
+    if not config.drops and shape.replicas > 2 and config.reduction == "fast":
+        raise UsageError("--lost-shard redistribute does not go with --reduction fast: leave it out")
+    kills = [fault for fault in config.faults if isinstance(fault, RankFault)]
+    if any(isinstance(fault, CorruptFault) for fault in config.faults):
+        raise UsageError("--kill corrupt=log: --strategy shrink never reads the log")
+    victims = {fault.rank for fault in kills}
+    if len(victims) == shape.ranks:
+        raise UsageError("--strategy shrink: every rank is killed; leave one")
+    if len(victims) < len(kills):
+        raise UsageError("--strategy shrink: a rank is killed twice, and it is not there the second time")
+    if version is None:
+        return
+    late = [fault for fault in kills if fault.step is None or fault.step >= version]
+    if not kills or late:
+        what = f"--kill {late[0]} comes later" if late else "no rank is lost"
+        raise UsageError(f"--grow {config.grow}: {what}; grow behind the last kill of a rank")
+    if version >= shape.steps:
+        raise UsageError(
+            f"--grow {config.grow}: step must be at most {shape.steps - 2} (--steps {shape.steps})"
+        )
+
+
+def is_replaced(config: "DrillConfig") -> bool:
+    """The launcher starts another process for a lost rank."""
+    return not config.shrinks or config.grown_at is not None
+
+
+def victims(config: "DrillConfig") -> frozenset[int]:
+    """The ranks that are lost."""
+    return frozenset(fault.rank for fault in config.faults if isinstance(fault, RankFault))
+
+
+def first_survivor(config: "DrillConfig") -> int:
+    """Who stands still until the lost ranks are back."""
+    return min(set(range(config.topology.ranks)) - victims(config), default=0) if config.shrinks else 0
+
+
+def pauses(config: "DrillConfig") -> dict[str, int]:
+    """As `swift.drill.regroup.pauses`."""
+    return {} if config.grown_at is None else {PAUSE: config.grown_at}
+
+
+def has_grown(cluster: "Cluster", present: frozenset[int], config: "DrillConfig") -> bool:
+    """The lost ranks have joined. `present`: all that have, and were not lost."""
+    waits = (cluster.fault_directory / f"{PAUSE}.reached").exists()
+    return waits and len(present) == config.topology.ranks
+
+
+def await_growth() -> None:
+    """(a trainer, before it joins) A process for a rank that was lost waits until it may come back."""
+    directory, rank = Path(os.environ[ENV_FAULTS_DIR]), int(os.environ["RANK"])
+    own = [fault["id"] for fault in json.loads(os.environ[ENV_FAULTS]) if fault["rank"] == rank]
+    if not any((directory / f"{fault}.fired").exists() for fault in own):
+        return
+    deadline = time.monotonic() + _GROW_TIMEOUT_S
+    while not (directory / f"{PAUSE}.reached").exists():
+        if time.monotonic() > deadline:
+            raise ServiceError(f"rank {rank}: the others did not come to the step behind which it comes back")
+        time.sleep(_LOOK_S)

@@ -1,0 +1,76 @@
+"""Drills of the strategy "shrink": replicas of a whole model that go on without a lost rank, and with it again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.drill_world import STEPS, Twins, drill, kills, passed
+
+pytestmark = pytest.mark.timeout(300)
+
+MATRIX = pytest.mark.matrix
+STEP = 6
+
+
+def shrink(replicas: int, *words: str) -> list[str]:
+    return ["--stages", "1", "--replicas", str(replicas), "--strategy", "shrink", *words]
+
+
+def exact(report: dict[str, Any], *vacant: list[int]) -> dict[str, Any]:
+    """`vacant`: the slots without a rank, behind each recovery."""
+    assert report["exact"] is True
+    shown: dict[str, Any] = report["shrink"]
+    assert shown["vacant_after"] == list(vacant)
+    ranks = range(report["topology"]["ranks"])
+    assert shown["compared_at_end"] == [rank for rank in ranks if rank not in vacant[-1]]
+    return shown
+
+
+def spec(rank: int, phase: str, step: int = STEP) -> str:
+    where = ",microbatch=1" if phase in ("forward", "backward") else ""
+    return f"rank={rank},step={step}{where},phase={phase}"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "phase"),
+    [
+        (2, "reduce"),
+        (4, "backward"),
+        *(
+            pytest.param(replicas, phase, marks=MATRIX)
+            for replicas in (2, 4)
+            for phase in ("forward", "backward", "reduce", "optimizer", "idle")
+            if (replicas, phase) not in ((2, "reduce"), (4, "backward"))
+        ),
+    ],
+)
+def test_the_others_compute_the_lost_batches(replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    report = passed(drill(*shrink(replicas), *kills(spec(1, phase)), twins=twins, at=tmp_path))
+    shown = exact(report, [1])
+    (share,) = shown["batches_computed_for"]
+    target = report["recoveries"][0]["target_version"]
+    assert (share["rank"], share["steps"]) == (1, STEPS - target)
+
+
+@pytest.mark.parametrize(("replicas", "phase"), [(2, "backward"), pytest.param(4, "optimizer", marks=MATRIX)])
+def test_a_lost_rank_comes_back(replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    words = shrink(replicas, "--grow", "step=9")
+    report = passed(drill(*words, *kills(spec(1, phase)), twins=twins, at=tmp_path))
+    shown = exact(report, [1], [])
+    assert shown["returned"] == {"1": 10}
+    assert report["sources"] == {"1": [rank for rank in range(replicas) if rank != 1]}
+
+
+def test_two_are_lost_one_after_the_other(twins: Twins, tmp_path: Path) -> None:
+    specs = [spec(2, "backward", 4), spec(0, "reduce", 9)]
+    exact(passed(drill(*shrink(4), *kills(*specs), twins=twins, at=tmp_path)), [2], [0, 2])
+
+
+@MATRIX
+def test_two_are_lost_and_both_come_back(twins: Twins, tmp_path: Path) -> None:
+    specs = [spec(2, "backward", 4), spec(0, "reduce", 7)]
+    report = passed(drill(*shrink(4, "--grow", "step=9"), *kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert report["shrink"]["returned"] == {"0": 10, "2": 10}
+    assert report["shrink"]["compared_at_end"] == [0, 1, 2, 3]

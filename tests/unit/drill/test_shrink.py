@@ -1,0 +1,214 @@
+"""Drills of the strategy "shrink": what can be asked for, and its verdict, with each piece of evidence broken once."""
+
+import copy
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swift.drill import report
+from swift.drill.command import parse
+from swift.drill.config import DrillConfig
+from swift.drill.facts import Evidence, Facts
+from swift.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift.errors import UsageError
+from tests.unit.drill.evidence import Trace, digest
+
+STEPS, KILL_STEP, GROWN_AT, LOST = 12, 5, 9, 2
+COMMAND = "--stages 1 --replicas 4 --steps 12 --checkpoint-every 5 --microbatches 4 --strategy shrink"
+KILL = f"--kill rank={LOST},step={KILL_STEP},microbatch=3"
+Events = list[dict[str, Any]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("--stages 2 --replicas 2 --strategy shrink", "give --stages 1"),
+        ("--stages 4 --strategy shrink", "give --stages 1"),
+        ("--stages 1 --strategy shrink", "--replicas 2 or more"),
+        ("--lost-shard drop", "--lost-shard drop needs --strategy shrink"),
+        ("--grow step=20", "--grow step=20 needs --strategy shrink"),
+        (f"{COMMAND} {KILL} --lost-shard drop", "add --allow-inexact"),
+        (f"{COMMAND} {KILL} --lost-shard keep", "one of redistribute, drop"),
+        (f"{COMMAND} {KILL} --grow 8", "write step=N"),
+        (f"{COMMAND} {KILL} --grow step=4", "comes later"),
+        (f"{COMMAND} {KILL} --grow step=11", "at most 10"),
+        (f"{COMMAND} {KILL} --updates wait_free", "leave it out"),
+        (f"{COMMAND} {KILL} --reduction fast", "leave it out"),
+        (f"{COMMAND} {KILL} --kill rank=2,step=8", "killed twice"),
+        (f"{COMMAND} {KILL} --kill rank=0,step=6 --kill rank=1,step=7 --kill rank=3,step=8", "leave one"),
+        (f"{COMMAND} --kill service=logserver,step=3 --grow step=5", "no rank is lost"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(arguments.split())
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("more", ["", "--lost-shard redistribute", "--grow step=8"])
+def test_rerun_is_the_same_drill(more: str) -> None:
+    config = parse(f"{COMMAND} {KILL} {more}".split())
+    assert parse(shlex.split(config.rerun())[2:]) == config
+
+
+def config(more: str = "") -> DrillConfig:
+    return parse(f"{COMMAND} {KILL} {more}".split())
+
+
+def steps(trace: Trace, first: int, behind: int, *, without: frozenset[int]) -> None:
+    for step in range(first, behind):
+        ranks = sorted({0, 1, 2, 3} - without)
+        for rank in ranks:
+            trace.rank(rank, "step_begin", step=step)
+        for origin in without:
+            trace.rank(ranks[0], "adopted_step", step=step, origin=origin)
+        for rank in ranks:
+            trace.rank(rank, "step_end", step=step)
+
+
+def trace_of(*, grows: bool) -> Trace:
+    trace, lost = Trace(), frozenset({LOST})
+    left = dict.fromkeys((0, 1, 3), ("KEEP", KILL_STEP))
+    trace.state("FORMING", 1)
+    trace.state("RUNNING", 1)
+    steps(trace, 0, KILL_STEP, without=frozenset())
+    trace.kill(LOST, KILL_STEP)
+    trace.state("FENCING", 2, reason="rank 2 was killed by signal 9")
+    trace.add("coordinator", "left_vacant", rank=LOST)
+    trace.state("PLANNING", 2)
+    trace.plan(2, KILL_STEP, left)
+    trace.state("RECOVERING", 2)
+    trace.state("RUNNING", 2)
+    steps(trace, KILL_STEP, GROWN_AT if grows else STEPS, without=lost)
+    if grows:
+        trace.state("FENCING", 3, reason="rank 2 has come back")
+        trace.state("PLANNING", 3)
+        trace.plan(3, GROWN_AT, {**dict.fromkeys(left, ("KEEP", GROWN_AT)), LOST: ("REPLICA", GROWN_AT)})
+        trace.state("RECOVERING", 3)
+        where = {"generation": 3, "version": GROWN_AT}
+        trace.rank(LOST, "restore_begin", **where)
+        trace.rank(LOST, "replica_received", digest="d", sources=[{"rank": 0, "digest": "d"}], **where)
+        trace.rank(LOST, "restore_end", **where)
+        trace.state("RUNNING", 3)
+        steps(trace, GROWN_AT, STEPS, without=frozenset())
+    for rank in range(4):
+        if grows or rank != LOST:
+            trace.rank(rank, "finished", version=STEPS)
+    trace.state("FINISHED", 3)
+    return trace
+
+
+def of_replicas(version: int) -> dict[str, Any]:
+    return digest(0, version)
+
+
+def evidence(events: Events | None = None, *, grows: bool = False, **changes: Any) -> Evidence:
+    left = [rank for rank in range(4) if rank != LOST]
+    ours = {f"rank{rank}-v{KILL_STEP}-g2": of_replicas(KILL_STEP) for rank in left}
+    if grows:
+        ours |= {f"rank{rank}-v{GROWN_AT}-g3": of_replicas(GROWN_AT) for rank in range(4)}
+    ours |= {f"rank{rank}-v{STEPS}": of_replicas(STEPS) for rank in (range(4) if grows else left)}
+    made = Evidence(
+        events=trace_of(grows=grows).events if events is None else events,
+        digests=ours,
+        twin_digests={f"rank{r}-v{v}": of_replicas(v) for r in range(4) for v in range(STEPS + 1)},
+        exit_code=0,
+        twin_exit_code=0,
+        fired=frozenset({"fault0"}),
+        log={"records": 400, "bytes": 1 << 20},
+        negative_control={"caught": True},
+    )
+    return replace(made, **changes)
+
+
+def built(found: Evidence, *, grows: bool = False) -> dict[str, Any]:
+    return report.build(Facts.of(config("--grow step=8" if grows else ""), found))
+
+
+def test_the_others_go_on_and_those_that_are_left_are_compared() -> None:
+    result = built(evidence())
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["exact"] is True
+    assert result["bitwise_equal"] is True
+    assert result["survivors_kept"] is True
+    assert result["shrink"]["vacant_after"] == [[LOST]]
+    assert result["shrink"]["compared_at_end"] == [0, 1, 3]
+    assert result["shrink"]["batches_computed_for"] == [{"rank": LOST, "by": 0, "steps": STEPS - KILL_STEP}]
+    assert result["recovery_seconds"]["total"] > 0
+    assert result["throughput"]["after"] is not None
+
+
+def test_one_that_comes_back_is_compared_at_the_end() -> None:
+    result = built(evidence(grows=True), grows=True)
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["shrink"]["vacant_after"] == [[LOST], []]
+    assert result["shrink"]["returned"] == {str(LOST): GROWN_AT}
+    assert result["shrink"]["compared_at_end"] == [0, 1, 2, 3]
+    assert [recovery["recovery_seconds"]["detect"] for recovery in result["recoveries"]][1] == 0.0
+
+
+def events_without(grows: bool, gone: Callable[[dict[str, Any]], bool]) -> Events:
+    events = trace_of(grows=grows).events
+    left = [event for event in events if not gone(event)]
+    assert len(left) < len(events)
+    return left
+
+
+def wrong(result: dict[str, Any]) -> dict[str, bool | None]:
+    return {check["name"]: check["answer"] for check in result["checks"] if check["answer"] is not True}
+
+
+def test_a_batch_that_nobody_computed_fails() -> None:
+    events = events_without(False, lambda e: e["event"] == "adopted_step" and e["step"] == 8)
+    result = built(evidence(events))
+    assert result["verdict"] == FAIL
+    assert wrong(result) == {"every lost batch was computed by one rank": False}
+
+
+def test_a_slot_that_the_coordinator_did_not_leave_vacant_fails() -> None:
+    events = events_without(False, lambda e: e["event"] == "left_vacant")
+    assert wrong(built(evidence(events))) == {"the slots of lost ranks were left vacant": False}
+
+
+def test_a_survivor_that_is_not_in_the_plan_is_asked_for_its_digest() -> None:
+    events = copy.deepcopy(trace_of(grows=False).events)
+    (plan,) = (event for event in events if event["event"] == "plan")
+    plan["ranks"] = [entry for entry in plan["ranks"] if entry["rank"] != 3]
+    found = evidence(events)
+    ours = {name: value for name, value in found.digests.items() if not name.startswith("rank3-")}
+    assert built(replace(found, digests=ours))["verdict"] == INCONCLUSIVE
+
+
+def test_other_bits_of_one_that_is_left_fail() -> None:
+    found = evidence()
+    ours = {**found.digests, f"rank3-v{STEPS}": {**of_replicas(STEPS), "parameters": "others"}}
+    result = built(replace(found, digests=ours))
+    assert result["verdict"] == FAIL
+    assert result["bitwise_equal"] is False
+
+
+def test_one_that_did_not_come_back_fails() -> None:
+    result = built(evidence(), grows=True)
+    assert result["verdict"] == FAIL
+    assert wrong(result)["lost ranks came back when they were to"] is False
+    assert wrong(result)["and took part again"] is False
+
+
+def test_one_that_came_back_unasked_fails() -> None:
+    result = built(evidence(grows=True))
+    assert result["verdict"] == FAIL
+    assert wrong(result) == {"they stayed vacant": False}
+
+
+def test_a_survivor_with_another_process_fails() -> None:
+    events = copy.deepcopy(trace_of(grows=False).events)
+    for event in events[-20:]:
+        if event.get("rank") == 1:
+            event["pid"] = 999
+    result = built(evidence(events))
+    assert result["survivors_kept"] is False
+    assert result["verdict"] == FAIL
