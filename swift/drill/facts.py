@@ -7,7 +7,7 @@ from typing import Any, Self
 from swift.drill import loss, timeline
 from swift.drill.config import DrillConfig
 from swift.drill.timeline import Event, Recovery
-from swift.drill.verdict_checks import Comparison, Digest, compare
+from swift.drill.verdict_checks import TRAINED_FIELDS, Comparison, Digest, compare
 from swift.plan.profile import Profile
 
 
@@ -50,6 +50,8 @@ class Evidence:
     log: Mapping[str, Any] | None = None
     """``records`` and ``bytes`` in the log."""
     negative_control: Mapping[str, Any] | None = None
+    calculated: Mapping[int, Digest] = field(default_factory=dict)
+    """version -> what an independent calculation has of a run that drops batches; empty: none was asked for."""
     twin_losses: loss.Losses = field(default_factory=dict)
     measured: Measured = field(default_factory=Measured)
 
@@ -76,6 +78,8 @@ class Facts:
 
         def at(version: int, generation: int | None) -> Comparison:
             ours, twin = evidence.digests, evidence.twin_digests
+            if asked.drops:
+                twin = {name: _as_calculated(theirs, evidence, version) for name, theirs in twin.items()}
             ranks = set(range(asked.topology.ranks)) - vacant
             return compare(version, generation, sorted(ranks), ours, twin, inexact=inexact)
 
@@ -111,3 +115,9 @@ class Facts:
     def fell_back(self) -> list[str]:
         """Why recoveries went back to a checkpoint, those that did."""
         return [recovery.fell_back for recovery in self.recoveries if recovery.fell_back]
+
+
+def _as_calculated(theirs: Digest, evidence: Evidence, version: int) -> Digest:
+    """Of a rank of the failure-free run: all but what is trained, which is the calculation's."""
+    others = {name: value for name, value in theirs.items() if name not in TRAINED_FIELDS}
+    return {**others, **evidence.calculated.get(version, {})}

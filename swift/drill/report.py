@@ -50,7 +50,7 @@ def build(facts: Facts) -> dict[str, Any]:
     ]
     verdict = _verdict(checks)
     named = [str(event.get("reason", "")) for event in facts.events if event["event"] == "not_exact"]
-    exact = not inexact and not named and (not facts.fell_back or _restores(facts))
+    exact = not inexact and not named and not facts.asked.drops and (not facts.fell_back or _restores(facts))
     return {
         "verdict": verdict,
         "reason": _reason(facts, verdict, checks, curves),
@@ -63,7 +63,9 @@ def build(facts: Facts) -> dict[str, Any]:
         **_strategy(facts, facts.recoveries),
         "exact": verdict == PASS and exact,
         "not_exact": named,
-        "bitwise_equal": all_of(comparison.equal for comparison in facts.comparisons),
+        # With the failure-free run, with which nothing is compared that drops batches.
+        "bitwise_equal": not facts.asked.drops
+        and all_of(comparison.equal for comparison in facts.comparisons),
         "digests": {
             "recovery": [comparison.as_json() for comparison in facts.at_recovery],
             "end": facts.at_end.as_json(),
@@ -106,6 +108,11 @@ def _reason(facts: Facts, verdict: str, checks: Sequence[Check], curves: Mapping
         return (
             f"{how}; an arithmetic undo was used, which promises no bits: at {equal} of {len(compared)} places every "
             f"digest equals the failure-free run's; {loss.check(curves).detail}"
+        )
+    if facts.asked.drops:
+        return (
+            f"{how}; not exact, as nobody computed the batches of lost ranks: every digest equals that of an "
+            "independent calculation without them"
         )
     reason = f"{how}; every digest equals the failure-free run's"
     if facts.asked.topology.replicas > 1 and not facts.asked.exact_reduction:

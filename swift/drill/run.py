@@ -8,6 +8,8 @@ drills (`--twin`).
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +38,8 @@ ALL_THERE_S = 20.0
 """And so long if all of them get there: not for ever, as ranks do not wait either."""
 TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
 # A run that hangs may go on saying these.
+CALCULATION_S = 600.0
+"""The independent calculation of a drill that drops batches has so long: one process for the whole run."""
 LOG_LOST_S = 6.0
 """A log server that was killed for good is given up after so long, in drills that do that."""
 _NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "trim_failed")
@@ -172,6 +176,7 @@ class FaultedRun:
                 self._not_fetched = self._cluster.fetch_profile(self.directory / "profile.json")
         trace = events.read(self.directory / "events")
         without = twin()
+        calculated = self._calculated(trace) if self._config.drops else {}
         return Evidence(
             events=trace,
             digests=read_digests(self.directory / "digests"),
@@ -184,9 +189,31 @@ class FaultedRun:
             corruption=self._corruption,
             log=_logged(trace),
             negative_control=control.flip_and_read(self._copy, self._config.seed),
+            calculated=calculated,
             twin_losses=without.losses,
             measured=self._measured(),
         )
+
+    def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:
+        """What `swift.drill.calculation` has of the origins that were there in each step; {}: it failed."""
+        recoveries = timeline.recoveries(trace)
+        absent = {
+            step: sorted(timeline.vacant_at(step, recoveries)) for step in range(self._config.topology.steps)
+        }
+        out = self.directory / "calculated.json"
+        command = [sys.executable, "-P", "-m", "swift.drill.calculation", *self._config.trainer_arguments()]
+        done = subprocess.run(
+            [*command, "--absent", json.dumps(absent), "--out", str(out)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=CALCULATION_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            self.output = "\n".join(filter(None, [self.output, done.stderr]))
+            return {}
+        return {int(version): digests for version, digests in json.loads(out.read_text()).items()}
 
     def _measured(self) -> Measured:
         cores = len(os.sched_getaffinity(0))

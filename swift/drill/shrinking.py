@@ -54,8 +54,10 @@ def check(config: "DrillConfig") -> None:
         )
     if not config.drops and config.updates == "wait_free":
         raise UsageError("--lost-shard redistribute does not go with --updates wait_free: leave it out")
-    if not config.drops and shape.replicas > 2 and config.reduction == "fast":
-        raise UsageError("--lost-shard redistribute does not go with --reduction fast: leave it out")
+    if shape.replicas > 2 and config.reduction == "fast":
+        raise UsageError(
+            "--strategy shrink with --reduction fast: fewer ranks add in another order; leave it out"
+        )
     kills = [fault for fault in config.faults if isinstance(fault, RankFault)]
     if any(isinstance(fault, CorruptFault) for fault in config.faults):
         raise UsageError("--kill corrupt=log: --strategy shrink never reads the log")

@@ -6,14 +6,15 @@ from typing import Any
 from swift.drill import shrinking
 from swift.drill.facts import Facts
 from swift.drill.timeline import vacant_at
-from swift.drill.verdict_checks import Check
+from swift.drill.verdict_checks import TRAINED_FIELDS, Check
 
 
 def checks(facts: Facts) -> list[Check]:
     """Those that a drill of this strategy needs besides."""
     if not facts.asked.shrinks:
         return []
-    return [_vacant_check(facts), *_growth_checks(facts), _shares_check(facts)]
+    calculation = [_calculation_check(facts)] if facts.asked.drops else []
+    return [_vacant_check(facts), *_growth_checks(facts), _shares_check(facts), *calculation]
 
 
 def _vacant_check(facts: Facts) -> Check:
@@ -52,16 +53,21 @@ def _growth_checks(facts: Facts) -> list[Check]:
 
 
 def _shares_check(facts: Facts) -> Check:
-    """In every step that was done without a rank its batch was computed by one other rank; with "drop" by nobody."""
+    """In every step that was done without a rank another computed its batch; with "drop" nobody did."""
     name = (
-        "nobody computed a lost batch" if facts.asked.drops else "every lost batch was computed by one rank"
+        "nobody computed a lost batch" if facts.asked.drops else "every lost batch was computed, and no other"
     )
-    owners: dict[tuple[int, int], set[int]] = {}
+    computed: set[tuple[int, int]] = set()
+    needless = []
     for event in facts.events:
         if event["event"] == "adopted_step":
-            owners.setdefault((event["step"], event["origin"]), set()).add(event["rank"])
+            computed.add((event["step"], event["origin"]))
+            # By the time: a step that is taken back as one comes back was done without it.
+            before = [r.vacant for r in facts.recoveries if r.ended_t is not None and r.ended_t <= event["t"]]
+            if not before or event["origin"] not in before[-1]:
+                needless.append((event["step"], event["origin"]))
     if facts.asked.drops:
-        return Check(name, not owners, f"{len(owners)} were")
+        return Check(name, not computed, f"{len(computed)} were")
     wanted = {
         (step, rank)
         for step in range(facts.asked.topology.steps)
@@ -69,10 +75,27 @@ def _shares_check(facts: Facts) -> Check:
     }
     if not wanted:
         return Check(name, None, "no step was done without a rank")
-    # A step that is taken back in a later loss may have had another owner.
-    without = sorted(wanted - owners.keys())
-    others = sorted(owners.keys() - wanted)
-    return Check(name, not without and not others, f"(step, rank) by nobody: {without}; not lost: {others}")
+    without = sorted(wanted - computed)
+    return Check(
+        name, not without and not needless, f"(step, rank) by nobody: {without}; not lost: {needless}"
+    )
+
+
+def _calculation_check(facts: Facts) -> Check:
+    """As long as nobody is absent it has the bits of the failure-free run, so it calculates what is trained."""
+    name = "the calculation has the failure-free run's bits until the loss"
+    evidence = facts.evidence
+    lost = [r.target_version for r in facts.recoveries if r.vacant and r.target_version is not None]
+    until = min(lost, default=-1)
+    pairs = [
+        (evidence.calculated.get(version), evidence.twin_digests.get(f"rank0-v{version}"))
+        for version in range(1, until + 1)
+    ]
+    known = [(ours, twin) for ours, twin in pairs if ours is not None and twin is not None]
+    if not known or len(known) < len(pairs):
+        return Check(name, None, "no digests to compare")
+    equal = [all(ours[field] == twin[field] for field in TRAINED_FIELDS) for ours, twin in known]
+    return Check(name, all(equal), f"{equal.count(False)} of {len(equal)} versions differ")
 
 
 def section(facts: Facts) -> dict[str, Any] | None:
@@ -93,5 +116,6 @@ def section(facts: Facts) -> dict[str, Any] | None:
         "batches_computed_for": [
             {"rank": origin, "by": rank, "steps": count} for (origin, rank), count in sorted(adopted.items())
         ],
+        "compared_with": "an independent calculation" if facts.asked.drops else "the failure-free run",
         "compared_at_end": sorted(map(int, facts.at_end.ranks)),
     }

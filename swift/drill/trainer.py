@@ -45,12 +45,12 @@ def make_schedule(name: str, stages: list[Any], microbatches: int) -> Any:
     return (LOOPED | V_SHAPED)[name](stages, microbatches, loss_fn=loss_fn)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Trains the drill's transformer; started by swift-ft drill.")
     options.add_trainers_to(parser)
     parser.add_argument("--codec", default="none", choices=CODECS)
     parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
-    return parser.parse_args(argv)
+    return parser
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> SequentialLR:
@@ -65,7 +65,7 @@ LOG_QUEUE_BYTES = 32 << 20
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = make_parser().parse_args(argv)
     config = MODELS[args.model]
     if args.grow:
         shrinking.await_growth()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.drill_world import STEPS, Twins, drill, kills, passed
+from tests.integration.drill_world import STEPS, Outcome, Twins, drill, kills, passed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -73,4 +73,50 @@ def test_two_are_lost_and_both_come_back(twins: Twins, tmp_path: Path) -> None:
     report = passed(drill(*shrink(4, "--grow", "step=9"), *kills(*specs), twins=twins, at=tmp_path))
     assert report["exact"] is True
     assert report["shrink"]["returned"] == {"0": 10, "2": 10}
+    assert report["shrink"]["compared_at_end"] == [0, 1, 2, 3]
+
+
+def dropped(outcome: Outcome, *vacant: list[int]) -> dict[str, Any]:
+    """Not exact, with every bit of an independent calculation."""
+    assert outcome.exit_code == 0, outcome.explain()
+    report = outcome.report
+    assert report is not None
+    assert report["verdict"] == "PASS"
+    assert report["exact"] is False
+    assert report["bitwise_equal"] is False
+    assert report["survivors_kept"] is True
+    assert report["not_exact"]
+    assert report["digests"]["end"]["equal"] is True
+    assert report["loss"]["final"]["difference"] > 0, "it is not the failure-free run"
+    shown: dict[str, Any] = report["shrink"]
+    assert shown["vacant_after"] == list(vacant)
+    assert shown["batches_computed_for"] == []
+    assert shown["compared_with"] == "an independent calculation"
+    return report
+
+
+DROP = ["--lost-shard", "drop", "--allow-inexact"]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "phase"),
+    [
+        (4, "reduce"),
+        *(
+            pytest.param(replicas, phase, marks=MATRIX)
+            for replicas in (2, 4)
+            for phase in ("forward", "backward", "reduce", "optimizer", "idle")
+            if (replicas, phase) != (4, "reduce")
+        ),
+    ],
+)
+def test_nobody_computes_the_lost_batches(replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    words = [*shrink(replicas, *DROP), *kills(spec(1, phase))]
+    dropped(drill(*words, twins=twins, at=tmp_path), [1])
+
+
+@MATRIX
+def test_nobody_computes_them_until_it_comes_back(twins: Twins, tmp_path: Path) -> None:
+    words = [*shrink(4, *DROP, "--grow", "step=9"), *kills(spec(2, "backward"))]
+    report = dropped(drill(*words, twins=twins, at=tmp_path), [2], [])
     assert report["shrink"]["compared_at_end"] == [0, 1, 2, 3]

@@ -2,17 +2,19 @@
 
 import copy
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swift.drill import report
+from swift.drill.calculation import Calculation
 from swift.drill.command import parse
 from swift.drill.config import DrillConfig
 from swift.drill.facts import Evidence, Facts
 from swift.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift.drill.trainer import make_parser
 from swift.errors import UsageError
 from tests.unit.drill.evidence import Trace, digest
 
@@ -166,7 +168,14 @@ def test_a_batch_that_nobody_computed_fails() -> None:
     events = events_without(False, lambda e: e["event"] == "adopted_step" and e["step"] == 8)
     result = built(evidence(events))
     assert result["verdict"] == FAIL
-    assert wrong(result) == {"every lost batch was computed by one rank": False}
+    assert wrong(result) == {"every lost batch was computed, and no other": False}
+
+
+def test_a_batch_of_a_rank_that_is_there_fails() -> None:
+    events = copy.deepcopy(trace_of(grows=False).events)
+    index, event = next((n, e) for n, e in enumerate(events) if e["event"] == "adopted_step")
+    events.insert(index, {**event, "origin": 1})
+    assert wrong(built(evidence(events))) == {"every lost batch was computed, and no other": False}
 
 
 def test_a_slot_that_the_coordinator_did_not_leave_vacant_fails() -> None:
@@ -212,3 +221,97 @@ def test_a_survivor_with_another_process_fails() -> None:
     result = built(evidence(events))
     assert result["survivors_kept"] is False
     assert result["verdict"] == FAIL
+
+
+# --- batches that nobody computes ---
+
+DROP = "--lost-shard drop --allow-inexact"
+
+
+class FullWorld(Calculation):
+    """Divides by the number of all origins."""
+
+    def divisor(self, origins: Sequence[int]) -> int:
+        return 4
+
+
+class Halved(Calculation):
+    """Takes one origin too few."""
+
+    def step(self, step: int, origins: Sequence[int]) -> None:
+        super().step(step, origins[:-1] if len(origins) < 4 else origins)
+
+
+class Late(Calculation):
+    """Is without the lost origin one step too late."""
+
+    def step(self, step: int, origins: Sequence[int]) -> None:
+        super().step(step, range(4) if step == KILL_STEP else origins)
+
+
+def calculated(
+    kind: type[Calculation], config: DrillConfig, *, lost: bool = True
+) -> dict[int, dict[str, Any]]:
+    calculation = kind(make_parser().parse_args(config.trainer_arguments()))
+    found: dict[int, dict[str, Any]] = {0: dict(calculation.digests())}
+    for step in range(STEPS):
+        gone = lost and step >= KILL_STEP
+        calculation.step(step, [origin for origin in range(4) if not (gone and origin == LOST)])
+        found[step + 1] = dict(calculation.digests())
+    return found
+
+
+def dropping() -> DrillConfig:
+    smaller = COMMAND.replace("--microbatches 4", "--microbatches 1")
+    return parse(f"{smaller} --model tiny {DROP} --kill rank={LOST},step={KILL_STEP}".split())
+
+
+@pytest.fixture(scope="module")
+def full_world() -> dict[int, dict[str, Any]]:
+    return calculated(Calculation, dropping(), lost=False)
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[int, dict[str, Any]]:
+    return calculated(Calculation, dropping())
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"), [(Calculation, PASS), (FullWorld, FAIL), (Halved, FAIL), (Late, FAIL)]
+)
+def test_what_is_dropped_is_held_against_a_calculation(
+    kind: type[Calculation],
+    verdict: str,
+    full_world: dict[int, dict[str, Any]],
+    right: dict[int, dict[str, Any]],
+) -> None:
+    """`kind`: what the run itself computed."""
+    asked = dropping()
+    run = calculated(kind, asked)
+    events = [event for event in trace_of(grows=False).events if event["event"] != "adopted_step"]
+    events.insert(-1, {**events[-1], "event": "not_exact", "reason": "nobody computes its batches"})
+
+    def told(version: int, by: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        return {**of_replicas(version), **by[version]}
+
+    found = evidence(
+        events,
+        digests={
+            **{f"rank{rank}-v{KILL_STEP}-g2": told(KILL_STEP, run) for rank in (0, 1, 3)},
+            **{f"rank{rank}-v{STEPS}": told(STEPS, run) for rank in (0, 1, 3)},
+        },
+        twin_digests={f"rank{r}-v{v}": told(v, full_world) for r in range(4) for v in range(STEPS + 1)},
+        calculated=right,
+    )
+    result = report.build(Facts.of(asked, found))
+    assert result["verdict"] == verdict, result["reason"]
+    assert result["exact"] is False
+    assert result["bitwise_equal"] is False
+    if verdict == PASS:
+        assert "independent calculation" in result["reason"]
+        without = report.build(Facts.of(asked, replace(found, calculated={})))
+        assert without["verdict"] == INCONCLUSIVE
+        other = {version: {**digests, "optimizer": "other"} for version, digests in right.items()}
+        assert report.build(Facts.of(asked, replace(found, calculated=other)))["verdict"] == FAIL
+    else:
+        assert wrong(result) == {"digests at the end": False}

@@ -1,0 +1,103 @@
+"""What a drill that drops batches of lost ranks must lead to, calculated by plain torch in one process.
+
+It knows nothing of the session: for each step, the gradients of every origin that is there, summed in their order,
+divided by their number; clipped; one step of the optimizer and of the learning rate's schedule. It has in common with
+the trainer the model, the data, and the rule by which randomness follows from (seed, step, origin, microbatch).
+
+Run by the drill: ``python -m swift.drill.calculation TRAINER'S FLAGS --absent '{"5": [2]}' --out FILE``; FILE: version
+-> digests, as ranks write them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swift.checkpoint.state import split
+from swift.drill.model import ByteLoader, StageModule, loss_fn, make_stage, standard_library
+from swift.drill.optimizers import make_optimizer
+from swift.drill.sizes import MODELS
+from swift.drill.trainer import make_parser, make_scheduler
+from swift.runtime.rng import Randomness
+from swift.runtime.tensors import digest
+
+
+class Calculation:
+    """(any number of times) ``step(step, origins)``; ``digests()`` of the state that it is at."""
+
+    def __init__(self, args: Any) -> None:
+        """`args`: the flags of the trainer."""
+        self._config = MODELS[args.model]
+        self._args = args
+        self._text = standard_library()
+        self._module: StageModule = make_stage(self._config, 0, 1, args.seed)
+        self._parameters = list(self._module.parameters())
+        self._optimizer = make_optimizer(args.optimizer, args.optimizer_implementation, self._parameters)
+        self._scheduler = make_scheduler(self._optimizer, args.steps)
+
+    def step(self, step: int, origins: Sequence[int]) -> None:
+        """`origins`: the data-parallel ranks that are there, ascending."""
+        sums = self._gradients(step, origins[0])
+        for origin in origins[1:]:
+            for total, gradient in zip(sums, self._gradients(step, origin), strict=True):
+                total.add_(gradient)
+        for parameter, total in zip(self._parameters, sums, strict=True):
+            parameter.grad = total / self.divisor(origins)
+        if self._args.updates == "after_backward":
+            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._optimizer.step()
+        self._scheduler.step()
+
+    def divisor(self, origins: Sequence[int]) -> int:
+        """Of a sum over these."""
+        return len(origins)
+
+    def _gradients(self, step: int, origin: int) -> list[torch.Tensor]:
+        """Of the origin's batch: the mean over its microbatches."""
+        self._optimizer.zero_grad()
+        count = self._args.microbatches
+        batch = count * self._config.microbatch
+        loader = ByteLoader(self._text, batch, self._config.sequence, self._args.seed, origin)
+        loader.load_state_dict({"position": step})
+        randomness = Randomness(self._args.seed, origin, None)
+        randomness.begin_step(step)
+        inputs, targets = (whole.chunk(count) for whole in next(loader))
+        for microbatch in range(count):
+            randomness.forward(0, microbatch)
+            loss = loss_fn(self._module(inputs[microbatch]), targets[microbatch])
+            randomness.backward(0, microbatch)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return [p.grad / count for p in self._parameters if p.grad is not None]
+
+    def digests(self) -> dict[str, str]:
+        """By the names of `TRAINED_FIELDS`."""
+        state = self._optimizer.state_dict()
+        # A rank's has the order in which buckets are stepped, which is no part of what was calculated.
+        state["state"] = dict(sorted(state["state"].items(), reverse=True))
+        parts = {"parameters": {"0": self._module.state_dict()}, "optimizer": [state]}
+        return {name: digest(*_told(part)) for name, part in parts.items()}
+
+
+def _told(part: Any) -> tuple[dict[str, torch.Tensor], str]:
+    tensors, rest = split(part)
+    return tensors, json.dumps(rest)
+
+
+def main() -> None:
+    parser = make_parser()
+    parser.add_argument("--absent", type=json.loads, required=True, help="step -> origins, as JSON")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    calculation = Calculation(args)
+    found = {0: calculation.digests()}
+    for step in range(args.steps):
+        absent = args.absent.get(str(step), [])
+        calculation.step(step, [origin for origin in range(args.replicas) if origin not in absent])
+        found[step + 1] = calculation.digests()
+    args.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
