@@ -276,6 +276,7 @@ def right() -> dict[int, dict[str, Any]]:
     return calculated(Calculation, dropping())
 
 
+@pytest.mark.timeout(400)  # several runs of a small transformer, 30 s together on a quiet machine
 @pytest.mark.parametrize(
     ("kind", "verdict"), [(Calculation, PASS), (FullWorld, FAIL), (Halved, FAIL), (Late, FAIL)]
 )
