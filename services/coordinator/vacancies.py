@@ -1,4 +1,4 @@
-"""Slots that are vacant under the strategy "shrink": their holder was lost, and the others go on without it.
+"""Slots that are vacant under a strategy that shrinks the world: the holder was lost, the others go on without it.
 
 ::
 
@@ -9,7 +9,7 @@
     (a Join)      `fill`: another process holds the slot, in a generation of its own
 
 A checkpoint that was made while a slot was vacant has no part of it. Whoever holds the slot later loads the part of a
-replica, which has the same state; that is a part of "shrink", so it takes a job with this strategy.
+replica, which has the same state; that is a part of such a strategy, so it takes a job with one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,11 +17,12 @@ from dataclasses import replace
 
 from services.coordinator.row import JobRow, State
 from swift.recovery import Plan
+from swift.recovery import shrinks as strategy_shrinks
 
 
 def shrinks(config: Mapping[str, str]) -> bool:
     """A job with this configuration goes on without a rank that is lost."""
-    return config.get("strategy") == "shrink"
+    return strategy_shrinks(config.get("strategy", ""))
 
 
 def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:

@@ -18,6 +18,7 @@ from swift.drill.regroup import check as check_regroups
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
+from swift.recovery import shrinks
 from swift.recovery.groups import RecoveryGroups
 
 TOKEN_LIFETIME_S = 4.0
@@ -32,7 +33,7 @@ class DrillConfig:
     faults: tuple[Fault, ...]
     strategy: str = DEFAULTS["strategy"]
     lost_shard: str = DEFAULTS["lost_shard"]
-    """Of the strategy "shrink". Empty: "redistribute"."""
+    """Of a strategy that shrinks. Empty: "redistribute"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]
     grow: str = DEFAULTS["grow"]
     """step=N: lost ranks come back behind that step. Empty: never."""
@@ -176,7 +177,7 @@ class DrillConfig:
     @property
     def shrinks(self) -> bool:
         """Slots of lost ranks stay vacant."""
-        return self.strategy == "shrink"
+        return shrinks(self.strategy)
 
     @property
     def drops(self) -> bool:

@@ -161,7 +161,7 @@ OPTIONS = (
     ),
     Option(
         name="lost-shard",
-        help="with --strategy shrink, what becomes of a lost rank's batches (default: redistribute)",
+        help="with --strategy shrink or rollback, what becomes of a lost rank's batches (default: redistribute)",
         known=LOST_SHARDS,
         reach=Reach.RUN,
     ),
@@ -175,8 +175,8 @@ OPTIONS = (
     Option(
         name="grow",
         metavar="step=N",
-        help="with --strategy shrink, lost ranks come back when the others have done step N; these wait for them "
-        "(default: never)",
+        help="with --strategy shrink or rollback, lost ranks come back when the others have done step N; these wait "
+        "for them (default: never)",
         reach=Reach.RUN,
     ),
     Option(

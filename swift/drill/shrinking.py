@@ -1,4 +1,4 @@
-"""Drills of the strategy "shrink": lost ranks leave their slots vacant, to the end or until `--grow`.
+"""Drills of strategies that shrink the world: lost ranks leave their slots vacant, to the end or until `--grow`.
 
 With ``--grow step=N`` one survivor stands still before the step behind N. Its ``grow.reached`` is what the processes
 wait for that the launcher has started for the lost ranks. The survivor goes on once they have joined. So they come back
@@ -38,14 +38,14 @@ def check(config: "DrillConfig") -> None:
     """Refuses what shrinking does not go with. Raises UsageError."""
     version = grown_at(config.grow)
     if not config.shrinks:
-        for flag, given in (("--lost-shard", config.lost_shard), ("--grow", config.grow)):
+        for option, given in (("--lost-shard", config.lost_shard), ("--grow", config.grow)):
             if given:
-                raise UsageError(f"{flag} {given} needs --strategy shrink")
+                raise UsageError(f"{option} {given} needs --strategy shrink or rollback")
         return
-    shape = config.topology
+    flag, shape = f"--strategy {config.strategy}", config.topology
     if shape.pipeline_ranks > 1:
         raise UsageError(
-            f"--strategy shrink with --stages {shape.pipeline_ranks}: a pipeline cannot go on without a rank; "
+            f"{flag} with --stages {shape.pipeline_ranks}: a pipeline cannot go on without a rank; "
             "give --stages 1"
         )
     if config.drops and not config.allow_inexact:
@@ -55,17 +55,15 @@ def check(config: "DrillConfig") -> None:
     if not config.drops and config.updates == "wait_free":
         raise UsageError("--lost-shard redistribute does not go with --updates wait_free: leave it out")
     if shape.replicas > 2 and config.reduction == "fast":
-        raise UsageError(
-            "--strategy shrink with --reduction fast: fewer ranks add in another order; leave it out"
-        )
+        raise UsageError(f"{flag} with --reduction fast: fewer ranks add in another order; leave it out")
     kills = [fault for fault in config.faults if isinstance(fault, RankFault)]
     if any(isinstance(fault, CorruptFault) for fault in config.faults):
-        raise UsageError("--kill corrupt=log: --strategy shrink never reads the log")
+        raise UsageError(f"--kill corrupt=log: {flag} never reads the log")
     victims = {fault.rank for fault in kills}
     if len(victims) == shape.ranks:
-        raise UsageError("--strategy shrink: every rank is killed; leave one")
+        raise UsageError(f"{flag}: every rank is killed; leave one")
     if len(victims) < len(kills):
-        raise UsageError("--strategy shrink: a rank is killed twice, and it is not there the second time")
+        raise UsageError(f"{flag}: a rank is killed twice, and it is not there the second time")
     if version is None:
         return
     late = [fault for fault in kills if fault.step is None or fault.step >= version]

@@ -1,4 +1,4 @@
-"""What the strategy "shrink" adds to a report: which slots were vacant, and who computed their batches."""
+"""What a strategy that shrinks the world adds to a report: which slots were vacant, and who computed their batches."""
 
 from collections import Counter
 from typing import Any

@@ -174,14 +174,14 @@ def _add_recovery(ours: "argparse._ArgumentGroup") -> None:
         "--strategy",
         choices=STRATEGIES,
         help="How a lost rank's state is restored (docs/strategies.md), if the script does not say it. With 'shrink' "
-        "the others go on without it; --max-restarts 0 leaves its place vacant.",
+        "and 'rollback' the others go on without it; --max-restarts 0 leaves its place vacant.",
     )
     ours.add_argument(
         "--lost-shard",
         "--lost_shard",
         choices=LOST_SHARDS,
-        help="With --strategy shrink: the others compute the batches of a lost rank ('redistribute', the default), or "
-        "nobody does ('drop', not exact).",
+        help="With --strategy shrink or rollback: the others compute the batches of a lost rank ('redistribute', the "
+        "default), or nobody does ('drop', not exact).",
     )
     ours.add_argument(
         "--allow-inexact",

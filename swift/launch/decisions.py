@@ -38,7 +38,7 @@ class Situation:
     can_return: bool = False
     """And the last version is in a checkpoint: another process may do again what comes after the end."""
     may_shrink: bool = False
-    """The others go on without it (strategy "shrink"), or decide what follows (a `swift.Communicator`)."""
+    """The others go on without it (a strategy that shrinks), or decide what follows (a `swift.Communicator`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

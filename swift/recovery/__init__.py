@@ -14,16 +14,19 @@ from swift.recovery.plan import plan
 from swift.recovery.refusals import Refusals
 from swift.recovery.types import (
     LOST_SHARDS,
+    SHRINKING,
     STRATEGIES,
     Checkpoints,
     PlanConfig,
     Report,
     Strategy,
     StreamSummary,
+    shrinks,
 )
 
 __all__ = [
     "LOST_SHARDS",
+    "SHRINKING",
     "STRATEGIES",
     "Assignment",
     "Checkpoints",
@@ -44,4 +47,5 @@ __all__ = [
     "finishable",
     "plan",
     "plan_off_log",
+    "shrinks",
 ]

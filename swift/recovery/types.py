@@ -103,9 +103,16 @@ class StreamSummary:
     """How many of the records declare this; the others are tensors."""
 
 
-STRATEGIES = ("auto", "replica", "replay", "checkpoint", "shrink")
+STRATEGIES = ("auto", "replica", "replay", "checkpoint", "shrink", "rollback")
+SHRINKING = frozenset({"shrink", "rollback"})
+"""Those under which the others go on without a rank that is lost, in a smaller world."""
 LOST_SHARDS = ("redistribute", "drop")
-"""Under "shrink": who computes the batches of a lost data-parallel rank. The others, or nobody."""
+"""Under these: who computes the batches of a lost data-parallel rank. The others, or nobody."""
+
+
+def shrinks(strategy: str) -> bool:
+    """A job with this strategy goes on without a rank that is lost."""
+    return strategy in SHRINKING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +123,7 @@ class PlanConfig:
     """"auto": without replay if every stage reaches one version so, else by replay, else the checkpoint;
     "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
     holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
-    that is lost, and nothing is replayed."""
+    that is lost, and nothing is replayed; "rollback": the same, but the step that was interrupted is never finished."""
     inexact_undo: bool = False
     """An undo that is not bit for bit may be used."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)

@@ -8,7 +8,7 @@ from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import LOST_SHARDS, STRATEGIES
+from swift.recovery.types import LOST_SHARDS, STRATEGIES, shrinks
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -27,11 +27,12 @@ class SessionConfig:
     strategy: str = "auto"
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
     checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
-    process comes for it; jobs of replicas without a pipeline and without shards)."""
+    process comes for it; jobs of replicas without a pipeline and without shards), "rollback" (as "shrink", but the
+    step that was interrupted is always taken back and done again)."""
     lost_shard: str = "redistribute"
-    """With strategy="shrink": what becomes of the batches of a lost rank. "redistribute": the others compute them, and
-    the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate stays what it is,
-    and the job is not exact (`allow_inexact`)."""
+    """With "shrink" and "rollback": what becomes of the batches of a lost rank. "redistribute": the others compute
+    them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate stays
+    what it is, and the job is not exact (`allow_inexact`)."""
     allow_inexact: bool = False
     """Strategies may be used that do not lead to the bits of a run that never failed."""
     groups: str = ""
@@ -139,12 +140,12 @@ class SessionConfig:
             raise UsageError(f"replay_stall_s={self.replay_stall_s}; give more than 0")
 
     def _check_shrink(self) -> None:
-        if self.strategy != "shrink":
+        if not self.shrinks:
             return
         if self.replicas == 1 or self.shards > 1:
             raise UsageError(
-                f"strategy='shrink' with replicas={self.replicas} and shards={self.shards}: others go on for a lost "
-                "rank if they hold all of its state; give at least 2 replicas, without shards"
+                f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
+                "for a lost rank if they hold all of its state; give at least 2 replicas, without shards"
             )
         if self.lost_shard == "drop" and not self.allow_inexact:
             raise UsageError(
@@ -163,9 +164,14 @@ class SessionConfig:
             )
 
     @property
+    def shrinks(self) -> bool:
+        """The job goes on without a rank that is lost."""
+        return shrinks(self.strategy)
+
+    @property
     def redistributes(self) -> bool:
         """The batches of a lost rank are computed by others."""
-        return self.strategy == "shrink" and self.lost_shard == "redistribute"
+        return self.shrinks and self.lost_shard == "redistribute"
 
     def agreed(self) -> dict[str, str]:
         """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""
@@ -183,5 +189,5 @@ class SessionConfig:
             "helpers": str(self.helpers),
             "last_checkpoint": str(self.last_checkpoint),
             **({"paranoid": "True"} if self.paranoid else {}),
-            **({"lost_shard": self.lost_shard} if self.strategy == "shrink" else {}),
+            **({"lost_shard": self.lost_shard} if self.shrinks else {}),
         }

@@ -157,10 +157,10 @@ class ModelParts:
                     "DistributedDataParallel over a group that is not made again after a failure; use "
                     "session.ddp(module) in its place"
                 )
-            if self._updates.shrinks:
+            if self._updates.shrinks_by:
                 raise UsageError(
-                    "strategy='shrink' with DistributedDataParallel, which divides by the ranks of a full world: give "
-                    "the plain module to the session, which averages its gradients"
+                    f"strategy={self._updates.shrinks_by!r} with DistributedDataParallel, which divides by the "
+                    "ranks of a full world: give the plain module to the session, which averages its gradients"
                 )
             self._updates.reduced_elsewhere(stage.submod.parameters())
         elif self._updates.wait_free:

@@ -96,8 +96,8 @@ class Updates:
         self.before_update: Hook[[], None] = Hook("Updates.before_update")
         """(rehearsal) Gradients are reduced, nothing is applied."""
         self.wait_free = config.updates == "wait_free" and reducer is not None
-        self.shrinks = config.strategy == "shrink"
-        """The others go on without a rank that is lost."""
+        self.shrinks_by = config.strategy if config.shrinks else ""
+        """The strategy by which the others go on without a rank that is lost; empty: they do not."""
         self.ties = ties
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []

@@ -84,7 +84,7 @@ class Parts:
         groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
         world = _own_world(groups["world"].ranks, rank, backend)
         faults = FaultInjector(rank)
-        twins = assignment.peers(rank) if config.strategy == "shrink" else ()
+        twins = assignment.peers(rank) if config.shrinks else ()
         store = _checked_store(checkpoint_dir, rank, member, twins)
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from swift.recovery.strategies.policy import Policy, Way
-from swift.recovery.types import Report, Strategy
+from swift.recovery.types import SHRINKING, Report, Strategy
 
 
 class CatchUp(Policy):
@@ -11,7 +11,7 @@ class CatchUp(Policy):
 
     strategy = Strategy.CATCH_UP
     replays = True
-    excluded_by = frozenset({"checkpoint", "replica", "shrink"})
+    excluded_by = SHRINKING | {"checkpoint", "replica"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         version = ways[report.rank].version

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from swift.recovery.strategies.policy import Begins, Policy, Way, held
-from swift.recovery.types import Report, Strategy
+from swift.recovery.types import SHRINKING, Report, Strategy
 
 
 class Replay(Policy):
@@ -15,7 +15,7 @@ class Replay(Policy):
     strategy = Strategy.REPLAY
     begins = Begins.CHECKPOINT
     replays = True
-    excluded_by = frozenset({"checkpoint", "replica", "shrink"})
+    excluded_by = SHRINKING | {"checkpoint", "replica"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         way = ways[report.rank]

@@ -12,6 +12,7 @@ class RollForward(Policy):
     strategy = Strategy.ROLL_FORWARD
     finishes_step = True
     own_step = True
+    excluded_by = frozenset({"checkpoint", "rollback"})
     verb = "rolls forward to"
 
     def reach(self, report: Report) -> Way | None:
