@@ -4,74 +4,26 @@ What the bits must be is computed by plain torch in one process, which knows not
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from swift.drill.cluster import Cluster
 from tests.integration.again_world import Again
-from tests.integration.trainer_world import TRAINERS, Run, run_trainer
+from tests.integration.shrinking_world import (
+    LOST,
+    RANKS,
+    STEPS,
+    last_bits,
+    named,
+    pids,
+    reference,
+    run,
+    shrinking,
+)
+from tests.integration.trainer_world import run_trainer
 
-STEPS, RANKS, LOST = 14, 3, 1
 MATRIX = pytest.mark.matrix
 PHASES = ["reduce", *(pytest.param(phase, marks=MATRIX) for phase in ("idle", "optimizer"))]
-
-
-def shrinking(lost_shard: str, max_restarts: int) -> type[Cluster]:
-    settings = {
-        "SWIFT_STRATEGY": "shrink",
-        "SWIFT_LOST_SHARD": lost_shard,
-        "SWIFT_ALLOW_INEXACT": "1" if lost_shard == "drop" else "",
-        "PET_MAX_RESTARTS": str(max_restarts),
-    }
-
-    class Shrinking(Cluster):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options, settings=settings)
-
-    return Shrinking
-
-
-def run(
-    directory: Path,
-    lost_shard: str,
-    faults: list[dict[str, Any]],
-    max_restarts: int = 0,
-    habit: str = "asks",
-) -> Run:
-    made = shrinking(lost_shard, max_restarts)
-    run = run_trainer(
-        directory / "job", "shrinking.py", "session", STEPS, habit, ranks=RANKS, faults=faults, make=made
-    )
-    assert [e["event"] for e in run["events"]].count("fault") == len(faults)
-    return run
-
-
-def reference(directory: Path, *lost: str) -> dict[str, str]:
-    """Step -> digest. `lost`: STEP:ORIGIN."""
-    out = directory / "reference.json"
-    arguments = [sys.executable, str(TRAINERS / "shrinking.py"), "reference", str(STEPS), str(out), *lost]
-    subprocess.run(arguments, check=True, timeout=120)
-    bits: dict[str, str] = json.loads(out.read_text())
-    return bits
-
-
-def named(run: Run, event: str) -> list[dict[str, Any]]:
-    return [e for e in run["events"] if e["event"] == event]
-
-
-def pids(run: Run, rank: int) -> set[int]:
-    return {e["pid"] for e in named(run, "step_end") if e["rank"] == rank}
-
-
-def last_bits(run: Run, rank: int, wanted: dict[str, str]) -> bool:
-    """Of all steps that the rank has done in its last process."""
-    bits: dict[str, str] = run["digests"][f"bits-{rank}.json"]
-    assert str(STEPS - 1) in bits
-    return bits.items() <= wanted.items()
 
 
 @pytest.mark.timeout(240)

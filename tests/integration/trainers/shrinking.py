@@ -1,7 +1,8 @@
 """Replicas of one stage, of which some are lost: `shrinking.py session STEPS [HABIT]` in a job, and beside it
 `shrinking.py reference STEPS OUT [STEP:LOST...]`, plain torch in one process: means over three origins, without LOST
 from STEP on. HABIT is how the trainer gets at its batches: "asks" in each step for its data-parallel rank, has a
-"loader", and two that nobody can carry out for another rank: "knows" it from before, "talks" before it updates.
+"loader", and two that nobody can carry out for another rank: "knows" it from before, "talks" before it updates. One
+that is "hasty" asks, and updates while backward runs.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -66,7 +67,15 @@ class Batches(Position):
 def in_a_job(steps: int, habit: str) -> None:
     import swift
 
-    with swift.Session.from_env(seed=1, checkpoint_every=4, replicas=ORIGINS, bucket_bytes=2048) as session:
+    updates = "wait_free" if habit == "hasty" else "after_backward"
+    settings = {
+        "seed": 1,
+        "checkpoint_every": 4,
+        "replicas": ORIGINS,
+        "bucket_bytes": 2048,
+        "updates": updates,
+    }
+    with swift.Session.from_env(**settings) as session:
         model, plain, scheduler = made()
         session.module(model)
         optimizer = session.optimizer(plain)

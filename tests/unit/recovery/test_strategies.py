@@ -45,6 +45,8 @@ def test_what_a_rank_reaches_by_itself() -> None:
         ("replica", {CATCH_UP, REPLAY}),
         ("replay", {REPLICA}),
         ("checkpoint", set(Strategy) - {CHECKPOINT}),
+        ("shrink", {CATCH_UP, REPLAY}),
+        ("rollback", {CATCH_UP, REPLAY, ROLL_FORWARD}),
     ],
 )
 def test_what_is_permitted(setting: str, excluded: set[Strategy]) -> None:

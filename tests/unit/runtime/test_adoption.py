@@ -160,6 +160,7 @@ def test_of_two_the_sum_has_one_order() -> None:
     dropping = SessionConfig(strategy="shrink", replicas=2, lost_shard="drop", allow_inexact=True)
     assert not dropping.redistributes
     assert dropping.agreed()["lost_shard"] == "drop"
+    assert SessionConfig(strategy="rollback", replicas=2).redistributes
     assert "lost_shard" not in SessionConfig(replicas=2).agreed(), "of no job that does not shrink"
 
 
