@@ -26,11 +26,11 @@ def shrinks(config: Mapping[str, str]) -> bool:
 
 
 def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
-    """(before a new generation) The slots of the dead that become vacant: all, if somebody is left; else none, and the
-    job goes on from its checkpoint with other processes."""
+    """(before a new generation) The slots of the dead that become vacant: all, if a whole pipeline is left; else none,
+    and the job goes on from its checkpoint with other processes."""
     dead = sorted(dead)
-    left = [rank for rank, holder in row.holders.items() if rank not in dead and not holder.gone]
-    if not shrinks(row.config) or row.state is State.FORMING or not left:
+    left = {rank for rank, holder in row.holders.items() if rank not in dead and not holder.gone}
+    if not shrinks(row.config) or row.state is State.FORMING or not _whole(row, left):
         return []
     for slot in dead:
         row.vacant[slot] = None
@@ -77,6 +77,12 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
     if not slots:
         return ""
     return f"it has no part of rank {slots[0]}, whose slot was vacant (--strategy shrink goes on from it)"
+
+
+def _whole(row: JobRow, left: set[int]) -> bool:
+    """One data-parallel rank has all its slots."""
+    replicas = int(row.config["replicas"])
+    return any(left.issuperset(range(origin, row.world_size, replicas)) for origin in range(replicas))
 
 
 def _drops(row: JobRow) -> bool:

@@ -149,15 +149,35 @@ class Assignment:
         return replace(self, adopted=dict(adopted))
 
     def redistributed(self) -> "Assignment":
-        """The batches of vacant slots go to those that run the same stages, whole and in turn."""
+        """The batches of data-parallel ranks that lack a slot go to those that are whole, in turn: where one lacks a
+        stage, the same stage of the other one computes it. So whoever adopts has all of its own neighbours. Raises
+        ValueError if none is whole and some slot is vacant."""
+        whole = self.whole_origins()
+        broken = [origin for origin in range(self.dp_size) if origin not in whole]
+        if broken and not whole:
+            raise ValueError("no pipeline is whole")
         adopted: dict[tuple[int, int], tuple[int, ...]] = {}
-        for group in range(self.stage_groups):
-            holders = self._groups[group]
-            vacant = [number for number in self.vacant if self.slots[number].stage_group == group]
-            for turn, number in enumerate(vacant if holders else ()):
-                for stage in self.group_stages[group]:
-                    adopted[stage, self.slots[number].dp_rank] = (holders[turn % len(holders)],)
+        for turn, origin in enumerate(broken):
+            adopter = whole[turn % len(whole)]
+            for group, stages in enumerate(self.group_stages):
+                if self.at(group, origin) not in self.members:
+                    adopted |= {(stage, origin): (self.at(group, adopter),) for stage in stages}
         return self.adopting(adopted)
+
+    def whole_origins(self) -> tuple[int, ...]:
+        """The data-parallel ranks of which no slot is vacant, ascending."""
+        lacking = {self.slots[number].dp_rank for number in self.vacant}
+        return tuple(origin for origin in range(self.dp_size) if origin not in lacking)
+
+    def pipeline(self, origin: int) -> tuple[int, ...]:
+        """The slots that compute the origin's batches, by stage group; those of their own data-parallel rank, or who
+        has adopted from it. Shorter where nobody does."""
+        owners = (self.owner(stages[0], origin, 0) for stages in self.group_stages)
+        return tuple(owner for owner in owners if owner is not None)
+
+    def adopted_by(self, slot: int) -> tuple[int, ...]:
+        """The origins that a slot computes besides its own, ascending."""
+        return tuple(sorted({origin for (_, origin), owners in self.adopted.items() if slot in owners}))
 
     # --- slots and members ---
 

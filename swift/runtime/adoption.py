@@ -5,6 +5,10 @@ reduction of gradients. Then it takes that step back, as a failure would, and ke
 its own step they are added in the order of origins (`swift.runtime.reducer`). So the mean has the bits that it has in a
 full world.
 
+In a pipeline the ranks of an origin's route do so together: those of its own data-parallel rank that are left, in their
+own step, and those of a whole pipeline in the places of the others (`Assignment.redistributed`). Nobody waits in a
+circle: who adopts is in a whole pipeline, and does its own step last.
+
     (engine)  ``check`` once → ``arm`` in each generation
     (steps)   ``before`` every step → (reducer) ``shares`` → ``after`` it
 
@@ -14,7 +18,7 @@ rank computes its own gradients and those of the next data-parallel rank, and al
 of the gradients for each origin that is adopted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 import torch
@@ -23,6 +27,7 @@ import xxhash
 from swift import events
 from swift.errors import UsageError
 from swift.recovery import Assignment
+from swift.runtime.answers import Answers
 from swift.runtime.channel import Channel
 from swift.runtime.differences import Differences
 from swift.runtime.groups import ReconfigurableGroup
@@ -51,11 +56,18 @@ class Adoption:
         state: TrainerState,
         assignment: Callable[[], Assignment],
         data: ReconfigurableGroup,
+        pipeline: ReconfigurableGroup,
+        world: ReconfigurableGroup,
+        answers: Answers,
         witness: Witness,
         differences: Differences,
     ) -> None:
-        """`wanted`: the job redistributes. `assignment`: of this generation. `data`: the ranks of this stage."""
+        """`wanted`: the job redistributes. `assignment`: of this generation. `data`: the ranks of this stage.
+        `pipeline`: the stages of this data-parallel rank. `world`: all ranks, for the session itself."""
         self._wanted = wanted
+        self._pipeline = pipeline
+        self._world = world
+        self._answers = answers
         self._slot = slot
         self._channel = channel
         self._state = state
@@ -67,7 +79,6 @@ class Adoption:
         self._begins = False
         """A generation does, and nobody has asked yet whether all have tried it out."""
         self._tried = False
-        self._named = False
         self.under_way = False
         """A step that is taken back, for the gradients of one origin."""
         self._gradients: list[Gradients] = []
@@ -100,7 +111,7 @@ class Adoption:
         if not assignment.adopted:
             return None
         origins = [
-            (assignment.slots[slot].dp_rank, *adopted_by(assignment, slot))
+            (assignment.slots[slot].dp_rank, *assignment.adopted_by(slot))
             for slot in assignment.group(self._slot)
         ]
         return Shares(origins, self._gradients)
@@ -108,15 +119,16 @@ class Adoption:
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Computes what this rank has adopted in this step. `drop` takes a step back."""
         self._gradients = []
+        self._answers.reduced = False
         if not self._wanted or self._channel.replaying:
             return
         if self._begins:
-            tried = self._data.gathered(torch.tensor([self._tried]))
-            if not all(bool(each) for each in tried):
+            if self._try_due():
                 self._try_out(train_step, step, drop)
             self._begins = False
-        for origin in adopted_by(self._assignment(), self._slot):
-            self._gradients.append(self._computed(origin, train_step, step, drop))
+        for origin in self._assignment().adopted_by(self._slot):
+            with self._pipeline.on_route(origin):
+                self._gradients.append(self._computed(origin, train_step, step, drop))
             events.emit("adopted_step", rank=self._slot, step=step, origin=origin)
 
     def after(self) -> None:
@@ -127,22 +139,33 @@ class Adoption:
                 "update is computed for a lost rank; make two steps of it, or use lost_shard='drop'"
             )
 
-    def communicated(self, step: int) -> None:
-        """The trainer communicates over several ranks in its step."""
+    def communicated(self, step: int, *, of_pipeline: bool) -> None:
+        """The trainer communicates over several ranks in its step. `of_pipeline`: those of stages."""
+        if of_pipeline:
+            self._answers.trainers(step)
+            return
         if self.under_way:
             raise UsageError(
                 "lost_shard='redistribute' and a train_step that communicates before its gradients are reduced: for a "
                 "lost rank it is carried out by one rank alone; do it behind optimizer.step(), or use lost_shard='drop'"
             )
-        if self._wanted and not self._named and self._assignment().adopted:
-            self._named = True
-            self._differences.say(step, "a collective of train_step lacked the part of a rank that was lost")
+        if self._wanted and self._assignment().adopted:
+            self._answers.name(step, "a collective of train_step lacked the part of a rank that was lost")
+
+    def scheduled(self) -> None:
+        """A schedule is called. Raises UsageError behind the reduction: nobody would be there for a lost rank."""
+        if self._wanted and self._answers.reduced and self._assignment().stage_groups > 1:
+            raise UsageError(
+                "lost_shard='redistribute' and a schedule that is called behind the update: for a lost rank only what "
+                "comes before it is computed; evaluate at the beginning of the next step"
+            )
 
     # --- ---
 
     def _before_reduction(self) -> None:
         if self.under_way:
             raise _Computed
+        self._answers.reduced = True
 
     def _computed(
         self, origin: int, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
@@ -170,21 +193,32 @@ class Adoption:
         drop()
         return gradients
 
+    def _try_due(self) -> bool:
+        """Some rank has not tried it out yet."""
+        untried = torch.tensor([not self._tried], dtype=torch.uint8)
+        self._world.run(lambda collectives: collectives.barrier(untried))
+        return bool(untried)
+
     def _try_out(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Whether others can compute this rank's gradients, before anybody has to."""
         assignment = self._assignment()
-        ranks = [assignment.slots[slot].dp_rank for slot in assignment.group(self._slot)]
-        if len(ranks) == 1:
-            self._differences.say(
-                step, "nobody was left to try out whether one rank can compute another's batches"
-            )
+        own, origins = self._channel.origin, assignment.whole_origins()
+        if len(origins) == 1 and own in origins:
+            if not self._tried:
+                self._differences.say(
+                    step, "nobody was left to try out whether one rank can compute another's batches"
+                )
             self._tried = True
-            return
-        next_to = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
-        own = self._channel.origin
-        told = b"".join(
-            self._digest(self._computed(origin, train_step, step, drop)) for origin in (own, next_to[own])
+        next_to = dict(zip(origins, [*origins[1:], origins[0]], strict=True))
+        takes_part = len(origins) > 1 and own in origins
+        told = (
+            b"".join(
+                self._digest(self._computed(origin, train_step, step, drop)) for origin in (own, next_to[own])
+            )
+            if takes_part
+            else bytes(2 * _DIGEST_BYTES)
         )
+        ranks = [assignment.slots[slot].dp_rank for slot in assignment.group(self._slot)]
         gathered = dict(
             zip(ranks, self._data.gathered(torch.frombuffer(bytearray(told), dtype=torch.uint8)), strict=True)
         )
@@ -195,7 +229,7 @@ class Adoption:
                     f"of rank {other} than rank {other} itself; ask session.dp_rank inside of train_step, make "
                     "loaders with session.loader(lambda dp_rank: ...), or use lost_shard='drop'"
                 )
-        self._tried = True
+        self._tried = self._tried or takes_part
 
     def _digest(self, gradients: Gradients) -> bytes:
         state = xxhash.xxh3_128()
@@ -204,8 +238,3 @@ class Adoption:
                 gradient = gradients.get(parameter)
                 state.update(b"-" if gradient is None else byte_view(plain(gradient).contiguous()).data)
         return state.digest()
-
-
-def adopted_by(assignment: Assignment, slot: int) -> Sequence[int]:
-    """The origins whose batches this slot computes besides its own, ascending."""
-    return sorted({origin for (_, origin), owners in assignment.adopted.items() if slot in owners})

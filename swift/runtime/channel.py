@@ -133,12 +133,15 @@ class Channel:
     @contextmanager
     def as_origin(self, origin: int) -> Iterator[None]:
         """What is computed in here is of that data-parallel rank's batch."""
-        own, self._origin = self._origin, origin
-        self.randomness.dp_rank = origin
+        own = self._origin
+        self._be(origin)
         try:
             yield
         finally:
-            self._origin = self.randomness.dp_rank = own
+            self._be(own)
+
+    def _be(self, origin: int) -> None:
+        self._origin = self.randomness.dp_rank = self.shapes.dp_rank = origin
 
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
         """The name of a boundary's stream in this rank's pipeline, or in another one's."""

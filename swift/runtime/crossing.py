@@ -29,6 +29,8 @@ class Crossing:
         if ranks is not None:
             group = group.part(ranks)
         self._updates.communicates()
+        if group.answers is not None:
+            group.answers.trainers(self._channel.step)
         with self._updates.spoiling():
             total = self._channel.collective(name, lambda: _sum(tensor, group), group.ranks)
             return laid_like(total, tensor)

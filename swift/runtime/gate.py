@@ -32,8 +32,8 @@ class Gate:
 
     (session) ``bind`` → ``around`` the trainer's function, ``passing`` around what torch or the session communicates
     in it
-    (groups) ``collective``, ``message``, ``used``, ``reducing``; (torch, before it pickles) ``pickles``; (default
-    group) ``new_group``
+    (groups) ``collective``, ``message``, ``used``, ``messaged``, ``reducing``; (schedules) ``scheduled``; (torch,
+    before it pickles) ``pickles``; (default group) ``new_group``
     """
 
     def __init__(self) -> None:
@@ -104,15 +104,23 @@ class Gate:
 
         channel, updates, _ = self._parts()
         with updates.spoiling():
-            channel.collective_into(name, results, lambda: group.run(run), group.ranks)
+            channel.collective_into(name, results, lambda: group.run_into(results, run), group.ranks)
         return True
 
-    def used(self, ranks: int) -> None:
-        """Torch, or the trainer, communicates over a group of so many ranks."""
+    def used(self, group: Group) -> None:
+        """Torch, or the trainer, carries out a collective over it."""
         channel, updates, adoption = self._parts()
         updates.communicates()
-        if ranks > 1 and self._in_step and not channel.replaying:
-            adoption.communicated(channel.step)
+        if len(group.ranks) > 1 and self._in_step and not channel.replaying:
+            adoption.communicated(channel.step, of_pipeline=group.is_pipeline)
+
+    def messaged(self) -> None:
+        """Torch sends or receives."""
+        self._parts()[1].communicates()
+
+    def scheduled(self) -> None:
+        """A schedule is called. Raises UsageError where it cannot be."""
+        self._parts()[2].scheduled()
 
     def reducing(self) -> None:
         """A reduction that torch has asked for is under way."""

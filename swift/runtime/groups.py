@@ -10,14 +10,15 @@ anything that came out of the collective is used: the step is dropped. FSDP2 doe
 (`_torch.reset_sharded`), and must see it at once: it would compute with parameters that are half gathered.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from swift.errors import UsageError
 from swift.runtime import _torch
+from swift.runtime.answers import Answers
 from swift.runtime.backends.base import Backend, Circuit, Collective, Connections
 from swift.runtime.backends.ordered import Alone
 from swift.runtime.backends.runner import Task
@@ -25,6 +26,16 @@ from swift.runtime.tags import group_number
 from swift.runtime.torch_collectives import ONE_PART_EACH, TorchCollectives
 from swift.runtime.traffic import Gate, Step
 from swift.runtime.works import CollectiveWork, FinishedWork, MessageWork
+
+
+class _Route(NamedTuple):
+    """What a group communicates over."""
+
+    circuit: Circuit | None
+    connections: Connections | None
+    present: tuple[int, ...]
+    parts: "dict[tuple[int, ...], _Route]"
+    """The same of the groups of some of its ranks."""
 
 
 class ReconfigurableGroup(TorchCollectives):
@@ -35,6 +46,10 @@ class ReconfigurableGroup(TorchCollectives):
 
     In a generation in which ranks are missing, the others communicate without them; what has a part for every rank is
     refused then (UsageError).
+
+    A pipeline that lacks a rank, but whose batches are computed (`Assignment.pipeline`), has a *route*: others sit in
+    the places of those that are missing. To torch they have the numbers of these. A rank that sits in several pipelines
+    has a route for each, by its origin, and is in one at a time (`on_route`).
     """
 
     def __init__(
@@ -66,7 +81,15 @@ class ReconfigurableGroup(TorchCollectives):
         self._between = "connection of an ended generation"
         self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
         self._connections: Connections | None = None
+        self._routes: dict[int, _Route] = {}
+        self.answers: Answers | None = None
+        """(a pipeline) What collectives give where ranks are missing."""
         _torch.give_placeholder(self, name, backend)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Of stages, or of some of them."""
+        return self.answers is not None
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -77,9 +100,48 @@ class ReconfigurableGroup(TorchCollectives):
         """`present`: the ranks of this group that are in the generation, in their order: the members of
         `connections`."""
         places = range(len(present))
+        self._routes.clear()
         self._connect(connections, [self.ranks.index(rank) for rank in present], places)
         for chosen, part in self._some.items():
             self._attach_part(part, chosen)
+
+    def attach_routes(self, connections: Mapping[int, Connections], own: int) -> None:
+        """As `attach`, in a generation in which pipelines have routes. `connections`: by origin, of all places of each
+        that this rank sits in; `own`: the one that it is in as long as nothing else is said."""
+        self._routes.clear()
+        for origin, each in sorted(connections.items()):
+            everybody = range(len(self.ranks))
+            self._connect(each, everybody, everybody)
+            for chosen, part in self._some.items():
+                self._attach_part(part, chosen)
+            self._routes[origin] = self._route()
+        self._take(self._routes[own])
+
+    @contextmanager
+    def on_route(self, origin: int) -> Iterator[None]:
+        """It is the pipeline of that origin meanwhile, if this rank sits in it."""
+        if origin not in self._routes:
+            yield
+            return
+        before = self._route()
+        self._take(self._routes[origin])
+        try:
+            yield
+        finally:
+            if self._circuit is not None:  # its generation has not ended
+                self._take(before)
+
+    def _route(self) -> "_Route":
+        parts = {chosen: part._route() for chosen, part in self._some.items()}
+        return _Route(self._circuit, self._connections, self._present, parts)
+
+    def _take(self, route: "_Route") -> None:
+        self._circuit, self._connections, self._present = route.circuit, route.connections, route.present
+        for chosen, part in self._some.items():
+            if chosen not in route.parts:  # it was made after the route was
+                self._attach_part(part, chosen)
+                route.parts[chosen] = part._route()
+            part._take(route.parts[chosen])
 
     def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
         """`present`: indices into `ranks`; `places`: those of the same ranks among the members of `connections`."""
@@ -109,9 +171,13 @@ class ReconfigurableGroup(TorchCollectives):
             ranks = [self.ranks[index] for index in indices]
             own = indices.index(self._own)
             part = ReconfigurableGroup(label, ranks, own, self.backend, step=None, gate=None)
+            part.answers = self.answers
             self._some[indices] = part
             if self._circuit is not None:
                 self._attach_part(part, indices)
+                for route in self._routes.values():
+                    if route.circuit is self._circuit:
+                        route.parts[indices] = part._route()
                 _torch.register_group(part, part.label, part.ranks, self.backend)
         return part
 
@@ -131,6 +197,7 @@ class ReconfigurableGroup(TorchCollectives):
     def detach(self) -> None:
         for part in self._some.values():
             part.detach()
+        self._routes.clear()
         self._circuit = self._connections = None
 
     def submit(self, run: Collective) -> Task:
@@ -150,8 +217,15 @@ class ReconfigurableGroup(TorchCollectives):
         """Of all its ranks that are in this generation, in their order."""
         own = tensor.detach().contiguous()
         parts = [torch.empty_like(own) for _ in self._present]
-        self.run(lambda collectives: collectives.all_gather(parts, own))
+        self.run_into(parts, lambda collectives: collectives.all_gather(parts, own))
         return parts
+
+    def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None:
+        """As `run`, of something that leaves its result there."""
+        if self.answers is None:
+            self.run(run)
+        else:
+            self.answers.into(results, lambda: self.run(run))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -194,7 +268,7 @@ class ReconfigurableGroup(TorchCollectives):
             self.gate.message(kind)
         circuit = self._attached()
         if self._step is not None:
-            self._step.used(len(self.ranks))
+            self._step.messaged()
         return circuit
 
     def _place(self, index: int) -> int:
@@ -217,7 +291,7 @@ class ReconfigurableGroup(TorchCollectives):
                 f"process group {self.label}: {name} has a part for ranks that are not there now"
             )
         if self._step is not None:
-            self._step.used(len(self.ranks))
+            self._step.used(self)
         gate = self.gate if len(self.ranks) > 1 else None
         if gate is not None and gate.collective(self, name, result, run, alike=alike):
             return FinishedWork(result)

@@ -64,9 +64,9 @@ def from_environment(config: SessionConfig) -> Launched:
         assignment = Assignment.grid(place.world_size, replicas=config.replicas, shards=config.shards)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if config.shrinks and assignment.stage_groups > 1:
+    if config.shrinks and config.lost_shard == "drop" and assignment.stage_groups > 1:
         raise UsageError(
-            f"strategy={config.strategy!r} with {assignment.stage_groups} pipeline ranks: a pipeline cannot go on "
-            "without a rank; use it for replicas of a whole model, or strategy='auto'"
+            f"lost_shard='drop' with {assignment.stage_groups} pipeline ranks: the other ranks of a lost one's "
+            "pipeline would have nothing to do; use lost_shard='redistribute'"
         )
     return Launched(place=place, assignment=assignment, checkpoint_dir=os.path.join(checkpoints, place.job))

@@ -37,6 +37,7 @@ class Membership:
     ) -> None:
         """`assignment`: of the full world. `report(view)`: tells the planner what this rank has to offer.
         `redistributes`: the batches of vacant slots are computed by others."""
+        self._rank = rank
         self._member = member
         self._communicator = communicator
         self._log = log
@@ -96,8 +97,15 @@ class Membership:
         assignment = self.assignment.held_by({member.rank: member.id for member in view.members})
         if self._redistributes:
             assignment = assignment.redistributed()
-        self._communicator.build(view.generation, assignment.occupied)
+        self._communicator.build(view.generation, assignment.occupied, self._routes(assignment))
         self._view, self.plan, self.assignment = view, of_view(view), assignment
+
+    def _routes(self, assignment: Assignment) -> dict[int, tuple[int, ...]]:
+        """Of the pipelines that this rank sits in, its own first; none if all are whole."""
+        if assignment.stage_groups == 1 or not assignment.adopted:
+            return {}
+        origins = (self.slot.dp_rank, *assignment.adopted_by(self._rank))
+        return {origin: assignment.pipeline(origin) for origin in origins}
 
     def interrupt(self, generation: int) -> None:
         """(notice thread) Frees the trainer's thread from whatever it waits in."""

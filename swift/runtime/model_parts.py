@@ -138,6 +138,7 @@ class ModelParts:
     @contextmanager
     def _around_call(self, number: int) -> Iterator[None]:
         """Of the schedule with this number."""
+        self._gate.scheduled()
         self._channel.shapes.schedule = number
         self._updates.communicates()
         with inferred_whole(self._state.schedules[number]), self._updates.spoiling(), self._gate.passing():

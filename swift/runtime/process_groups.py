@@ -6,8 +6,9 @@ generation (`swift.runtime.backends`).
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Protocol
 
 import torch.distributed as dist
@@ -56,15 +57,18 @@ class ProcessGroups:
         default: ReconfigurableGroup,
         *,
         stores: Stores,
+        pipeline: ReconfigurableGroup | None = None,
         build_timeout_s: float = 30.0,
     ):
         """`groups`: all that are built in a generation. `default`: the one of them that is the default group for torch
-        and the trainer. `stores`: those that the groups of a generation are built with.
+        and the trainer. `stores`: those that the groups of a generation are built with. `pipeline`: the one of `groups`
+        that may have routes.
         """
         self._backend = backend
         self._rank = rank
         self._groups = groups
         self._default = default
+        self._pipeline = pipeline
         # All ranks of a generation are known to live when it is built: building is bounded tightly.
         self._build_timeout = timedelta(seconds=build_timeout_s)
         self._stores = stores
@@ -82,10 +86,16 @@ class ProcessGroups:
             raise RuntimeError("process group: there is no generation yet")
         return PrefixStore(LASTING_KEYS.removesuffix("/"), self._generations_store)
 
-    def build(self, generation: int, members: Sequence[int] | None = None) -> None:
+    def build(
+        self,
+        generation: int,
+        members: Sequence[int] | None = None,
+        routes: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         """(every member) The groups of `generation`, under the objects that torch and the trainer hold.
 
-        `members`: ranks that take part, ascending, this one among them; None: all of the default group's.
+        `members`: ranks that take part, ascending, this one among them; None: all of the default group's. `routes`: if
+        pipelines lack ranks: origin -> who computes its batches, of the origins that this rank computes, its own first.
         Raises Interrupted if a newer generation is published meanwhile, RuntimeError if a member was lost.
         """
         present = tuple(self._default.ranks if members is None else members)
@@ -102,7 +112,14 @@ class ProcessGroups:
             whole = self._connect(fabric, PrefixStore("whole", store), present)
             for group in self._groups:
                 ranks = [rank for rank in group.ranks if rank in present]
-                if len(ranks) == len(present):
+                if routes and group is self._pipeline:
+                    # In the order of origins: who waits for a connection waits for nobody that waits for it.
+                    made = {
+                        origin: self._connect(fabric, PrefixStore(f"route-{origin}", store), routes[origin])
+                        for origin in sorted(routes)
+                    }
+                    group.attach_routes(made, own=next(iter(routes)))
+                elif len(ranks) == len(present):
                     group.attach(whole, ranks)
                 else:  # ranks that share a group name it alike: by its kind and its first rank
                     place = PrefixStore(f"{group.label}-{group.ranks[0]}", store)

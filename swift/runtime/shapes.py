@@ -43,7 +43,8 @@ class Shapes:
     def __init__(self, store: Callable[[], Store], dp_rank: int, check: Callable[[], None]):
         """`store`: of the generation that this rank is in. `check` raises once a newer one is published."""
         self._store = store
-        self._dp_rank = dp_rank
+        self.dp_rank = dp_rank
+        """Whose batch is computed."""
         self._check = check
         self._point = Point(0, 0, training=True)
         self._filed: dict[str, deque[str]] = {}
@@ -107,7 +108,7 @@ class Shapes:
 
     @property
     def _list(self) -> str:
-        return f"shapes/{self._dp_rank}/{self.schedule}"
+        return f"shapes/{self.dp_rank}/{self.schedule}"
 
     def _key(self, kind: str, one: int, other: int) -> str:
         point = self._point

@@ -1,5 +1,6 @@
 """Who is told of what passes over a group, and who decides on it. `swift.runtime.gate` is both."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,8 +11,11 @@ from swift.runtime.backends.base import Collective
 class Step(Protocol):
     """Is told of what passes over a group (`swift.runtime.gate`)."""
 
-    def used(self, ranks: int) -> None:
-        """Torch, or a trainer, communicates over it. `ranks`: how many it has in a full world."""
+    def used(self, group: "Group") -> None:
+        """Torch, or a trainer, carries out a collective over it."""
+
+    def messaged(self) -> None:
+        """Torch sends or receives over it."""
 
     def reducing(self) -> None:
         """A reduction that torch has asked for is under way."""
@@ -21,8 +25,12 @@ class Group(Protocol):
     """The group that it passes over."""
 
     ranks: tuple[int, ...]
+    """In a full world."""
 
-    def run(self, run: Collective) -> None: ...
+    @property
+    def is_pipeline(self) -> bool: ...
+
+    def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None: ...
 
 
 class Gate(Protocol):

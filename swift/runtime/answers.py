@@ -1,0 +1,82 @@
+"""Collectives over a pipeline that lacks ranks, behind the reduction of gradients.
+
+Until its gradients are reduced, a step is carried out for each origin by all ranks of its route
+(`swift.runtime.groups`), so a collective over the pipeline has all its parts. Behind that each rank does its own step
+alone, and nobody sits in the places of those that are missing. So a rank whose pipeline lacks some takes what a whole
+pipeline has computed, from the rank of its own stage there. Of what comes of averaged gradients and of weights (a norm,
+tied weights) that is the same, bit for bit. Of anything else (a loss) it is another pipeline's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from swift.recovery import Assignment
+from swift.runtime.backends.base import Collectives
+from swift.runtime.differences import Differences
+
+if TYPE_CHECKING:
+    from swift.runtime.groups import ReconfigurableGroup
+
+
+class Answers:
+    """One rank's. Trainer's thread."""
+
+    def __init__(
+        self,
+        slot: int,
+        assignment: Callable[[], Assignment],
+        data: "ReconfigurableGroup",
+        differences: Differences,
+    ) -> None:
+        """`assignment`: of this generation. `data`: the ranks of this stage."""
+        self._slot = slot
+        self._assignment = assignment
+        self._data = data
+        self._differences = differences
+        self._named = False
+        self.reduced = False
+        """(adoption) The gradients of the step under way are being reduced, or are."""
+
+    @property
+    def asked(self) -> bool:
+        """Some pipelines lack ranks, and nobody sits in their places any more."""
+        assignment = self._assignment()
+        return self.reduced and bool(assignment.adopted) and assignment.stage_groups > 1
+
+    def into(self, results: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
+        """`run` leaves its result in `results`; so does this, on the ranks of all pipelines."""
+        if not self.asked:
+            run()
+            return
+        assignment = self._assignment()
+        whole, own = assignment.whole_origins(), assignment.slots[self._slot].dp_rank
+        group = assignment.group(self._slot)
+        gives = next(place for place, slot in enumerate(group) if assignment.slots[slot].dp_rank == whole[0])
+        if own in whole:
+            run()
+        # Each keeps what it has itself: of other pipelines it may be something else.
+        passed = [result.detach().clone() for result in results]
+
+        def pass_on(collectives: Collectives) -> None:
+            for tensor in passed:
+                collectives.broadcast(tensor, gives)
+
+        self._data.run(pass_on)
+        if own not in whole:
+            for result, tensor in zip(results, passed, strict=True):
+                result.detach().copy_(tensor)
+
+    def trainers(self, step: int) -> None:
+        """The trainer communicates by itself: what it gets may depend on the batch."""
+        if self.asked:
+            self.name(
+                step, "the result of a collective of train_step behind the update was another pipeline's"
+            )
+
+    def name(self, step: int, words: str) -> None:
+        """The job is not exact from there on; said once."""
+        if not self._named:
+            self._named = True
+            self._differences.say(step, words)

@@ -1,0 +1,150 @@
+"""Replicas of a pipeline, of which some ranks are lost: `shrinking_pipeline.py session STEPS STAGES REPLICAS [HABIT]` in
+a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT`, plain torch in one process: the mean
+over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind its
+update, which nobody can do for a lost rank; "asks" does neither.
+
+Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
+Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
+
+
+def made(stage: int) -> Made:
+    torch.manual_seed(5 + stage)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    return module, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+
+
+def batch_of(step: int, origin: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + origin))
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def bits(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    states = [optimizer.state[parameter] for parameter in module.parameters()]
+    tensors = [*module.parameters(), *(state[name] for state in states for name in sorted(state))]
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+class Position:
+    """Of the data: the step is what its batches are made of."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    import swift
+
+    with swift.Session.from_env(
+        seed=1, checkpoint_every=4, replicas=replicas, bucket_bytes=1024, reduction="ordered"
+    ) as session:
+        number = session.pipeline_rank
+        module, plain, scheduler = made(number)
+        stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
+        optimizer = session.optimizer(plain)
+        position = Position()
+        session.register(schedule=schedule, scheduler=scheduler, loader=position)
+        found: dict[int, str] = {}
+        told: list[float] = []
+
+        def train_step(step: int) -> None:
+            optimizer.zero_grad()
+            batch = batch_of(position.step, session.dp_rank)
+            position.step += 1
+            losses: list[Tensor] = []
+            inputs = (batch,) if number == 0 else ()
+            last = {"target": batch.roll(1, 0), "losses": losses} if number == stages - 1 else {}
+            schedule.step(*inputs, **last)
+            if habit == "sums":
+                loss = torch.stack(losses).mean() if losses else torch.zeros(())
+                told.append(float(session.all_reduce(loss, "loss")))
+            session.clip_grad_norm_(module.parameters(), MAX_NORM)
+            optimizer.step()
+            scheduler.step()
+            if habit == "evaluates" and step == 2:
+                schedule.eval(*inputs, **last)
+            found[step] = bits(module, optimizer)
+
+        session.transient("found", "told")
+        session.run(train_step, num_steps=steps)
+        Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
+
+
+def gradients(modules: list[nn.Module], batch: Tensor) -> list[list[Tensor]]:
+    """Of each stage: what a pipeline has accumulated when all microbatches are through it."""
+    for module in modules:
+        module.zero_grad()
+    for part, target in zip(batch.chunk(MICROBATCHES), batch.roll(1, 0).chunk(MICROBATCHES), strict=True):
+        passed: list[tuple[Tensor, Tensor]] = []
+        entered = part
+        for module in modules:
+            output = module(entered)
+            passed.append((entered, output))
+            entered = output.detach().requires_grad_()
+        loss_of(passed[-1][1], target).backward()
+        for (_, output), (later, _) in reversed(list(zip(passed, passed[1:], strict=False))):
+            output.backward(later.grad)
+    return [[p.grad / MICROBATCHES for p in module.parameters()] for module in modules]  # type: ignore[operator]
+
+
+def reference(steps: int, stages: int, replicas: int) -> dict[str, dict[int, str]]:
+    """Stage -> step -> digest."""
+    torch.set_num_threads(1)
+    parts = [made(stage) for stage in range(stages)]
+    modules = [module for module, _, _ in parts]
+    found: dict[str, dict[int, str]] = {str(stage): {} for stage in range(stages)}
+    for step in range(steps):
+        sums: Any = None
+        for origin in range(replicas):
+            each = [torch.cat([g.reshape(-1) for g in of]) for of in gradients(modules, batch_of(step, origin))]
+            sums = each if sums is None else [total + mine for total, mine in zip(sums, each, strict=True)]
+        for module, total in zip(modules, sums, strict=True):
+            sizes = [p.numel() for p in module.parameters()]
+            for parameter, mean in zip(module.parameters(), (total / replicas).split(sizes), strict=True):
+                parameter.grad = mean.view_as(parameter).clone()
+        squares = [
+            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad) for p in m.parameters()])) ** 2
+            for m in modules
+        ]
+        whole = squares[0].clone()
+        for square in squares[1:]:
+            whole += square
+        for number, (module, optimizer, scheduler) in enumerate(parts):
+            torch.nn.utils.clip_grads_with_norm_(list(module.parameters()), MAX_NORM, whole ** (1.0 / 2.0))
+            optimizer.step()
+            scheduler.step()
+            found[str(number)][step] = bits(module, optimizer)
+    return found
+
+
+if __name__ == "__main__":
+    steps, stages, replicas = map(int, sys.argv[2:5])
+    if sys.argv[1] == "session":
+        in_a_job(steps, stages, replicas, (sys.argv[5:] or ["asks"])[0])
+    else:
+        Path(sys.argv[5]).write_text(json.dumps(reference(steps, stages, replicas)))
