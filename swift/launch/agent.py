@@ -127,6 +127,9 @@ class ReplacingAgent(SimpleElasticAgent):
         self._last_death: tuple[float, int] | None = None
         """Time and generation of the newest death whose recovery is not over."""
         self._lost_code = 0
+        self._vacated: dict[str, Child] = {}
+        """By incarnation: processes that were lost and not replaced, as long as it is not known that the job goes on
+        without them."""
         self.outcome: Outcome | None = None
 
     # What torch's agent calls.
@@ -313,6 +316,7 @@ class ReplacingAgent(SimpleElasticAgent):
             return
         if verdict.action == Action.VACANT:
             say(verdict.reason)
+            self._vacated[child.incarnation] = child
             if not self._ranks and not self._done:  # nobody of this launcher's is left
                 self._lost_code = 1
             return
@@ -430,7 +434,17 @@ class ReplacingAgent(SimpleElasticAgent):
             say(line)
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()
+        self._check_vacated(view)
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
+
+    def _check_vacated(self, view: pb.View) -> None:
+        """Whoever was not replaced has left its place vacant; or the others cannot go on without it."""
+        fenced = {member.incarnation for member in view.fenced} & self._vacated.keys()
+        held = {member.rank for member in view.members}
+        for child in [self._vacated.pop(incarnation) for incarnation in sorted(fenced)]:
+            if child.rank not in {*view.vacant, *held} and self.outcome is None:
+                reason = f"rank {child.rank} is lost, --max-restarts is used up, and no whole pipeline is left"
+                self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
 
     def _obey_fence(self, fenced: Iterable[str], *, over: bool) -> None:
         for child in self._ranks.values():
