@@ -443,7 +443,9 @@ class ReplacingAgent(SimpleElasticAgent):
         held = {member.rank for member in view.members}
         for child in [self._vacated.pop(incarnation) for incarnation in sorted(fenced)]:
             if child.rank not in {*view.vacant, *held} and self.outcome is None:
-                reason = f"rank {child.rank} is lost, --max-restarts is used up, and no whole pipeline is left"
+                reason = (
+                    f"rank {child.rank} is lost, --max-restarts is used up, and no whole pipeline is left"
+                )
                 self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
 
     def _obey_fence(self, fenced: Iterable[str], *, over: bool) -> None:

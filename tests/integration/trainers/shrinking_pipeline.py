@@ -1,12 +1,13 @@
-"""Replicas of a pipeline, of which some ranks are lost: `shrinking_pipeline.py session STEPS STAGES REPLICAS [HABIT]` in
-a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT`, plain torch in one process: the mean
-over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind its
+"""Replicas of a pipeline, of which some ranks are lost: `shrinking_pipeline.py session STEPS STAGES REPLICAS [HABIT]`
+in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT`, plain torch in one process: the
+mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind its
 update, which nobody can do for a lost rank; "asks" does neither.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -107,7 +108,7 @@ def gradients(modules: list[nn.Module], batch: Tensor) -> list[list[Tensor]]:
             passed.append((entered, output))
             entered = output.detach().requires_grad_()
         loss_of(passed[-1][1], target).backward()
-        for (_, output), (later, _) in reversed(list(zip(passed, passed[1:], strict=False))):
+        for (_, output), (later, _) in reversed(list(itertools.pairwise(passed))):
             output.backward(later.grad)
     return [[p.grad / MICROBATCHES for p in module.parameters()] for module in modules]  # type: ignore[operator]
 
@@ -121,14 +122,17 @@ def reference(steps: int, stages: int, replicas: int) -> dict[str, dict[int, str
     for step in range(steps):
         sums: Any = None
         for origin in range(replicas):
-            each = [torch.cat([g.reshape(-1) for g in of]) for of in gradients(modules, batch_of(step, origin))]
+            each = [
+                torch.cat([g.reshape(-1) for g in of]) for of in gradients(modules, batch_of(step, origin))
+            ]
             sums = each if sums is None else [total + mine for total, mine in zip(sums, each, strict=True)]
         for module, total in zip(modules, sums, strict=True):
             sizes = [p.numel() for p in module.parameters()]
             for parameter, mean in zip(module.parameters(), (total / replicas).split(sizes), strict=True):
                 parameter.grad = mean.view_as(parameter).clone()
         squares = [
-            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad) for p in m.parameters()])) ** 2
+            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad) for p in m.parameters()]))
+            ** 2
             for m in modules
         ]
         whole = squares[0].clone()

@@ -209,6 +209,33 @@ def test_the_invariants_hold_in_every_generation(history: list[Assignment]) -> N
         event(f"{len(now.vacant)} vacant, {len(dropped)} dropped, {len(lost)} lost")
 
 
+@settings(max_examples=300, deadline=None)
+@given(histories())
+def test_who_adopts_is_in_a_whole_pipeline_and_nobody_waits_in_a_circle(history: list[Assignment]) -> None:
+    for world in history:
+        now = world.adopting({})
+        whole = [o for o in range(now.dp_size) if all(now.slots[v].dp_rank != o for v in now.vacant)]
+        assert list(now.whole_origins()) == whole
+        if not whole and now.vacant:
+            with pytest.raises(ValueError, match="no pipeline is whole"):
+                now.redistributed()
+            continue
+        now = now.redistributed()
+        assert now.dropped_origins() == ()
+        for stage in range(now.num_stages):
+            check_owners(now, stage)
+        order = {slot: [*now.adopted_by(slot), now.slots[slot].dp_rank] for slot in now.occupied}
+        for origin in range(now.dp_size):
+            route = now.pipeline(origin)
+            assert [now.slots[slot].stage_group for slot in route] == list(range(now.stage_groups))
+            assert all(origin in order[slot] for slot in route)
+        for slot, origins in order.items():
+            assert origins == [*sorted(set(origins) - set(whole)), *(set(origins) & set(whole))]
+            assert len(origins) == 1 or now.slots[slot].dp_rank in whole
+        loads = [len(now.adopted_by(now.at(0, o))) for o in whole if now.stage_groups == 1]
+        assert not loads or max(loads) - min(loads) <= 1, "they are shared out evenly"
+
+
 def check_owners(now: Assignment, stage: int) -> None:
     """Every microbatch has one owner, who is there and runs the stage; or the origin is named as nobody's."""
     for origin in range(now.dp_size):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from swift.errors import UsageError
 from swift.recovery import Assignment
-from swift.runtime.adoption import Adoption, adopted_by
+from swift.runtime.adoption import Adoption
+from swift.runtime.answers import Answers
 from swift.runtime.config import SessionConfig
 from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.reducer import sum_by_origin
@@ -42,7 +43,7 @@ def test_a_sum_is_taken_in_the_order_of_origins_whoever_has_them(
 def test_vacant_slots_go_round_those_that_are_left() -> None:
     world = Assignment.grid(5, replicas=5)
     smaller = world.held_by({0: 0, 3: 3}).redistributed()
-    assert [adopted_by(smaller, slot) for slot in (0, 3)] == [[1, 4], [2]]
+    assert [smaller.adopted_by(slot) for slot in (0, 3)] == [(1, 4), (2,)]
     assert smaller.contributions(0) == 5
     assert smaller.dropped_origins() == ()
     assert [smaller.owner(0, origin, 7) for origin in range(5)] == [0, 0, 3, 3, 0]
@@ -105,7 +106,10 @@ def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
     nothing: Any = None
     state: Any = SimpleNamespace(updates=made)
     differences: Any = SimpleNamespace(say=lambda _step, words: said.append(words))
-    adoption = Adoption(True, 0, nothing, state, lambda: vacant, nothing, nothing, differences)
+    answers = Answers(0, lambda: vacant, nothing, differences)
+    adoption = Adoption(
+        True, 0, nothing, state, lambda: vacant, nothing, nothing, nothing, answers, nothing, differences
+    )
     return adoption, said
 
 
@@ -131,12 +135,12 @@ def test_a_step_that_updates_twice_is_refused() -> None:
 
 def test_a_collective_without_those_that_are_lost_is_named_once() -> None:
     adoption, said = adoption_of()
-    adoption.communicated(3)
-    adoption.communicated(4)
+    adoption.communicated(3, of_pipeline=False)
+    adoption.communicated(4, of_pipeline=False)
     assert said == ["a collective of train_step lacked the part of a rank that was lost"]
     adoption.under_way = True
     with pytest.raises(UsageError, match="communicates before its gradients are reduced"):
-        adoption.communicated(5)
+        adoption.communicated(5, of_pipeline=False)
 
 
 @pytest.mark.parametrize(
@@ -171,4 +175,4 @@ def test_nobody_asks_for_what_no_job_wants() -> None:
     adoption.check()
     adoption.after()
     adoption.before(ignored, 0, ignored)
-    adoption.communicated(0)
+    adoption.communicated(0, of_pipeline=False)

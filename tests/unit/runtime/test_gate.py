@@ -103,7 +103,7 @@ class Rank:
         self.some = Group("pipeline", (0, 2), RANKS[:3:2].index(rank), self.gate)
         ties = Ties(self.channel, pipeline or self.some)
         self.updates = updates_of(rank=rank, ties=ties, channel=self.channel)
-        self.adoption: Any = SimpleNamespace(communicated=self.communicated.append)
+        self.adoption: Any = SimpleNamespace(communicated=lambda step, **_: self.communicated.append(step))
         self.gate.bind(self.channel, self.updates, self.adoption)
         self.some._own = rank
         for group in (self.all, self.some):

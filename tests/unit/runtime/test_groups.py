@@ -83,3 +83,65 @@ def test_parts_are_of_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> N
         return [part.item() for part in group.part([0, 2, 3]).gathered(torch.tensor(rank))]
 
     assert on_all(run) == {0: [0, 3], 1: None, 3: [0, 3]}
+
+
+def on_routes(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
+    """Pipelines of three, (0, 2, 4) and (1, 3, 5), of which rank 2 is missing: rank 3 sits in its place."""
+    backend, store, found = LocalBackend(), HashStore(), {}
+    routes = {0: (0, 3, 4), 1: (1, 3, 5)}
+
+    def one(rank: int) -> None:
+        own = rank % 2
+        ranks = (own, own + 2, own + 4)
+        group = ReconfigurableGroup("pipeline", ranks, ranks.index(rank), backend, step=None, gate=None)
+        fabric = backend.open()
+        connections = {
+            origin: fabric.connect(
+                dist.PrefixStore(f"route-{origin}", store), route.index(rank), 3, timedelta(seconds=30)
+            )
+            for origin, route in routes.items()
+            if rank in route
+        }
+        group.attach_routes(connections, own)
+        found[rank] = run(group, rank)
+        fabric.close()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1, 3, 4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_who_sits_in_two_pipelines_is_in_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "register_group", lambda *_: None)
+
+    def told(group: ReconfigurableGroup, rank: int) -> list[Any]:
+        number = torch.tensor(rank)
+        everybody = [part.item() for part in group.gathered(number)]
+        neighbour = torch.tensor([-1])
+        if group.rank() == 1:
+            group.send([number.view(1)], 2).wait()
+        if group.rank() == 2:
+            group.recv([neighbour], 1).wait()
+        some = [part.item() for part in group.part([1, 2]).gathered(number)] if group.rank() else []
+        return [everybody, neighbour.item(), some]
+
+    def run(group: ReconfigurableGroup, rank: int) -> Any:
+        found = []
+        for _ in range(2):
+            for origin in (0, 1):
+                with group.on_route(origin):
+                    if origin == rank % 2 or rank == 3:
+                        found.append(told(group, rank))
+        return found
+
+    first, second = [0, 3, 4], [1, 3, 5]
+    assert on_routes(run) == {
+        0: [[first, -1, []]] * 2,
+        1: [[second, -1, []]] * 2,
+        3: [[first, -1, [3, 4]], [second, -1, [3, 5]]] * 2,
+        4: [[first, 3, [3, 4]]] * 2,
+        5: [[second, 3, [3, 5]]] * 2,
+    }

@@ -91,7 +91,7 @@ def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
         group.send([torch.ones(1)], 1)
     nothing: Any = SimpleNamespace()
     gate.bind(nothing, updates_of(), nothing)
-    gate.used(2)
+    gate.used(ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), step=None, gate=None))
     with pytest.raises(AssertionError, match="called before"):
         gate.bind(nothing, updates_of(), nothing)
 
@@ -173,7 +173,7 @@ def build(directory: str) -> None:
     for name, group in session.groups.items():
         assert group._step is session._gate
         assert group.gate is (session._gate if name in ("world", "pipeline") else None)
-    session._gate.used(2)
+    session._gate.used(session.groups["world"])
     # The notice frees the trainer's thread: the communicator hears of it.
     coordinator.saw(pb.View(job="j", generation=5, state=pb.PLANNING))
     deadline = time.monotonic() + TIMEOUT_S

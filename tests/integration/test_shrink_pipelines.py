@@ -1,0 +1,165 @@
+"""Replicas of a pipeline that go on without a rank, and with it again (trainers/shrinking_pipeline.py): real processes,
+real SIGKILL. What the bits must be is computed by plain torch in one process, which knows nothing of the session.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_shrink import named, pids, shrinking
+from tests.integration.trainer_world import TRAINERS, Run, run_trainer
+
+STEPS = 12
+MATRIX = pytest.mark.matrix
+TRAINER = "shrinking_pipeline.py"
+
+
+def run(
+    directory: Path,
+    shape: tuple[int, int],
+    faults: list[dict[str, Any]],
+    habit: str = "asks",
+    max_restarts: int = 0,
+    code_wanted: int = 0,
+) -> Run:
+    """`shape`: stages, replicas."""
+    stages, replicas = shape
+    return run_trainer(
+        directory / "job",
+        TRAINER,
+        "session",
+        STEPS,
+        stages,
+        replicas,
+        habit,
+        ranks=stages * replicas,
+        faults=faults,
+        code_wanted=code_wanted,
+        make=shrinking("redistribute", max_restarts),
+    )
+
+
+def check_bits(outcome: Run, shape: tuple[int, int], lost: set[int], directory: Path) -> None:
+    """Of every rank that is there at the end, in every step that its last process has done."""
+    stages, replicas = shape
+    out = directory / "reference.json"
+    words = [sys.executable, str(TRAINERS / TRAINER), "reference", STEPS, stages, replicas, out]
+    subprocess.run(list(map(str, words)), check=True, timeout=240)
+    wanted = json.loads(out.read_text())
+    for rank in set(range(stages * replicas)) - lost:
+        bits = outcome["digests"][f"bits-{rank}.json"]
+        assert str(STEPS - 1) in bits
+        assert bits.items() <= wanted[str(rank // replicas)].items(), f"rank {rank}"
+    assert not named(outcome, "not_exact")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "lost", "phase", "habit"),
+    [
+        ((2, 2), 2, "reduce", "sums"),
+        *(
+            pytest.param((2, 2), lost, phase, "asks", marks=MATRIX)
+            for lost in range(4)
+            for phase in ("forward", "backward", "optimizer", "idle")
+        ),
+        *(
+            pytest.param((4, 2), lost, phase, "sums", marks=MATRIX)
+            for lost, phase in ((0, "forward"), (3, "backward"), (5, "reduce"), (6, "idle"), (7, "optimizer"))
+        ),
+        pytest.param((2, 3), 4, "reduce", "sums", marks=MATRIX),
+    ],
+)
+def test_another_rank_of_its_stage_sits_in_its_place(
+    shape: tuple[int, int], lost: int, phase: str, habit: str, tmp_path: Path
+) -> None:
+    fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
+    outcome = run(tmp_path, shape, [fault], habit)
+
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
+    stages, replicas = shape
+    stage, origin = divmod(lost, replicas)
+    adopter = stage * replicas + min({0, 1} - {origin})
+    assert {(e["rank"], e["origin"]) for e in named(outcome, "adopted_step")} == {(adopter, origin)}
+    for rank in set(range(stages * replicas)) - {lost}:
+        assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
+    check_bits(outcome, shape, {lost}, tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        # The second loss is in an adopted pass of the other's stage, or behind it.
+        (
+            (2, 3),
+            [
+                {"rank": 3, "step": 4, "phase": "reduce"},
+                {"rank": 2, "step": 7, "phase": "forward", "microbatch": 2},
+            ],
+        ),
+        pytest.param(
+            (2, 2),
+            [
+                {"rank": 2, "step": 4, "phase": "idle"},
+                {"rank": 0, "step": 8, "phase": "backward", "microbatch": 1},
+            ],
+            marks=MATRIX,
+        ),
+        pytest.param(
+            (4, 2),
+            [{"rank": 2, "step": 4, "phase": "reduce"}, {"rank": 6, "step": 4, "phase": "reduce"}],
+            marks=MATRIX,
+        ),
+        pytest.param(
+            (4, 2),
+            [{"rank": 7, "step": 3, "phase": "optimizer"}, {"rank": 3, "step": 6, "phase": "optimizer"}],
+            marks=MATRIX,
+        ),
+    ],
+)
+def test_two_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path) -> None:
+    outcome = run(tmp_path, shape, faults, "sums")
+
+    lost = {fault["rank"] for fault in faults}
+    assert {e["rank"] for e in named(outcome, "left_vacant")} == lost
+    check_bits(outcome, shape, lost, tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "lost", "phase"),
+    [
+        ((2, 2), 1, "optimizer"),
+        pytest.param((2, 2), 3, "backward", marks=MATRIX),
+        pytest.param((4, 2), 4, "reduce", marks=MATRIX),
+    ],
+)
+def test_one_that_comes_back_makes_the_world_full_again(
+    shape: tuple[int, int], lost: int, phase: str, tmp_path: Path
+) -> None:
+    fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
+    outcome = run(tmp_path, shape, [fault], max_restarts=1)
+
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
+    assert len(pids(outcome, lost)) == 2
+    check_bits(outcome, shape, set(), tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_without_a_whole_pipeline_it_ends_and_says_so(tmp_path: Path) -> None:
+    faults = [{"rank": 2, "step": 4, "phase": "reduce"}, {"rank": 1, "step": 8, "phase": "idle"}]
+    outcome = run(tmp_path, (2, 2), faults, code_wanted=1)
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [2]
+    words = "rank 1 is lost, --max-restarts is used up, and no whole pipeline is left: the job is stopped"
+    assert words in outcome["output"]
+
+
+@pytest.mark.timeout(300)
+def test_a_schedule_behind_the_update_is_refused(tmp_path: Path) -> None:
+    refused = run(tmp_path, (2, 2), [], "evaluates", code_wanted=2)
+    assert "a schedule that is called behind the update" in refused["output"]
