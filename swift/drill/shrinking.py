@@ -43,10 +43,10 @@ def check(config: "DrillConfig") -> None:
                 raise UsageError(f"{option} {given} needs --strategy shrink or rollback")
         return
     flag, shape = f"--strategy {config.strategy}", config.topology
-    if shape.pipeline_ranks > 1:
+    if shape.pipeline_ranks > 1 and config.drops:
         raise UsageError(
-            f"{flag} with --stages {shape.pipeline_ranks}: a pipeline cannot go on without a rank; "
-            "give --stages 1"
+            f"--lost-shard drop with --stages {shape.pipeline_ranks}: the other ranks of a lost one's pipeline would "
+            "have nothing to do; use --lost-shard redistribute"
         )
     if config.drops and not config.allow_inexact:
         raise UsageError(
@@ -60,8 +60,13 @@ def check(config: "DrillConfig") -> None:
     if any(isinstance(fault, CorruptFault) for fault in config.faults):
         raise UsageError(f"--kill corrupt=log: {flag} never reads the log")
     victims = {fault.rank for fault in kills}
-    if len(victims) == shape.ranks:
-        raise UsageError(f"{flag}: every rank is killed; leave one")
+    if len({rank % shape.replicas for rank in victims}) == shape.replicas:
+        left = (
+            "every pipeline loses a rank; leave one whole"
+            if shape.pipeline_ranks > 1
+            else "every rank is killed; leave one"
+        )
+        raise UsageError(f"{flag}: {left}")
     if len(victims) < len(kills):
         raise UsageError(f"{flag}: a rank is killed twice, and it is not there the second time")
     if version is None:

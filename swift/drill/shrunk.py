@@ -61,11 +61,12 @@ def _shares_check(facts: Facts) -> Check:
     needless = []
     for event in facts.events:
         if event["event"] == "adopted_step":
-            computed.add((event["step"], event["origin"]))
+            lost = _computed_for(event, facts)
+            computed.add((event["step"], lost))
             # By the time: a step that is taken back as one comes back was done without it.
             before = [r.vacant for r in facts.recoveries if r.ended_t is not None and r.ended_t <= event["t"]]
-            if not before or event["origin"] not in before[-1]:
-                needless.append((event["step"], event["origin"]))
+            if not before or lost not in before[-1]:
+                needless.append((event["step"], lost))
     if facts.asked.drops:
         return Check(name, not computed, f"{len(computed)} were")
     wanted = {
@@ -79,6 +80,12 @@ def _shares_check(facts: Facts) -> Check:
     return Check(
         name, not without and not needless, f"(step, rank) by nobody: {without}; not lost: {needless}"
     )
+
+
+def _computed_for(event: dict[str, Any], facts: Facts) -> int:
+    """The rank that is missing where an origin's batch is computed by another one of the same stage."""
+    rank, replicas = int(event["rank"]), facts.asked.topology.replicas
+    return rank // replicas * replicas + int(event["origin"])
 
 
 def _calculation_check(facts: Facts) -> Check:
@@ -103,7 +110,7 @@ def section(facts: Facts) -> dict[str, Any] | None:
     if not facts.asked.shrinks:
         return None
     adopted = Counter(
-        (int(e["origin"]), int(e["rank"])) for e in facts.events if e["event"] == "adopted_step"
+        (_computed_for(e, facts), int(e["rank"])) for e in facts.events if e["event"] == "adopted_step"
     )
     return {
         "lost_shard": facts.asked.lost_shard or "redistribute",
@@ -114,7 +121,7 @@ def section(facts: Facts) -> dict[str, Any] | None:
             for rank in sorted(recovery.returned)
         },
         "batches_computed_for": [
-            {"rank": origin, "by": rank, "steps": count} for (origin, rank), count in sorted(adopted.items())
+            {"rank": lost, "by": rank, "steps": count} for (lost, rank), count in sorted(adopted.items())
         ],
         "compared_with": "an independent calculation" if facts.asked.drops else "the failure-free run",
         "compared_at_end": sorted(map(int, facts.at_end.ranks)),

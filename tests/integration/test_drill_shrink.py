@@ -53,6 +53,48 @@ def test_the_others_compute_the_lost_batches(replicas: int, phase: str, twins: T
     assert (share["rank"], share["steps"]) == (1, STEPS - target)
 
 
+PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "phase", "schedule"),
+    [
+        ((2, 2), 2, "forward", "1f1b"),
+        *(
+            pytest.param((2, 2), rank, phase, "gpipe", marks=MATRIX)
+            for rank, phase in zip((0, 1, 2, 3, 1), PHASES, strict=True)
+        ),
+        *(
+            pytest.param((4, 2), rank, phase, "1f1b", marks=MATRIX)
+            for rank, phase in zip((7, 0, 3, 4, 5), PHASES, strict=True)
+        ),
+        *(
+            pytest.param((2, 2), 2, "backward", schedule, marks=MATRIX)
+            for schedule in ("interleaved1f1b", "interleavedzerobubble", "zbv", "dualpipev")
+        ),
+    ],
+)
+def test_another_pipeline_computes_the_lost_stage(
+    shape: tuple[int, int], rank: int, phase: str, schedule: str, twins: Twins, tmp_path: Path
+) -> None:
+    stages, replicas = shape
+    words = ["--stages", str(stages), "--replicas", str(replicas), "--strategy", "shrink"]
+    words += ["--schedule", schedule, *kills(spec(rank, phase))]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    (share,) = exact(report, [rank])["batches_computed_for"]
+    assert (share["rank"], share["by"] // replicas) == (rank, rank // replicas)
+    assert share["steps"] == STEPS - report["recoveries"][0]["target_version"]
+
+
+@MATRIX
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2)])
+def test_a_rank_of_a_pipeline_comes_back(shape: tuple[int, int], twins: Twins, tmp_path: Path) -> None:
+    stages, replicas = shape
+    words = ["--stages", str(stages), "--replicas", str(replicas), "--strategy", "shrink", "--grow", "step=9"]
+    report = passed(drill(*words, *kills(spec(1, "reduce")), twins=twins, at=tmp_path))
+    assert exact(report, [1], [])["returned"] == {"1": 10}
+
+
 @pytest.mark.parametrize(("replicas", "phase"), [(2, "backward"), pytest.param(4, "optimizer", marks=MATRIX)])
 def test_a_lost_rank_comes_back(replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
     words = shrink(replicas, "--grow", "step=9")

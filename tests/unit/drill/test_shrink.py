@@ -27,8 +27,12 @@ Events = list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ("--stages 2 --replicas 2 --strategy shrink", "give --stages 1"),
-        ("--stages 4 --strategy shrink", "give --stages 1"),
+        ("--stages 2 --replicas 2 --strategy shrink --lost-shard drop", "would have nothing to do"),
+        ("--stages 4 --strategy shrink", "--replicas 2 or more"),
+        (
+            "--stages 2 --replicas 2 --strategy shrink --kill rank=0,step=5 --kill rank=3,step=6",
+            "every pipeline loses a rank; leave one whole",
+        ),
         ("--stages 1 --strategy shrink", "--replicas 2 or more"),
         ("--lost-shard drop", "--lost-shard drop needs --strategy shrink"),
         ("--grow step=20", "--grow step=20 needs --strategy shrink"),
