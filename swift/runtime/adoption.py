@@ -55,25 +55,21 @@ class Adoption:
         channel: Channel,
         state: TrainerState,
         assignment: Callable[[], Assignment],
-        data: ReconfigurableGroup,
-        pipeline: ReconfigurableGroup,
+        groups: Mapping[str, ReconfigurableGroup],
         world: ReconfigurableGroup,
-        answers: Answers,
         witness: Witness,
         differences: Differences,
     ) -> None:
-        """`wanted`: the job redistributes. `assignment`: of this generation. `data`: the ranks of this stage.
-        `pipeline`: the stages of this data-parallel rank. `world`: all ranks, for the session itself."""
+        """`wanted`: the job redistributes. `assignment`: of this generation. `groups`: those of the trainer, by name.
+        `world`: all ranks, for the session itself."""
         self._wanted = wanted
-        self._pipeline = pipeline
-        self._world = world
-        self._answers = answers
+        self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
+        self._answers = self._pipeline.answers = Answers(slot, assignment, self._data, differences)
         self._slot = slot
         self._channel = channel
         self._state = state
         self.loaders = OriginLoaders()
         self._assignment = assignment
-        self._data = data
         self._witness = witness
         self._differences = differences
         self._begins = False

@@ -57,18 +57,15 @@ class ProcessGroups:
         default: ReconfigurableGroup,
         *,
         stores: Stores,
-        pipeline: ReconfigurableGroup | None = None,
         build_timeout_s: float = 30.0,
     ):
         """`groups`: all that are built in a generation. `default`: the one of them that is the default group for torch
-        and the trainer. `stores`: those that the groups of a generation are built with. `pipeline`: the one of `groups`
-        that may have routes.
+        and the trainer. `stores`: those that the groups of a generation are built with.
         """
         self._backend = backend
         self._rank = rank
         self._groups = groups
         self._default = default
-        self._pipeline = pipeline
         # All ranks of a generation are known to live when it is built: building is bounded tightly.
         self._build_timeout = timedelta(seconds=build_timeout_s)
         self._stores = stores
@@ -112,7 +109,7 @@ class ProcessGroups:
             whole = self._connect(fabric, PrefixStore("whole", store), present)
             for group in self._groups:
                 ranks = [rank for rank in group.ranks if rank in present]
-                if routes and group is self._pipeline:
+                if routes and group.is_pipeline:
                     # In the order of origins: who waits for a connection waits for nobody that waits for it.
                     made = {
                         origin: self._connect(fabric, PrefixStore(f"route-{origin}", store), routes[origin])

@@ -17,7 +17,6 @@ from swift.recovery.groups import RecoveryGroups
 from swift.recovery.strategies import may_copy
 from swift.runtime import _torch
 from swift.runtime.adoption import Adoption
-from swift.runtime.answers import Answers
 from swift.runtime.audit import Audit
 from swift.runtime.backends import default_backend
 from swift.runtime.backends.base import Backend
@@ -89,38 +88,18 @@ class Parts:
         store = _checked_store(checkpoint_dir, rank, member, twins)
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)
-        communicator = ProcessGroups(
-            backend,
-            rank,
-            all_groups,
-            default=groups["world"],
-            stores=stores,
-            pipeline=groups["pipeline"],
-        )
+        communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
         channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
         losses = Losses(rank, config.non_finite_loss, channel)
         differences = Differences(member.client)
-        answers = Answers(rank, assigned, groups["data"], differences)
-        groups["pipeline"].answers = answers
         witness = Witness(differences.say, lambda: communicator.broken is not None, losses.look)
         channel.watch(witness)
         reducer = _reducer_of(assignment, config, groups["data"], contributions, shares)
         updates = _updates_of(config, reducer, faults, channel, groups["pipeline"], member, communicator)
         state = TrainerState(channel.randomness, updates, groups.get("replicate"))
         state.iterators.install()
-        adoption = Adoption(
-            config.redistributes,
-            rank,
-            channel,
-            state,
-            assigned,
-            groups["data"],
-            groups["pipeline"],
-            world,
-            answers,
-            witness,
-            differences,
-        )
+        adopts = config.redistributes
+        adoption = Adoption(adopts, rank, channel, state, assigned, groups, world, witness, differences)
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         engine = Engine(
             rank,

@@ -28,7 +28,7 @@ Events = list[dict[str, Any]]
     ("arguments", "word"),
     [
         ("--stages 2 --replicas 2 --strategy shrink --lost-shard drop", "would have nothing to do"),
-        ("--stages 4 --strategy shrink", "--replicas 2 or more"),
+        ("--stages 4 --strategy shrink", "leave one whole"),
         (
             "--stages 2 --replicas 2 --strategy shrink --kill rank=0,step=5 --kill rank=3,step=6",
             "every pipeline loses a rank; leave one whole",

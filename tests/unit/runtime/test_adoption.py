@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.runtime.adoption import Adoption
-from swift.runtime.answers import Answers
 from swift.runtime.config import SessionConfig
 from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.reducer import sum_by_origin
@@ -106,10 +105,8 @@ def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
     nothing: Any = None
     state: Any = SimpleNamespace(updates=made)
     differences: Any = SimpleNamespace(say=lambda _step, words: said.append(words))
-    answers = Answers(0, lambda: vacant, nothing, differences)
-    adoption = Adoption(
-        True, 0, nothing, state, lambda: vacant, nothing, nothing, nothing, answers, nothing, differences
-    )
+    groups: Any = {"data": nothing, "pipeline": SimpleNamespace()}
+    adoption = Adoption(True, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differences)
     return adoption, said
 
 
