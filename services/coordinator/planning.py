@@ -17,14 +17,18 @@ from swift.recovery import (
     StreamSummary,
     finishable,
     plan_off_log,
+    shrinks,
 )
 from swift.recovery.strategies import refused_with
 
 
 def config_of(config: Mapping[str, str]) -> PlanConfig:
     """What the job's configuration says to the planner. ValueError: a strategy or groups that cannot be."""
+    strategy = config.get("strategy", "auto")
+    if shrinks(strategy) and config.get("replicas") == "1":
+        strategy = "auto"  # a stage that moves is replayed: nobody else has it
     return PlanConfig(
-        strategy=config.get("strategy", "auto"),
+        strategy=strategy,
         inexact_undo=config.get("undo") == "arithmetic",
         groups=RecoveryGroups.parse(config.get("groups", "")),
         helpers=int(config.get("helpers", "0")),

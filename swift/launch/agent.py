@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.told import Told
+from swift.launch.beside import room_for_one_more
 from swift.launch.children import Child, Nursery
 from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_exit
 from swift.launch.leaving import Leaving
@@ -130,6 +131,8 @@ class ReplacingAgent(SimpleElasticAgent):
         self._vacated: dict[str, Child] = {}
         """By incarnation: processes that were lost and not replaced, as long as it is not known that the job goes on
         without them."""
+        self._host: dict[int, int] = {}
+        """By local rank: the local rank on whose device it runs, if it has moved."""
         self.outcome: Outcome | None = None
 
     # What torch's agent calls.
@@ -247,7 +250,14 @@ class ReplacingAgent(SimpleElasticAgent):
         spares = self._nursery.spares
         child = spares[0] if spares else self._spawn()
         group = self._worker_group
-        env = rank_env(group, local_rank, restart_count=0, job=self._job, incarnation=child.incarnation)
+        env = rank_env(
+            group,
+            local_rank,
+            restart_count=0,
+            job=self._job,
+            incarnation=child.incarnation,
+            device_of=self._host.get(local_rank),
+        )
         env["SWIFT_HAS_RUN"] = (
             "1" if self._has_run else ""
         )  # then it is not to begin anew, whoever has lost it
@@ -438,15 +448,33 @@ class ReplacingAgent(SimpleElasticAgent):
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
 
     def _check_vacated(self, view: pb.View) -> None:
-        """Whoever was not replaced has left its place vacant; or the others cannot go on without it."""
+        """Whoever was not replaced has left its place vacant; or the others cannot go on without it, and it moves."""
         fenced = {member.incarnation for member in view.fenced} & self._vacated.keys()
         held = {member.rank for member in view.members}
         for child in [self._vacated.pop(incarnation) for incarnation in sorted(fenced)]:
             if child.rank not in {*view.vacant, *held} and self.outcome is None:
-                reason = (
-                    f"rank {child.rank} is lost, --max-restarts is used up, and no whole pipeline is left"
-                )
-                self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
+                self._move(child)
+
+    def _move(self, lost: Child) -> None:
+        """Gives a lost rank a process beside a rank that lives here, on its device."""
+        hosts = sorted(self._ranks)
+        why = room_for_one_more(child.pid for child in self._ranks.values())
+        if not hosts:
+            why = "none of them is on this machine"
+        if why:
+            reason = f"rank {lost.rank} is lost, the others cannot go on without its stage, and it cannot move: {why}"
+            self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
+            return
+        local_rank = next(
+            worker.local_rank for worker in self._worker_group.workers if worker.global_rank == lost.rank
+        )
+        self._host[local_rank] = hosts[0]
+        child = self._give_rank(local_rank)
+        host = self._ranks[hosts[0]]
+        say(
+            f"rank {lost.rank} moves to the place of rank {host.rank}: process {child.pid}, on the same device"
+        )
+        events.emit("moved", rank=lost.rank, pid=child.pid, beside=host.rank)
 
     def _obey_fence(self, fenced: Iterable[str], *, over: bool) -> None:
         for child in self._ranks.values():

@@ -75,16 +75,23 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
 
 
 def rank_env(
-    group: WorkerGroup, local_rank: int, *, restart_count: int, job: RankProgram, incarnation: str
+    group: WorkerGroup,
+    local_rank: int,
+    *,
+    restart_count: int,
+    job: RankProgram,
+    incarnation: str,
+    device_of: int | None = None,
 ) -> dict[str, str]:
-    """The variables of one rank, on top of the launcher's own environment."""
+    """The variables of one rank, on top of the launcher's own environment. `device_of`: the local rank on whose device
+    it runs, if it is not its own: trainers choose theirs by LOCAL_RANK."""
     spec, worker = group.spec, group.workers[local_rank]
     env = {
         "RANK": str(worker.global_rank),
         "GROUP_RANK": str(group.group_rank),
         "ROLE_RANK": str(worker.role_rank),
         "ROLE_NAME": spec.role,
-        "LOCAL_RANK": str(local_rank),
+        "LOCAL_RANK": str(local_rank if device_of is None else device_of),
         "LOCAL_WORLD_SIZE": str(spec.local_world_size),
         "WORLD_SIZE": str(worker.world_size),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
@@ -100,6 +107,7 @@ def rank_env(
         "SWIFT_JOB": job.name,
         "SWIFT_INCARNATION": incarnation,
         "SWIFT_RUN": job.run,
+        "SWIFT_LOCAL_PLACE": str(local_rank),
         "SWIFT_RETRY_EXCEPTIONS": str(job.retry_exceptions),
     }
     if job.checkpoint_dir is not None:
@@ -110,7 +118,7 @@ def rank_env(
         env["SWIFT_FROM_VERSION"] = str(job.from_version)
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
-        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank)
+        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank if device_of is None else device_of)
     return env
 
 

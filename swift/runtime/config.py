@@ -142,7 +142,8 @@ class SessionConfig:
     def _check_shrink(self) -> None:
         if not self.shrinks:
             return
-        if self.replicas == 1 or self.shards > 1:
+        moves = self.strategy == "shrink" and self.lost_shard == "redistribute"
+        if self.shards > 1 or (self.replicas == 1 and not moves):
             raise UsageError(
                 f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
                 "for a lost rank if they hold all of its state; give at least 2 replicas, without shards"
@@ -171,7 +172,7 @@ class SessionConfig:
     @property
     def redistributes(self) -> bool:
         """The batches of a lost rank are computed by others."""
-        return self.shrinks and self.lost_shard == "redistribute"
+        return self.shrinks and self.lost_shard == "redistribute" and self.replicas > 1
 
     def agreed(self) -> dict[str, str]:
         """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""

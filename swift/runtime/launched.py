@@ -64,6 +64,8 @@ def from_environment(config: SessionConfig) -> Launched:
         assignment = Assignment.grid(place.world_size, replicas=config.replicas, shards=config.shards)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if config.shrinks and place.world_size == 1:
+        raise UsageError(f"strategy={config.strategy!r} with one rank: nobody is left to go on without it")
     if config.shrinks and config.lost_shard == "drop" and assignment.stage_groups > 1:
         raise UsageError(
             f"lost_shard='drop' with {assignment.stage_groups} pipeline ranks: the other ranks of a lost one's "

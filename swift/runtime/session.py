@@ -33,6 +33,8 @@ from swift.runtime.wiring import Parts
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 ENV_PARANOID = "SWIFT_PARANOID"
 ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
+ENV_LOCAL_PLACE = "SWIFT_LOCAL_PLACE"
+"""LOCAL_RANK names the device, which two ranks of a machine may share."""
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -369,7 +371,7 @@ class Session:
             return lambda: None
         from swift.runtime import metrics
 
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = int(os.environ.get(ENV_LOCAL_PLACE) or os.environ.get("LOCAL_RANK", "0"))
         progress = self._engine.progress
         return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
 
