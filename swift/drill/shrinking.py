@@ -60,6 +60,9 @@ def check(config: "DrillConfig") -> None:
     if any(isinstance(fault, CorruptFault) for fault in config.faults):
         raise UsageError(f"--kill corrupt=log: {flag} never reads the log")
     victims = {fault.rank for fault in kills}
+    if shape.replicas == 1:
+        _check_moving(config)
+        return
     if len({rank % shape.replicas for rank in victims}) == shape.replicas:
         left = (
             "every pipeline loses a rank; leave one whole"
@@ -79,6 +82,23 @@ def check(config: "DrillConfig") -> None:
         raise UsageError(
             f"--grow {config.grow}: step must be at most {shape.steps - 2} (--steps {shape.steps})"
         )
+
+
+def _check_moving(config: "DrillConfig") -> None:
+    """Of a pipeline without replicas, whose lost stages move. Raises UsageError."""
+    if config.grow:
+        raise UsageError(
+            f"--grow {config.grow} with one replica: a lost rank's stage has moved, and is there"
+        )
+    if config.strategy != "shrink" or config.drops:
+        raise UsageError(
+            "--strategy shrink with one replica moves a lost stage: leave out what drops or takes back"
+        )
+
+
+def moves(config: "DrillConfig") -> bool:
+    """The stages of lost ranks move to where others are."""
+    return config.shrinks and config.topology.replicas == 1
 
 
 def is_replaced(config: "DrillConfig") -> bool:

@@ -13,6 +13,8 @@ def checks(facts: Facts) -> list[Check]:
     """Those that a drill of this strategy needs besides."""
     if not facts.asked.shrinks:
         return []
+    if shrinking.moves(facts.asked):
+        return [_moved_check(facts)]
     calculation = [_calculation_check(facts)] if facts.asked.drops else []
     return [_vacant_check(facts), *_growth_checks(facts), _shares_check(facts), *calculation]
 
@@ -30,6 +32,19 @@ def _vacant_check(facts: Facts) -> Check:
     return Check(
         name, lost == left == seen, f"lost {sorted(lost)}, left vacant {sorted(left)}, without {sorted(seen)}"
     )
+
+
+def _moved_check(facts: Facts) -> Check:
+    """Every lost rank got a process in the place of another one, and no other did."""
+    lost, moved = shrinking.victims(facts.asked), set(_moves(facts))
+    return Check(
+        "the stages of lost ranks moved", lost == moved, f"lost {sorted(lost)}, moved {sorted(moved)}"
+    )
+
+
+def _moves(facts: Facts) -> dict[int, int]:
+    """Rank -> the rank beside which its stage went on."""
+    return {int(e["rank"]): int(e["beside"]) for e in facts.events if e["event"] == "moved"}
 
 
 def _growth_checks(facts: Facts) -> list[Check]:
@@ -114,6 +129,7 @@ def section(facts: Facts) -> dict[str, Any] | None:
     )
     return {
         "lost_shard": facts.asked.lost_shard or "redistribute",
+        "moved": {str(rank): beside for rank, beside in sorted(_moves(facts).items())},
         "vacant_after": [sorted(recovery.vacant) for recovery in facts.recoveries],
         "returned": {
             str(rank): recovery.target_version

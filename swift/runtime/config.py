@@ -27,7 +27,7 @@ class SessionConfig:
     strategy: str = "auto"
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
     checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
-    process comes for it; jobs of replicas without a pipeline and without shards), "rollback" (as "shrink", but the
+    process comes for it; jobs without shards; docs/strategies.md), "rollback" (as "shrink", but the
     step that was interrupted is always taken back and done again)."""
     lost_shard: str = "redistribute"
     """With "shrink" and "rollback": what becomes of the batches of a lost rank. "redistribute": the others compute

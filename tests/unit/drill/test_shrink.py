@@ -28,7 +28,8 @@ Events = list[dict[str, Any]]
     ("arguments", "word"),
     [
         ("--stages 2 --replicas 2 --strategy shrink --lost-shard drop", "would have nothing to do"),
-        ("--stages 4 --strategy shrink", "leave one whole"),
+        ("--stages 4 --strategy shrink --grow step=20", "has moved, and is there"),
+        ("--stages 4 --strategy rollback", "leave out what drops or takes back"),
         (
             "--stages 2 --replicas 2 --strategy shrink --kill rank=0,step=5 --kill rank=3,step=6",
             "every pipeline loses a rank; leave one whole",

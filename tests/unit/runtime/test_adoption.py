@@ -143,7 +143,7 @@ def test_a_collective_without_those_that_are_lost_is_named_once() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"replicas": 1}, "give at least 2 replicas, without shards"),
+        ({"replicas": 1, "lost_shard": "drop"}, "give at least 2 replicas, without shards"),
         ({"replicas": 2, "shards": 2}, "give at least 2 replicas, without shards"),
         ({"replicas": 2, "lost_shard": "drop"}, "say allow_inexact=True"),
         ({"replicas": 2, "lost_shard": "some"}, "lost_shard='some'; give one of redistribute, drop"),
