@@ -7,7 +7,7 @@ digest that is not there, an event that nobody wrote) makes `INCONCLUSIVE`: no d
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill import helped, logs, loss, prediction, replaying, replicas, shrunk, timeline
+from swift.drill import helped, logs, loss, prediction, replaying, replicas, shrinking, shrunk, timeline
 from swift.drill.config import versions
 from swift.drill.facts import Facts
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -214,8 +214,13 @@ def _strategy_check(facts: Facts) -> Check:
         return Check(name, not any(r.replay_expected for r in facts.recoveries), "something was replayed")
     if fell_back and not logs.may_fall_back(facts):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
-    other = used - {strategy.lower() for strategy in permitted(facts.asked.strategy)}
+    other = used - {strategy.lower() for strategy in permitted(_planned_by(facts))}
     return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")
+
+
+def _planned_by(facts: Facts) -> str:
+    """A stage that moves is restored as with "auto": nobody else has it."""
+    return "auto" if shrinking.moves(facts.asked) else facts.asked.strategy
 
 
 def _negative_control(facts: Facts) -> dict[str, Any]:

@@ -28,6 +28,8 @@ def body_of(stream: str, step: int, generation: int) -> bytes:
 class Agent:
     def __init__(self) -> None:
         self.writer: LogWriter | None = None
+        self._generation = 0
+        """The writer's."""
         self.member: FakeMember | None = None
         self.cursor: StreamCursor | None = None
         self.durable = 0
@@ -70,19 +72,20 @@ class Agent:
         self.cursor.get(RecordKey(0, 0, 0), TIMEOUT_S, lambda: False)
 
     def open_writer(self, log: str, generation: int, patience_s: float) -> None:
+        self._generation = generation
         self.writer = LogWriter([log], JOB, generation, patience_s=patience_s)
 
     def write(self, stream: str, begin: int, end: int) -> None:
         assert self.writer is not None
         for step in range(begin, end):
-            body = body_of(stream, step, self.writer.generation)
+            body = body_of(stream, step, self._generation)
             self.writer.append(stream, RecordKey(step, 0, 0), "uint8", (SIZE,), body)
         self.writer.flush(TIMEOUT_S)
 
     def _insist(self, stream: str, step: int) -> None:
         """Makes it durable, however long the log cannot be reached."""
         assert self.writer is not None
-        body = body_of(stream, step, self.writer.generation)
+        body = body_of(stream, step, self._generation)
         self.writer.append(stream, RecordKey(step, 0, 0), "uint8", (SIZE,), body)
         while True:
             try:

@@ -64,12 +64,12 @@ import sys
 from services.logserver import __main__ as program
 from services.logserver.core import LogCore
 
-honest = LogCore.trim
+honest = LogCore.begin_trim
 
 def too_far(self, job, below_step):
     return honest(self, job, below_step + 1 if below_step else 0)
 
-LogCore.trim = too_far
+LogCore.begin_trim = too_far
 sys.exit(program.main())
 """
 
