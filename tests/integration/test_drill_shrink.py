@@ -86,6 +86,23 @@ def test_another_pipeline_computes_the_lost_stage(
     assert share["steps"] == STEPS - report["recoveries"][0]["target_version"]
 
 
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (2, "backward"),
+        *(
+            pytest.param(rank, phase, marks=MATRIX)
+            for rank, phase in ((0, "forward"), (3, "optimizer"), (1, "idle"))
+        ),
+    ],
+)
+def test_a_stage_that_nobody_else_has_moves(rank: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    words = ["--stages", "4", "--replicas", "1", "--strategy", "shrink", *kills(spec(rank, phase))]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    assert report["shrink"]["moved"] == {str(rank): 1 if rank == 0 else 0}
+
+
 @MATRIX
 @pytest.mark.parametrize("shape", [(2, 2), (4, 2)])
 def test_a_rank_of_a_pipeline_comes_back(shape: tuple[int, int], twins: Twins, tmp_path: Path) -> None:

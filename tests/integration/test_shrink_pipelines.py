@@ -151,12 +151,15 @@ def test_one_that_comes_back_makes_the_world_full_again(
 
 
 @pytest.mark.timeout(300)
-def test_without_a_whole_pipeline_it_ends_and_says_so(tmp_path: Path) -> None:
+def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: Path) -> None:
+    """Rank 2 stays away; without rank 1 neither pipeline is whole, so that one goes on in another process."""
     faults = [{"rank": 2, "step": 4, "phase": "reduce"}, {"rank": 1, "step": 8, "phase": "idle"}]
-    outcome = run(tmp_path, (2, 2), faults, code_wanted=1)
+    outcome = run(tmp_path, (2, 2), faults)
     assert [e["rank"] for e in named(outcome, "left_vacant")] == [2]
-    words = "rank 1 is lost, --max-restarts is used up, and no whole pipeline is left: the job is stopped"
-    assert words in outcome["output"]
+    (moved,) = named(outcome, "moved")
+    assert (moved["rank"], moved["beside"]) == (1, 0)
+    assert [len(pids(outcome, rank)) for rank in (0, 1, 3)] == [1, 2, 1]
+    check_bits(outcome, (2, 2), {2}, tmp_path)
 
 
 @pytest.mark.timeout(300)
