@@ -43,7 +43,9 @@ def run(
     )
 
 
-def check_bits(outcome: Run, shape: tuple[int, int], lost: set[int], directory: Path) -> None:
+def check_bits(
+    outcome: Run, shape: tuple[int, int], lost: set[int], directory: Path, *, exact: bool = True
+) -> None:
     """Of every rank that is there at the end, in every step that its last process has done."""
     stages, replicas = shape
     out = directory / "reference.json"
@@ -54,7 +56,7 @@ def check_bits(outcome: Run, shape: tuple[int, int], lost: set[int], directory: 
         bits = outcome["digests"][f"bits-{rank}.json"]
         assert str(STEPS - 1) in bits
         assert bits.items() <= wanted[str(rank // replicas)].items(), f"rank {rank}"
-    assert not named(outcome, "not_exact")
+    assert bool(named(outcome, "not_exact")) is not exact
 
 
 @pytest.mark.timeout(300)
@@ -152,14 +154,16 @@ def test_one_that_comes_back_makes_the_world_full_again(
 
 @pytest.mark.timeout(300)
 def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: Path) -> None:
-    """Rank 2 stays away; without rank 1 neither pipeline is whole, so that one goes on in another process."""
+    """Rank 2 stays away; without rank 1 neither pipeline is whole, so that one goes on in another process. With its
+    pipeline alone it has nobody to try out with whether it computes what others do, so the job says so."""
     faults = [{"rank": 2, "step": 4, "phase": "reduce"}, {"rank": 1, "step": 8, "phase": "idle"}]
     outcome = run(tmp_path, (2, 2), faults)
     assert [e["rank"] for e in named(outcome, "left_vacant")] == [2]
     (moved,) = named(outcome, "moved")
     assert (moved["rank"], moved["beside"]) == (1, 0)
     assert [len(pids(outcome, rank)) for rank in (0, 1, 3)] == [1, 2, 1]
-    check_bits(outcome, (2, 2), {2}, tmp_path)
+    assert "nobody was left to try out" in named(outcome, "not_exact")[0]["reason"]
+    check_bits(outcome, (2, 2), {2}, tmp_path, exact=False)
 
 
 @pytest.mark.timeout(300)
