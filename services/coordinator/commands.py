@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.coordinator.row import Origin, State, VoteKind
-from swift.recovery import RankMeasured, StreamSummary
+from swift.recovery import HeldSnapshot, RankMeasured, StreamSummary
 
 # --- commands ---
 
@@ -83,6 +83,7 @@ class MemberReport:
     forward_by_all: bool = False
     can_help: bool = False
     off_log: bool = False
+    snapshots: tuple[HeldSnapshot, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

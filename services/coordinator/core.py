@@ -257,6 +257,7 @@ class Job(Transitions):
             host=holder.host,
             can_help=said.can_help,
             off_log=said.off_log,
+            snapshots=said.snapshots,
         )
         if row.plan is not None or row.reports.get(holder.rank) == report:
             return []

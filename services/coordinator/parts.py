@@ -30,7 +30,7 @@ from services.coordinator.row import (
 )
 from services.coordinator.store import Stored
 from services.coordinator.tables import Table
-from swift.recovery import Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
+from swift.recovery import HeldSnapshot, Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
 
 FORMAT = 4
 ROOT = "jobs/"
@@ -224,6 +224,11 @@ def _rank_logs(value: dict[str, Any]) -> RankLogs:
     return RankLogs(**{**value, "copies": tuple(Copy(**copy) for copy in value["copies"])})
 
 
+def _report(value: dict[str, Any]) -> Report:
+    snapshots = tuple(HeldSnapshot(*held) for held in value.get("snapshots", ()))
+    return Report(**{**value, "snapshots": snapshots})
+
+
 def _decision(value: dict[str, Any]) -> Decision:
     return Decision(**{**value, "kind": VoteKind(value["kind"]), "failed": tuple(value["failed"])})
 
@@ -254,7 +259,7 @@ TABLES: Mapping[str, tuple[Callable[[str], Any], FromJson]] = {
     "stages": (int, _same),
     "stage_shards": (int, _same),
     "blocked": (str, _same),
-    "reports": (int, lambda value: Report(**value)),
+    "reports": (int, _report),
     "ready": (int, _same),
     "finished": (int, _same),
     "called": (int, _same),

@@ -22,6 +22,7 @@ from swift.control.measured import from_message
 from swift.errors import UsageError
 from swift.log.wire import REASON_KEY, Reason
 from swift.names import check_job
+from swift.recovery import HeldSnapshot
 from swift.words import text_of
 
 LONGEST_REASON = 2000
@@ -29,6 +30,8 @@ LONGEST_ID = 128
 LONGEST_GROUPS = 1 << 16
 CONFIG_LENGTH_MAX = 1 << 16
 WORLD_SIZE_MAX = 1 << 16
+SNAPSHOTS_MAX = 1 << 10
+"""Copies of states that one rank holds; what it says beyond is not counted on."""
 SHARE_WAIT_S_MAX = 2.0
 MACHINES_MAX = 1 << 12
 """Of one job."""
@@ -137,6 +140,9 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 forward_by_all=request.forward_by_all,
                 can_help=request.can_help,
                 off_log=request.off_log,
+                snapshots=tuple(
+                    HeldSnapshot(held.rank, held.version) for held in request.snapshots[:SNAPSHOTS_MAX]
+                ),
             ),
         )
 

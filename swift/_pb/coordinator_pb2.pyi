@@ -81,6 +81,8 @@ class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.Val
     """takes the buckets that are applied back"""
     REPLICA: _Strategy.ValueType  # 7
     """receives the state from ranks that hold the same one (`sources`)"""
+    SNAPSHOT: _Strategy.ValueType  # 8
+    """goes back to a copy in host memory: its own one, or one that another rank keeps of it (`sources`)"""
 
 class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper): ...
 
@@ -99,6 +101,8 @@ UNDO: Strategy.ValueType  # 6
 """takes the buckets that are applied back"""
 REPLICA: Strategy.ValueType  # 7
 """receives the state from ranks that hold the same one (`sources`)"""
+SNAPSHOT: Strategy.ValueType  # 8
+"""goes back to a copy in host memory: its own one, or one that another rank keeps of it (`sources`)"""
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
 
 class _VoteKind:
@@ -198,7 +202,7 @@ class RankPlan(_message.Message):
     reason: _builtins.str
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """REPLICA: the ranks to copy from, nearest first; they share the work"""
+        """REPLICA: the ranks to copy from, nearest first; they share the work. SNAPSHOT: the keeper"""
 
     def __init__(
         self,
@@ -1178,6 +1182,7 @@ class ReportRequest(_message.Message):
     CAN_HELP_FIELD_NUMBER: _builtins.int
     OFF_LOG_FIELD_NUMBER: _builtins.int
     FORWARD_BY_ALL_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -1200,6 +1205,10 @@ class ReportRequest(_message.Message):
     """what I hold is not what the checkpoints and the log lead to"""
     forward_by_all: _builtins.bool
     """... but who has not voted for the step may lack a line of it (session.log)"""
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldSnapshot]:
+        """copies of states in my host memory: my own, and those that I keep for others"""
+
     def __init__(
         self,
         *,
@@ -1215,10 +1224,11 @@ class ReportRequest(_message.Message):
         can_help: _builtins.bool = ...,
         off_log: _builtins.bool = ...,
         forward_by_all: _builtins.bool = ...,
+        snapshots: _abc.Iterable[Global___HeldSnapshot] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_by_all", b"forward_by_all", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_by_all", b"forward_by_all", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "snapshots", b"snapshots", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__forward_to: _TypeAlias = _typing.Literal["forward_to"]  # noqa: Y015
     _WhichOneofArgType__forward_to: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to"]  # noqa: Y015
@@ -1230,6 +1240,31 @@ class ReportRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__undo_to) -> _WhichOneofReturnType__undo_to | None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class HeldSnapshot(_message.Message):
+    """A copy of a rank's state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """whose state it is"""
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldSnapshot: _TypeAlias = HeldSnapshot  # noqa: Y015
 
 @_typing.final
 class ReadyRequest(_message.Message):

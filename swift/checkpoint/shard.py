@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class Snapshot:
     """A copy of a state at one moment, on the CPU. What was the same memory under two names is copied once."""
 
-    def __init__(self, state: Any) -> None:
-        """UsageError: it holds what no checkpoint can."""
+    def __init__(self, state: Any, into: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """`into`: tensors by name that are filled, as far as they have the same form. UsageError: it holds what no
+        checkpoint can."""
         try:
             tensors, self.skeleton = split(state)
             check_skeleton(self.skeleton)
@@ -74,11 +76,24 @@ class Snapshot:
             if first != name:
                 self.same[name] = first
             else:
-                self.tensors[name] = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
+                self.tensors[name] = _copied(tensor.detach().resolve_conj().resolve_neg(), into.get(name))
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def state(self) -> Any:
+        """The copy, as the state was given."""
+        same = {name: self.tensors[first] for name, first in self.same.items()}
+        return join(self.skeleton, self.tensors | same)
+
+
+def _copied(tensor: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+    """On the CPU, with its strides."""
+    form = (tensor.dtype, tensor.shape, tensor.stride())
+    if room is None or (room.dtype, room.shape, room.stride()) != form:
+        return tensor.to("cpu", copy=True)
+    return room.copy_(tensor)
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:

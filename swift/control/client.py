@@ -125,6 +125,7 @@ class CoordinatorClient(PatientLine):
         forward_by_all: bool = False,
         can_help: bool = False,
         off_log: bool = False,
+        snapshots: Iterable[tuple[int, int]] = (),
     ) -> None:
         """(state PLANNING, own log flushed under `generation`) `version` of the state held; None: none.
 
@@ -132,7 +133,7 @@ class CoordinatorClient(PatientLine):
         leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
         gradients being reduced (`forward_by_all`: who has not voted for it may lack its line). `can_help`: this rank
         can build other stages, to share a replay. `off_log`: what is held is not what the checkpoints and the log lead
-        to. Renews the lease.
+        to. `snapshots`: (rank, version) of the copies of states in this process's memory. Renews the lease.
         """
         self._call_and_renew(
             self._stub.Report,
@@ -148,6 +149,7 @@ class CoordinatorClient(PatientLine):
                 forward_by_all=forward_by_all,
                 can_help=can_help,
                 off_log=off_log,
+                snapshots=[pb.HeldSnapshot(rank=rank, version=version) for rank, version in snapshots],
             ),
         )
 

@@ -21,7 +21,8 @@ class RankPlan:
     """What the strategy leads to, and where replay starts; equal to the target: nothing to replay."""
     reason: str
     sources: tuple[int, ...] = ()
-    """(Begins.COPY) The ranks that have, or get to, `from_version`, nearest first; they share the work."""
+    """(Begins.COPY) The ranks that have, or get to, `from_version`, nearest first; they share the work.
+    (Begins.SNAPSHOT) Who keeps this rank's state; nobody: it takes its own copy."""
 
     @property
     def policy(self) -> Policy:
@@ -29,8 +30,8 @@ class RankPlan:
 
     @property
     def loads(self) -> bool:
-        """It loads its checkpoint: whatever it has done since is done again, or given up."""
-        return self.policy.begins is Begins.CHECKPOINT
+        """It loads its checkpoint, or a snapshot: whatever it has done since is done again, or given up."""
+        return self.policy.begins in (Begins.CHECKPOINT, Begins.SNAPSHOT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +84,8 @@ class Plan:
 
     @property
     def restores(self) -> bool:
-        """Everybody loads the checkpoint; nothing of the log is used."""
-        return all(rank_plan.strategy is Strategy.CHECKPOINT for rank_plan in self.ranks)
+        """Everybody goes back, to the checkpoint or to a snapshot; nothing of the log is used."""
+        return all(rank_plan.policy.goes_back for rank_plan in self.ranks)
 
     @property
     def gives_up_log(self) -> bool:
@@ -120,8 +121,9 @@ class Plan:
 
     @property
     def copies(self) -> tuple[RankPlan, ...]:
-        """Of the ranks that copy another one's state, in the order in which all take part in them."""
-        return tuple(sorted((r for r in self.ranks if r.policy.begins is Begins.COPY), key=lambda r: r.rank))
+        """Of the ranks that are sent their state by another one, in the order in which all take part in them."""
+        copying = (r for r in self.ranks if r.policy.begins is Begins.COPY or r.sources)
+        return tuple(sorted(copying, key=lambda r: r.rank))
 
     @property
     def collective_sources(self) -> tuple[int, ...]:

@@ -20,19 +20,22 @@
    give it up, as without the others' state it is of no use. One group of all stages is never replayed. Nor is
    anything where a slot is vacant: its batches were a part of the steps.
 
-3. If that cannot be done either: CHECKPOINT for everybody, at the newest complete one.
+3. If that cannot be done either, everybody goes back (swift.recovery.going_back): SNAPSHOT where that is the job's
+   strategy and one is whole, else CHECKPOINT, at the newest complete one.
 
 An inexact undo is used only if the configuration allows it, and only if the same target cannot be reached without.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from swift.recovery.assignment import Assignment
 from swift.recovery.cost import StageCost, costs_of
 from swift.recovery.coverage import collective_source, uncovered
 from swift.recovery.decision import Plan, RankPlan
+from swift.recovery.going_back import go_back
 from swift.recovery.helping import helps, words
 from swift.recovery.measured import RankMeasured
 from swift.recovery.prediction import Predictor, predicted_words
@@ -68,35 +71,37 @@ def plan(
         raise ValueError("plan needs one report of every slot that is held")
     if lost := assignment.lost_stages():
         return None, f"no rank is left that runs stage {lost[0]}"
-    if refused.everything:
-        return _restore(reports, checkpoints, refused.reason)
     usable = permitted(config.strategy)
+    snapshots = Strategy.SNAPSHOT in usable.difference(refused.strategies)
+    restore = partial(go_back, reports, checkpoints, snapshots=snapshots)
+    if refused.everything:
+        return restore(refused.reason)
     if usable == {Strategy.CHECKPOINT}:
-        return _restore(reports, checkpoints, "the job is configured to restore checkpoints")
+        return restore("the job is configured to restore checkpoints")
     costs = costs_of(measured, config.groups)
     allowed = usable.difference(refused.strategies)
     situation = _Situation(reports, assignment, log_inventory, checkpoints, allowed, config, costs)
     reach = situation.reach(inexact=config.inexact_undo)
     if not reach.anywhere():
-        return _restore(reports, checkpoints, _but(refused, "no rank holds a state"))
+        return restore(_but(refused, "no rank holds a state"))
     if reach.everywhere():
         outcome = situation.without_replay(max(reach.everywhere()), reach)
         return outcome, outcome.reason
     if not config.groups.logs:
         why = f"nothing is logged within one recovery group ({config.groups}), and {situation.disagreement(reach)}"
-        return _restore(reports, checkpoints, _but(refused, why))
+        return restore(_but(refused, why))
     if refused.replays:
-        return _restore(reports, checkpoints, refused.reason)
+        return restore(refused.reason)
     if assignment.vacant:
         why = f"a step cannot be replayed without {_ranks(assignment.vacant)}, and {situation.disagreement(reach)}"
-        return _restore(reports, checkpoints, _but(refused, why))
+        return restore(_but(refused, why))
     if not may_replay(config.strategy):
         why = f"the job is configured never to replay, and {situation.disagreement(reach)}"
-        return _restore(reports, checkpoints, _but(refused, why))
+        return restore(_but(refused, why))
     at_most = 0 if refused.help else config.helpers
     chosen, reason = situation.with_replay(reach, inexact=config.inexact_undo, helpers=at_most)
     if chosen is None:
-        return _restore(reports, checkpoints, _but(refused, reason))
+        return restore(_but(refused, reason))
     return chosen, reason
 
 
@@ -286,17 +291,6 @@ class _Situation:
         if not stages:
             return _ranks(members[0])
         return f"{'stage' if len(stages) == 1 else 'stages'} {_listed(stages)}"
-
-
-def _restore(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> tuple[Plan | None, str]:
-    version = checkpoints.newest
-    if version is None:
-        return None, f"{why}; there is no complete checkpoint to go back to"
-    ranks = tuple(
-        RankPlan(rank=r.rank, strategy=Strategy.CHECKPOINT, from_version=version, reason=why) for r in reports
-    )
-    reason = f"every rank restores the checkpoint of version {version}: {why}"
-    return Plan(target_version=version, ranks=ranks, collective_source=-1, reason=reason), reason
 
 
 def _but(refused: Refusals, why: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from swift.recovery.strategies import replaying
+from swift.recovery.strategies import TABLE, replaying
 from swift.recovery.types import Strategy
 
 
@@ -12,7 +12,7 @@ class Refusals:
     """What ranks refused to do in this recovery: it is not planned again before the job runs."""
 
     strategies: tuple[Strategy, ...] = ()
-    """In the order of Strategy. KEEP among them: nothing but a checkpoint will do."""
+    """In the order of Strategy. KEEP among them: nothing will do but to go back, to a snapshot or a checkpoint."""
     reason: str = ""
     """Of the latest one, for people."""
     help: bool = False
@@ -34,7 +34,7 @@ class Refusals:
         return Refusals(strategies=ordered, reason=reason, help=self.help)
 
     def and_everything(self, reason: str) -> "Refusals":
-        return self.and_of(Strategy, reason)
+        return self.and_of((s for s in Strategy if not TABLE[s].goes_back), reason)
 
     def and_help(self, reason: str) -> "Refusals":
         return replace(self, help=True, reason=reason)

@@ -6,6 +6,7 @@ doing the steps a, a+1, ..., t-1 again.
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swift.recovery.groups import RecoveryGroups
 
@@ -30,6 +31,16 @@ class Strategy(enum.StrEnum):
     """Takes the buckets that are applied back."""
     REPLICA = "REPLICA"
     """Receives the state from ranks that hold the same one (`RankPlan.sources`)."""
+    SNAPSHOT = "SNAPSHOT"
+    """Goes back to a copy in host memory: its own one, or one that another rank keeps of it (`RankPlan.sources`)."""
+
+
+class HeldSnapshot(NamedTuple):
+    """A copy of a rank's state in the host memory of a process."""
+
+    rank: int
+    """Whose state it is: of the rank that holds it, or of another one."""
+    version: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +67,8 @@ class Report:
     """It can build any stage, to replay microbatches of it for another rank."""
     off_log: bool = False
     """What it holds is not what the checkpoints and the log lead to (swift.recovery.off_log)."""
+    snapshots: tuple[HeldSnapshot, ...] = ()
+    """The copies that it holds in host memory, of its own state and of other ranks'."""
 
     @property
     def newest(self) -> int | None:
@@ -103,7 +116,7 @@ class StreamSummary:
     """How many of the records declare this; the others are tensors."""
 
 
-STRATEGIES = ("auto", "replica", "replay", "checkpoint", "shrink", "rollback")
+STRATEGIES = ("auto", "replica", "replay", "checkpoint", "shrink", "rollback", "snapshot")
 SHRINKING = frozenset({"shrink", "rollback"})
 """Those under which the others go on without a rank that is lost, in a smaller world."""
 LOST_SHARDS = ("redistribute", "drop")
@@ -123,7 +136,8 @@ class PlanConfig:
     """"auto": without replay if every stage reaches one version so, else by replay, else the checkpoint;
     "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
     holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
-    that is lost, and nothing is replayed; "rollback": the same, but the step that was interrupted is never finished."""
+    that is lost, and nothing is replayed; "rollback": the same, but the step that was interrupted is never finished;
+    "snapshot": all go back to the newest copies in host memory, and nothing is copied from replicas or replayed."""
     inexact_undo: bool = False
     """An undo that is not bit for bit may be used."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)

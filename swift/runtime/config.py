@@ -28,11 +28,14 @@ class SessionConfig:
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
     checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
     process comes for it; jobs without shards; docs/strategies.md), "rollback" (as "shrink", but the
-    step that was interrupted is always taken back and done again)."""
+    step that was interrupted is always taken back and done again), "snapshot" (all ranks go back to the newest copies
+    of their states in host memory: each rank keeps its own and another one's)."""
     lost_shard: str = "redistribute"
     """With "shrink" and "rollback": what becomes of the batches of a lost rank. "redistribute": the others compute
     them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate stays
     what it is, and the job is not exact (`allow_inexact`)."""
+    snapshot_every: int = 10
+    """With strategy="snapshot": optimizer steps between two copies of the state in host memory."""
     allow_inexact: bool = False
     """Strategies may be used that do not lead to the bits of a run that never failed."""
     groups: str = ""
@@ -93,6 +96,8 @@ class SessionConfig:
     def __post_init__(self) -> None:
         if self.checkpoint_every < 1:
             raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
+        if self.snapshot_every < 1:
+            raise UsageError(f"snapshot_every={self.snapshot_every}; give at least 1")
         if self.strategy not in STRATEGIES:
             raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
         try:
@@ -190,5 +195,6 @@ class SessionConfig:
             "helpers": str(self.helpers),
             "last_checkpoint": str(self.last_checkpoint),
             **({"paranoid": "True"} if self.paranoid else {}),
+            **({"snapshot_every": str(self.snapshot_every)} if self.strategy == "snapshot" else {}),
             **({"lost_shard": self.lost_shard} if self.shrinks else {}),
         }

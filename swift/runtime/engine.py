@@ -23,7 +23,7 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import Fenced, JobFailed, UsageError
-from swift.recovery import Assignment, RankMeasured
+from swift.recovery import Assignment, RankMeasured, RecoveryGroups
 from swift.runtime.adoption import Adoption
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
@@ -47,6 +47,7 @@ from swift.runtime.restore import Restorer
 from swift.runtime.retries import Retries
 from swift.runtime.script import Script
 from swift.runtime.shared_replay.helper import MakeModule
+from swift.runtime.snapshots import Snapshots
 from swift.runtime.state import TrainerState
 from swift.runtime.step_runner import StepRunner, TrainStep
 from swift.runtime.witness import Witness
@@ -101,7 +102,12 @@ class Engine:
         self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._failures = Failures(rank, member, communicator, retries, config.suspicion_timeout_s)
         self.log = OwnLog(rank, config, member, channel)
-        self._restorer = Restorer(rank, member, channel, state, store, faults, world, config.replay_stall_s)
+        every = config.snapshot_every if config.strategy == "snapshot" else 0
+        groups = RecoveryGroups.parse(config.groups)
+        self._snapshots = Snapshots(rank, every, member.check, state, world, faults, groups)
+        self._restorer = Restorer(
+            rank, member, channel, state, store, faults, world, config.replay_stall_s, self._snapshots
+        )
         self._recovery = RankRecovery(
             rank,
             assignment.slots[rank].shard,
@@ -148,6 +154,7 @@ class Engine:
             saving=self._saving,
             audit=audit,
             lines=self._lines,
+            snapshots=self._snapshots,
         )
 
     def help_replay(self, make_module: MakeModule) -> None:

@@ -64,6 +64,11 @@ class Membership:
         assert self._view is not None, "no generation was formed yet"
         return self._view
 
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Where the rank of each slot runs, as its member has said; empty: not known."""
+        return {member.rank: member.host for member in self.view.members}
+
     def form(self) -> None:
         """Blocks until this rank is in a generation whose groups are built (FORMING or RECOVERING).
 

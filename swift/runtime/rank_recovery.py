@@ -73,6 +73,7 @@ class RankRecovery:
             forward_by_all=standing.forward_by_all,
             can_help=self._restorer.can_help,
             off_log=standing.version is not None and self._channel.off_log,
+            snapshots=self._restorer.site.snapshots.held(),
         )
         events.emit("reported", rank=self._rank, generation=view.generation, **standing.words())
 

@@ -28,7 +28,16 @@ class Destination:
     ReplayRefused if the memory does not suffice.
     """
 
-    def __init__(self, manifest: Manifest, into: dict[str, torch.Tensor], source: int, joiner: int):
+    def __init__(
+        self,
+        manifest: Manifest,
+        into: dict[str, torch.Tensor],
+        source: int,
+        joiner: int,
+        *,
+        shapes_may_differ: bool = False,
+    ):
+        """`shapes_may_differ`: a tensor of another shape or type gets new memory, whatever it is of."""
         self._entries = manifest.entries
         self._into = into
         self._joiner = joiner
@@ -36,7 +45,8 @@ class Destination:
         for entry in self._entries:
             if entry.path not in into:
                 continue
-            if entry.path.startswith(_GROWING) and not fits(entry, into[entry.path]):
+            may_differ = shapes_may_differ or entry.path.startswith(_GROWING)
+            if may_differ and not fits(entry, into[entry.path]):
                 continue
             check_fits(entry, into[entry.path], source, joiner)
             here[entry.path] = local(into[entry.path])

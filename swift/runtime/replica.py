@@ -179,19 +179,22 @@ def receive_state(
     check: Callable[[], None],
     on_chunk: OnChunk = _nothing,
     wire: Wire | None = None,
+    *,
+    shapes_may_differ: bool = False,
 ) -> Received:
     """(joiner) Receives the state of `transfer.version` from all its sources and verifies it.
 
     `into`: tensors by path, as swift.checkpoint.state.split names them, that are filled in place; tensors of the
     state that it lacks are made. `check` is called between chunks, and so is `on_chunk` with (chunks arrived, all
-    chunks), first with 0. Raises ReplicaDiffers if the sources differ from each other, from what arrived, or in
-    shapes and types from `into`; RuntimeError (torch's) if a source is lost.
+    chunks), first with 0. `shapes_may_differ`: those of `into`, which then get new memory.
+    Raises ReplicaDiffers if the sources differ from each other, from what arrived, or in shapes and types from
+    `into`; RuntimeError (torch's) if a source is lost.
     """
     assert rank == transfer.joiner
     begin = time.monotonic()
     wire = wire or DefaultGroup()
     manifest, data, witnesses = _same_manifest(transfer, wire, check)
-    destination = Destination(manifest, into, transfer.sources[0], rank)
+    destination = Destination(manifest, into, transfer.sources[0], rank, shapes_may_differ=shapes_may_differ)
     chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
     digests = bytearray()
     in_flight: deque[tuple[Chunk, torch.Tensor, Pending]] = deque()
@@ -227,6 +230,14 @@ def receive_state(
         seconds=time.monotonic() - begin,
         witnesses=witnesses,
     )
+
+
+def digest_of(state: dict[str, Any], version: int) -> str:
+    """What `Sent` and `Received` tell of a state that one source sends."""
+    manifest, tensors = manifest_of(state, version)
+    parts = [_NO_BYTES if e.same_as else as_bytes(t) for e, t in zip(manifest.entries, tensors, strict=True)]
+    chunks = plan_chunks([entry.bytes for entry in manifest.entries], 1)
+    return _combined(manifest.to_bytes(), b"".join(_digests(chunk, parts) for chunk in chunks))
 
 
 # --- manifests ---

@@ -29,6 +29,7 @@ from swift.runtime.pace import Pace
 from swift.runtime.shared_replay.helper import Helper, MakeModule
 from swift.runtime.shared_replay.owner import Helped, Owner, send_away, why_alone, why_no_help
 from swift.runtime.shared_replay.waits import bottleneck, split
+from swift.runtime.snapshots import Snapshots
 from swift.runtime.standstill import Standstill
 from swift.runtime.state import TrainerState
 from swift.runtime.strategies import TABLE
@@ -48,6 +49,7 @@ class Restorer:
         faults: FaultInjector,
         world: ReconfigurableGroup,
         stall_s: float,
+        snapshots: Snapshots,
     ):
         """`stall_s`: a replay that stands still for so long is refused."""
         self._world = world
@@ -57,7 +59,14 @@ class Restorer:
         self._channel = channel
         self._state = state
         self.site = Site(
-            rank=rank, member=member, channel=channel, state=state, store=store, faults=faults, world=world
+            rank=rank,
+            member=member,
+            channel=channel,
+            state=state,
+            store=store,
+            faults=faults,
+            world=world,
+            snapshots=snapshots,
         )
         self._own = OwnStreams(rank, member, channel, state)
         self.make_module: MakeModule | None = None
@@ -89,6 +98,8 @@ class Restorer:
             # The coordinator has emptied the job's streams; what comes now is logged anew.
             writer.restart(published.generation)
             self._channel.off_log = False
+        if plan.restores:
+            site.snapshots.forget_above(plan.target_version)
         for copy in plan.copies:
             TABLE[copy.strategy].copy(site, copy)
         if plan.was_logged(self._rank) or not self._state.lived:

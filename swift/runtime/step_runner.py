@@ -23,6 +23,7 @@ from swift.runtime.own_log import OwnLog
 from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.retries import Retries
 from swift.runtime.script import Script
+from swift.runtime.snapshots import Snapshots
 from swift.runtime.state import TrainerState
 from swift.runtime.witness import Witness
 
@@ -51,6 +52,7 @@ class StepRunner:
         saving: Saving,
         audit: Audit | None,
         lines: Lines,
+        snapshots: Snapshots,
     ) -> None:
         """`audit`: None if there are no replicas to compare with."""
         self._rank = rank
@@ -69,6 +71,7 @@ class StepRunner:
         self._saving = saving
         self._audit = audit
         self._lines = lines
+        self._snapshots = snapshots
         self._early = EarlyCheckpoint(member)
         self._unlogged = UnloggedSteps(member)
         self.rolled_forward = False
@@ -79,6 +82,8 @@ class StepRunner:
         step = self._state.version
         replaying = self._channel.replaying
         self._saving.learn_groups()
+        if not replaying:
+            self._snapshots.before_step(self._membership)
         self._adoption.before(train_step, step, self.drop)
         self._rehearsal.before(train_step, step, self.drop)
         events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
@@ -105,6 +110,9 @@ class StepRunner:
         if self._audit is not None and (due or version == 1) and not (replaying or self.rolled_forward):
             self._audit.compare(self._script.amiss)
         self._save(version, replaying, due)
+        # Behind a step that is finished on the plan's word, not all have come here.
+        if not (replaying or self.rolled_forward):
+            self._snapshots.after_step(self._membership)
         self._unlogged.after_step(step, self._log.writer.unlogged.news())
         self._log.writer.forget_below(version)  # only a step that is dropped is sent again
         self._saving.prune()

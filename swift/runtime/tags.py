@@ -2,7 +2,7 @@
 
     tags                             what                                              when
     0 …                              torch's schedules, and trainers by hand           in a step
-    REPLICA_HEADER … REPLICA_CHUNK+  a replica's copy; its chunks are numbered         in a recovery
+    REPLICA_HEADER … REPLICA_CHUNK+  a state; its chunks are numbered                  in a recovery, or between steps
     NOTE … INNER_GRADIENTS           a shared replay; buckets are numbered             in a replay
     first_tag(number) …              the collectives of the group with this number     any time
 

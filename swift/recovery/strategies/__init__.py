@@ -32,6 +32,7 @@ from swift.recovery.strategies.policy import Begins, Policy, Way
 from swift.recovery.strategies.replay import Replay
 from swift.recovery.strategies.replica import Replica
 from swift.recovery.strategies.roll_forward import RollForward
+from swift.recovery.strategies.snapshot import Snapshot
 from swift.recovery.strategies.undo import Undo
 from swift.recovery.types import Strategy
 
@@ -50,7 +51,16 @@ __all__ = [
 TABLE: Mapping[Strategy, Policy] = MappingProxyType(
     {
         policy.strategy: policy
-        for policy in (Keep(), RollForward(), Undo(), Replica(), CatchUp(), Replay(), Checkpoint())
+        for policy in (
+            Keep(),
+            RollForward(),
+            Undo(),
+            Replica(),
+            CatchUp(),
+            Replay(),
+            Snapshot(),
+            Checkpoint(),
+        )
     }
 )
 """From the cheapest to the costliest."""

@@ -11,7 +11,7 @@ class CatchUp(Policy):
 
     strategy = Strategy.CATCH_UP
     replays = True
-    excluded_by = SHRINKING | {"checkpoint", "replica"}
+    excluded_by = SHRINKING | {"checkpoint", "replica", "snapshot"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         version = ways[report.rank].version

@@ -15,6 +15,8 @@ class Begins(enum.Enum):
     COPY = "copy"
     """Other ranks': they have, or get to, the version that is copied."""
     CHECKPOINT = "checkpoint"
+    SNAPSHOT = "snapshot"
+    """A copy in host memory, its own or one that another rank keeps."""
 
 
 class Policy:
@@ -34,6 +36,9 @@ class Policy:
     """The step under way is finished, not dropped."""
     own_step: ClassVar[bool] = False
     """A rank that refuses it has lost the step under way, which says nothing of the others, unless it happens again."""
+    goes_back: ClassVar[bool] = False
+    """Planned for all ranks or for none: the run goes back to an older version, and what the log has beyond is given
+    up. (`swift.recovery.going_back`)"""
     excluded_by: ClassVar[frozenset[str]] = frozenset({"checkpoint"})
     """The settings of `PlanConfig.strategy` under which it is not used."""
     verb: ClassVar[str] = ""

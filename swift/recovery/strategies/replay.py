@@ -15,7 +15,7 @@ class Replay(Policy):
     strategy = Strategy.REPLAY
     begins = Begins.CHECKPOINT
     replays = True
-    excluded_by = SHRINKING | {"checkpoint", "replica"}
+    excluded_by = SHRINKING | {"checkpoint", "replica", "snapshot"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         way = ways[report.rank]

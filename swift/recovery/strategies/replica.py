@@ -19,7 +19,7 @@ class Replica(Policy):
 
     strategy = Strategy.REPLICA
     begins = Begins.COPY
-    excluded_by = frozenset({"checkpoint", "replay"})
+    excluded_by = frozenset({"checkpoint", "replay", "snapshot"})
 
     def share(
         self, own: Mapping[int, Way], replicas: Sequence[int], distance: Callable[[int, int], object]

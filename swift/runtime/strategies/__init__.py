@@ -10,6 +10,7 @@ from swift.recovery import Strategy
 from swift.runtime.strategies.load import Load
 from swift.runtime.strategies.replica import Replica
 from swift.runtime.strategies.restore import Restore
+from swift.runtime.strategies.snapshot import Snapshot
 from swift.runtime.strategies.undo import Undo
 
 TABLE: Mapping[Strategy, Restore] = MappingProxyType(
@@ -20,6 +21,7 @@ TABLE: Mapping[Strategy, Restore] = MappingProxyType(
         Strategy.REPLICA: Replica(),
         Strategy.CATCH_UP: Restore(),
         Strategy.REPLAY: Load(),
+        Strategy.SNAPSHOT: Snapshot(),
         Strategy.CHECKPOINT: Load(),
     }
 )

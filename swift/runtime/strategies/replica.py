@@ -36,7 +36,7 @@ def _send(site: Site, transfer: Transfer) -> None:
         site.state.shared_dict(),
         site.member.check,
         site.faults.copying,
-        wire=_World(site.world, site.faults),
+        wire=World(site.world, site.faults),
         logged=site.flushed and site.copied is None,
     )
     events.emit(
@@ -62,7 +62,7 @@ def _receive(site: Site, transfer: Transfer) -> None:
         site.state.destinations(),
         site.member.check,
         site.faults.copying,
-        wire=_World(site.world, site.faults),
+        wire=World(site.world, site.faults),
     )
     try:
         site.state.load_state_dict(received.state)
@@ -93,7 +93,7 @@ def _receive(site: Site, transfer: Transfer) -> None:
     events.emit("restore_end", **where, version=transfer.version)
 
 
-class _World:
+class World:
     """A replica's copy goes over the group of all ranks, whose waits a notice ends. A `Wire`."""
 
     def __init__(self, world: ReconfigurableGroup, faults: FaultInjector):

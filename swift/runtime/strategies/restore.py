@@ -9,6 +9,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.member import Member
+from swift.runtime.snapshots import Snapshots
 from swift.runtime.state import TrainerState
 
 
@@ -32,6 +33,7 @@ class Site:
     faults: FaultInjector
     world: ReconfigurableGroup
     """All ranks."""
+    snapshots: Snapshots
     generation: int = 0
     """Of the plan that is carried out."""
     copied: Copied | None = None

@@ -38,7 +38,7 @@ from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
 from swift._pb import coordinator_pb2 as pb
 from swift.control.updates import applied, between, whole
-from swift.recovery import StreamSummary
+from swift.recovery import HeldSnapshot, StreamSummary
 from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
@@ -135,7 +135,9 @@ class World:
         forward_to: str = "",
         help: str = "",
         off_log: str = "",
+        snapshots: str = "",
     ) -> list[str]:
+        """`snapshots`: rank@version, …"""
         return self.step(
             m.MemberReport(
                 sender=self.sender(rank, inc),
@@ -146,6 +148,9 @@ class World:
                 forward_to=int(forward_to) if forward_to else None,
                 can_help=help == "yes",
                 off_log=off_log == "yes",
+                snapshots=tuple(
+                    HeldSnapshot(*map(int, held.split("@"))) for held in snapshots.split(",") if held
+                ),
             )
         )
 
