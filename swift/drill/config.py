@@ -34,6 +34,8 @@ class DrillConfig:
     strategy: str = DEFAULTS["strategy"]
     lost_shard: str = DEFAULTS["lost_shard"]
     """Of a strategy that shrinks. Empty: "redistribute"."""
+    snapshot_every: int = DEFAULTS["snapshot_every"]
+    """Steps, of the strategy "snapshot"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]
     grow: str = DEFAULTS["grow"]
     """step=N: lost ranks come back behind that step. Empty: never."""
@@ -101,6 +103,12 @@ class DrillConfig:
             groups=self.groups,
         )
         shrinking.check(self)
+        if self.strategy == fault_specs.SNAPSHOT and self.topology.ranks == 1:
+            raise UsageError(
+                "--strategy snapshot: another rank keeps a copy of each state; start two or more"
+            )
+        if self.strategy != fault_specs.SNAPSHOT and self.snapshot_every != DEFAULTS["snapshot_every"]:
+            raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot")
 
         corrupt = next((f for f in self.faults if isinstance(f, fault_specs.CorruptFault)), None)
         if corrupt is not None and self.copies > 1:

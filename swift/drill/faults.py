@@ -3,6 +3,7 @@
     rank=2,step=17,microbatch=3,phase=backward     that rank kills itself there (SIGKILL)
     rank=2,phase=replay                            at the first replay that runs while rank 2 lives
     rank=2,phase=copy                              while rank 2 sends or receives a replica's state for the first time
+    rank=2,step=8,phase=snapshot                   while rank 2 sends its snapshot of version 8 (--strategy snapshot)
     service=logserver,step=12                      the log server is killed when training reaches that step
     log=0,step=17                                  that log server is killed for good
     log=0,phase=replay                             at the first replay there is
@@ -35,12 +36,15 @@ from swift.recovery.strategies import may_copy, may_replay
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
 
-PHASES = ("forward", "backward", "reduce", "update", "optimizer", "idle", "replay", "copy")
+PHASES = ("forward", "backward", "reduce", "update", "optimizer", "idle", "replay", "copy", "snapshot")
 """`reduce`: in the middle of the reduction of a step's gradients. `update`: some buckets of a wait-free step are
-applied while others are still being reduced. `optimizer`: some are applied, all are reduced."""
+applied while others are still being reduced. `optimizer`: some are applied, all are reduced. `snapshot`: half of
+this rank's snapshot has left for the rank that keeps it; `step` is the version that it is of."""
 MICROBATCH_PHASES = ("forward", "backward", "replay")
 RECOVERY_PHASES = ("replay", "copy")
 """Those that come in a recovery: another rank must fail first."""
+SNAPSHOT = "snapshot"
+"""The strategy under which a state is copied without a replica."""
 STATES = ("running", "fencing", "planning", "recovering")
 
 _NUMBER = re.compile(r"[0-9]{1,9}\Z")
@@ -236,7 +240,7 @@ def check(
     for fault in faults:
         match fault:
             case RankFault():
-                _check_rank_fault(fault, topology, updates)
+                _check_rank_fault(fault, topology, updates, strategy)
                 if fault.phase in RECOVERY_PHASES:
                     _check_recovery_fault(fault, faults, strategy, groups)
             case LogServerFault(step=step):
@@ -254,9 +258,10 @@ def check(
                     )
 
 
-def phases_of(topology: Topology, updates: str) -> tuple[str, ...]:
+def phases_of(topology: Topology, updates: str, strategy: str = "auto") -> tuple[str, ...]:
     """The phases in which a rank can be killed here."""
     absent = {"reduce", "update", "copy"} if topology.replicas == 1 else set()
+    absent = absent - {"copy"} if strategy == SNAPSHOT else absent | {"snapshot"}
     if updates != "wait_free":
         absent |= {"update"}
     return tuple(phase for phase in PHASES if phase not in absent)
@@ -267,20 +272,21 @@ def _check_step(fault: Fault, step: int, topology: Topology) -> None:
         raise UsageError(f"--kill {fault}: step must be 0 to {topology.steps - 1} (--steps {topology.steps})")
 
 
-def _check_rank_fault(fault: RankFault, topology: Topology, updates: str) -> None:
+def _check_rank_fault(fault: RankFault, topology: Topology, updates: str, strategy: str) -> None:
     if fault.rank >= topology.ranks:
         raise UsageError(f"--kill {fault}: rank must be 0 to {topology.ranks - 1}")
     if fault.step is not None:
         _check_step(fault, fault.step, topology)
     if fault.microbatch >= topology.microbatches:
         raise UsageError(f"--kill {fault}: microbatch must be 0 to {topology.microbatches - 1}")
-    phases = phases_of(topology, updates)
+    phases = phases_of(topology, updates, strategy)
     if fault.phase in phases:
         return
     why = {
         "reduce": "nothing is reduced without replicas",
         "update": "no update begins before the backward pass is over without --updates wait_free",
         "copy": "there is nothing to copy without replicas",
+        "snapshot": "--strategy snapshot takes them",
     }
     raise UsageError(f"--kill {fault}: {why[fault.phase]}; phases here: {', '.join(phases)}")
 
@@ -303,12 +309,16 @@ def _check_recovery_fault(
     fault: RankFault, faults: Sequence[Fault], strategy: str, groups: RecoveryGroups
 ) -> None:
     does = {"replay": "replays", "copy": "copies"}[fault.phase]
-    if not {"replay": may_replay, "copy": may_copy}[fault.phase](strategy):
+    if not {"replay": may_replay, "copy": _may_copy}[fault.phase](strategy):
         raise UsageError(f"--kill {fault}: --strategy {strategy} {does} nothing")
     if fault.phase == "replay" and not groups.logs:
         raise UsageError(f"--kill {fault}: one group of all (--groups {groups}) replays nothing")
     if not any(isinstance(other, RankFault) and other.phase not in RECOVERY_PHASES for other in faults):
         raise UsageError(f"--kill {fault}: nothing {does} unless another --kill makes a rank fail first")
+
+
+def _may_copy(strategy: str) -> bool:
+    return strategy == SNAPSHOT or may_copy(strategy)
 
 
 def _check_corrupt_fault(
@@ -318,8 +328,8 @@ def _check_corrupt_fault(
     victim = victim_of(fault, faults)
     if victim is None:
         raise UsageError(f"--kill {fault}: nothing reads the log: no rank is killed at that step")
-    if strategy == "checkpoint":
-        raise UsageError(f"--kill {fault}: --strategy checkpoint never reads the log")
+    if not may_replay(strategy):
+        raise UsageError(f"--kill {fault}: --strategy {strategy} never reads the log")
     if topology.replicas > 1 and strategy != "replay":
         raise UsageError(
             f"--kill {fault}: with replicas nothing reads the log unless it is told to: add --strategy replay"
@@ -343,7 +353,7 @@ def _check_corrupt_fault(
 def _check_corrupt_copy(
     fault: CorruptCopyFault, faults: Sequence[Fault], topology: Topology, strategy: str
 ) -> None:
-    if topology.replicas == 1 or not may_copy(strategy):
+    if strategy != SNAPSHOT and (topology.replicas == 1 or not may_copy(strategy)):
         why = "without replicas" if topology.replicas == 1 else f"with --strategy {strategy}"
         raise UsageError(f"--kill {fault}: nothing is copied {why}")
     if not any(isinstance(other, RankFault) and other.rank == fault.rank for other in faults):

@@ -166,6 +166,15 @@ OPTIONS = (
         reach=Reach.RUN,
     ),
     Option(
+        name="snapshot-every",
+        metavar="K",
+        help="with --strategy snapshot, steps between copies in host memory",
+        kind=int,
+        default=4,
+        bounds=(1, 10**6),
+        reach=Reach.RUN,
+    ),
+    Option(
         name="allow-inexact",
         metavar="",
         help="what does not lead to the bits of a run that never failed may be asked for",

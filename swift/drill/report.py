@@ -7,7 +7,18 @@ digest that is not there, an event that nobody wrote) makes `INCONCLUSIVE`: no d
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.drill import helped, logs, loss, prediction, replaying, replicas, shrinking, shrunk, timeline
+from swift.drill import (
+    helped,
+    logs,
+    loss,
+    prediction,
+    replaying,
+    replicas,
+    shrinking,
+    shrunk,
+    snapshots,
+    timeline,
+)
 from swift.drill.config import versions
 from swift.drill.facts import Facts
 from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
@@ -39,6 +50,7 @@ def build(facts: Facts) -> dict[str, Any]:
         *(comparison.check() for comparison in facts.comparisons),
         *replicas.checks(facts),
         *shrunk.checks(facts),
+        *snapshots.checks(facts),
         *([loss.check(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),
@@ -71,6 +83,7 @@ def build(facts: Facts) -> dict[str, Any]:
             "end": facts.at_end.as_json(),
         },
         "shrink": shrunk.section(facts),
+        "snapshot": snapshots.section(facts),
         "timeline": timeline.shown(facts.events, facts.recoveries),
         **_cost(facts, facts.recoveries),
         **replicas.copies(facts.recoveries),
@@ -212,7 +225,7 @@ def _strategy_check(facts: Facts) -> Check:
         return Check(name, all(r.fell_back for r in facts.recoveries), "something was replayed")
     if not facts.asked.groups.logs:
         return Check(name, not any(r.replay_expected for r in facts.recoveries), "something was replayed")
-    if fell_back and not logs.may_fall_back(facts):
+    if fell_back and not (logs.may_fall_back(facts) or snapshots.may_fall_back(facts)):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
     other = used - {strategy.lower() for strategy in permitted(_planned_by(facts))}
     return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")
@@ -237,7 +250,7 @@ def _negative_control(facts: Facts) -> dict[str, Any]:
 
 def _restores(facts: Facts) -> bool:
     """Going back to the checkpoint is what was asked for."""
-    return facts.asked.strategy == "checkpoint" or not facts.asked.groups.logs
+    return facts.asked.strategy in ("checkpoint", "snapshot") or not facts.asked.groups.logs
 
 
 def _negative_control_check(facts: Facts) -> Check:

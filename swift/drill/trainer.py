@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         strategy=args.strategy,
         lost_shard=args.lost_shard or "redistribute",
         allow_inexact=args.allow_inexact,
+        snapshot_every=args.snapshot_every,
         groups=args.groups,
         replicas=args.replicas,
         updates=args.updates,

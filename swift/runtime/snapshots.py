@@ -116,7 +116,6 @@ class Snapshots:
                 fresh[kept[0]] = self._received(kept, version)
                 self.put(kept[0], version, fresh[kept[0]])
         passed_s = time.monotonic() - began - copied_s
-        self._faults.at("snapshot", version)
         self._world.run(lambda collectives: collectives.barrier())
         self._only(version, fresh)
         self._taken_in = generation
@@ -125,6 +124,7 @@ class Snapshots:
             rank=rank,
             generation=generation,
             version=version,
+            digest=own.digest,
             kept_for=sorted(set(fresh) - {rank}),
             bytes=own.bytes,
             kept_bytes=sum(copy.bytes for other, copy in fresh.items() if other != rank),
@@ -159,7 +159,7 @@ class Snapshots:
 
     def _transferring(self, done: int, total: int) -> None:
         if 2 * done >= total:
-            self._faults.at("snapshot-copy", self._state.version)
+            self._faults.at("snapshot", self._state.version)
 
     def _transfers(self, assignment: Assignment, hosts: Mapping[int, str]) -> list[Kept]:
         ranks = assignment.occupied
