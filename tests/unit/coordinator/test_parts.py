@@ -14,7 +14,7 @@ from services.coordinator.timing import Timing, usual_log_lost_s
 from swift.errors import LogUnavailable, RecordCorrupt, ServiceError, StaleGeneration, UnknownJob
 from swift.log import admin
 from swift.log.admin import StreamInventory
-from swift.recovery import Help, Plan, RankPlan, Refusals, Report, Strategy, StreamSummary
+from swift.recovery import HeldSnapshot, Help, Plan, RankPlan, Refusals, Report, Strategy, StreamSummary
 from tests.unit.coordinator.rows import copy_of
 
 
@@ -35,7 +35,9 @@ def row() -> JobRow:
         stage_shards={0: 0, 1: 2},
         reports={
             0: Report(rank=0, version=None, undo_to=4, undo_exact=True, forward_to=5, since_generation=3),
-            1: Report(rank=1, version=5, host="h", can_help=True),
+            1: Report(
+                rank=1, version=5, host="h", can_help=True, snapshots=(HeldSnapshot(0, 4), HeldSnapshot(1, 4))
+            ),
         },
         ready={1: 5},
         plan=Plan(

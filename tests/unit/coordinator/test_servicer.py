@@ -13,6 +13,7 @@ from services.coordinator.row import State
 from services.coordinator.servicer import Context, Servicer
 from services.coordinator.views import view_of
 from swift._pb import coordinator_pb2 as pb
+from swift.recovery import HeldSnapshot
 from tests.unit.coordinator.test_parts import row
 
 ME: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
@@ -38,7 +39,15 @@ class Taker:
             m.MemberReport(sender=SENDER, generation=3, version=0, undo_to=0, forward_to=0),
         ),
         (
-            pb.ReportRequest(**ME, generation=3, undo_to=6, undo_exact=True, forward_to=7, can_help=True),
+            pb.ReportRequest(
+                **ME,
+                generation=3,
+                undo_to=6,
+                undo_exact=True,
+                forward_to=7,
+                can_help=True,
+                snapshots=[pb.HeldSnapshot(rank=1, version=4)],
+            ),
             m.MemberReport(
                 sender=SENDER,
                 generation=3,
@@ -47,6 +56,7 @@ class Taker:
                 undo_exact=True,
                 forward_to=7,
                 can_help=True,
+                snapshots=(HeldSnapshot(1, 4),),
             ),
         ),
         (

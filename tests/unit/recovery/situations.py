@@ -6,13 +6,14 @@ walked step by step.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 
 from swift.recovery import (
     Assignment,
     Checkpoints,
+    HeldSnapshot,
     Plan,
     PlanConfig,
     Refusals,
@@ -22,7 +23,7 @@ from swift.recovery import (
 )
 from tests.unit.recovery.runs import is_inside, name, recovery_groups
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, *_ = Strategy
 NEWEST = 6
 
 
@@ -168,6 +169,30 @@ def situations(draw: st.DrawFn) -> Situation:
 
 
 @st.composite
+def snapshot_situations(draw: st.DrawFn) -> Situation:
+    """Under the strategy "snapshot": any copies of any ranks' states, in any rank's memory."""
+    situation = draw(situations())
+    ranks = sorted(situation.assignment.stages)
+    copies = st.builds(HeldSnapshot, st.sampled_from(ranks), st.integers(0, 2))
+    held = [draw(st.frozensets(copies, max_size=2 * len(ranks))) for _ in ranks]
+    if draw(st.booleans()):  # every rank keeps its own, and the one before its
+        version = draw(versions)
+        for rank, report in enumerate(situation.reports):
+            if report.version is not None or draw(st.integers(0, 3)) == 0:
+                held[rank] |= {HeldSnapshot(rank, version), HeldSnapshot(ranks[rank - 1], version)}
+    refused = draw(st.sampled_from([[], [], [], [KEEP], [SNAPSHOT], [KEEP, SNAPSHOT], [UNDO]]))
+    return replace(
+        situation,
+        reports=tuple(
+            replace(report, snapshots=tuple(sorted(copies)))
+            for report, copies in zip(situation.reports, held, strict=True)
+        ),
+        config=replace(situation.config, strategy="snapshot"),
+        refused=Refusals().and_of(refused, "refused before") if refused else Refusals(),
+    )
+
+
+@st.composite
 def plain_situations(draw: st.DrawFn) -> Situation:
     """One data-parallel rank, whole versions: what there was before replicas."""
     assignment = draw(assignments(1))
@@ -216,7 +241,7 @@ def shards_of(situation: Situation, group: list[int]) -> list[list[int]]:
 def usable(situation: Situation) -> set[Strategy]:
     """What refusals and the configuration leave of the ways that replay nothing."""
     ways = {KEEP, ROLL_FORWARD, UNDO, REPLICA} - set(situation.refused.strategies)
-    if situation.config.strategy == "replay":
+    if situation.config.strategy in ("replay", "snapshot"):
         ways.discard(REPLICA)
     return ways
 
@@ -260,7 +285,7 @@ class Expected:
     """What kind of plan, to which version."""
 
     kind: str
-    """"direct" (nothing replayed), "replay", "checkpoint", "none"."""
+    """"direct" (nothing replayed), "replay", "snapshot", "checkpoint", "none"."""
     target: int = -1
     exact: bool = True
 
@@ -268,6 +293,10 @@ class Expected:
 def expected(situation: Situation) -> Expected:
     newest = max(situation.checkpoints.versions, default=None)
     fallback = Expected("none") if newest is None else Expected("checkpoint", newest)
+    if situation.config.strategy == "snapshot" and SNAPSHOT not in situation.refused.strategies:
+        whole = [v for v in range(NEWEST + 2) if is_whole(situation, v)]
+        if whole and (newest is None or max(whole) >= newest):
+            fallback = Expected("snapshot", max(whole))
     if KEEP in situation.refused.strategies or situation.config.strategy == "checkpoint":
         return fallback
     allowed = situation.config.inexact_undo
@@ -279,7 +308,10 @@ def expected(situation: Situation) -> Expected:
         return Expected("direct", target, exactly)
     if len(together_of(situation)) == 1 and situation.config.groups.starts:
         return fallback
-    if {CATCH_UP, REPLAY} & set(situation.refused.strategies) or situation.config.strategy == "replica":
+    if {CATCH_UP, REPLAY} & set(situation.refused.strategies) or situation.config.strategy in (
+        "replica",
+        "snapshot",
+    ):
         return fallback
     somewhere = {
         version
@@ -297,6 +329,12 @@ def expected(situation: Situation) -> Expected:
                 )
                 return Expected("replay", target, exactly)
     return fallback
+
+
+def is_whole(situation: Situation, version: int) -> bool:
+    """Of every rank somebody holds a copy."""
+    there = {held.rank for r in situation.reports for held in r.snapshots if held.version == version}
+    return there == set(situation.assignment.stages)
 
 
 def bases_for(
@@ -392,6 +430,14 @@ def check_can_be_followed(situation: Situation, plan: Plan) -> None:
     by_rank = {r.rank: r for r in plan.ranks}
     assert list(by_rank) == sorted(reports)
     assert all(r.reason for r in plan.ranks)
+    if SNAPSHOT in {r.strategy for r in plan.ranks}:
+        assert plan.restores
+        for r in plan.ranks:
+            assert (r.strategy, r.from_version) == (SNAPSHOT, target)
+            (giver,) = r.sources or (r.rank,)
+            assert HeldSnapshot(r.rank, target) in reports[giver].snapshots
+            assert not r.sources or HeldSnapshot(r.rank, target) not in reports[r.rank].snapshots
+        return
     if CHECKPOINT in {r.strategy for r in plan.ranks}:
         assert plan.restores
         assert {r.from_version for r in plan.ranks} == {target}

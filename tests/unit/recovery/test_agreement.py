@@ -25,6 +25,7 @@ from tests.unit.recovery.situations import (
     expected,
     plain_situations,
     situations,
+    snapshot_situations,
 )
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
@@ -473,6 +474,12 @@ def test_the_plan_is_the_one_that_there_is_for_recovery_groups(situation: Situat
 
 
 @settings(max_examples=600, deadline=None)
+@given(snapshot_situations())
+def test_the_plan_is_the_one_that_there_is_for_snapshots(situation: Situation) -> None:
+    check_is_the_one(situation)
+
+
+@settings(max_examples=600, deadline=None)
 @given(situations())
 def test_the_plan_is_the_one_that_there_is(situation: Situation) -> None:
     check_is_the_one(situation)
@@ -489,10 +496,11 @@ def check_is_the_one(situation: Situation) -> None:
     check_can_be_followed(situation, outcome)
     strategies = {r.strategy for r in outcome.ranks}
     replays = REPLAY in strategies or any(r.from_version < outcome.target_version for r in outcome.ranks)
-    kind = "checkpoint" if outcome.restores else "replay" if replays else "direct"
+    back = "snapshot" if Strategy.SNAPSHOT in strategies else "checkpoint"
+    kind = back if outcome.restores else "replay" if replays else "direct"
     assert (kind, outcome.target_version, outcome.exact) == (wanted.kind, wanted.target, wanted.exact)
     event(", ".join(sorted(strategies)))
-    if kind != "checkpoint":
+    if not outcome.restores:
         check_ways(situation, outcome)
 
 

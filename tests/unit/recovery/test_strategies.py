@@ -8,7 +8,7 @@ from swift.recovery import STRATEGIES, Help, Plan, RankPlan, Report, Strategy
 from swift.recovery.strategies import TABLE, Begins, permitted, refused_with
 from swift.runtime.strategies import TABLE as RESTORES
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, *_ = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, *_ = Strategy
 TARGET = 7
 
 
@@ -26,7 +26,7 @@ def test_both_sides_have_every_strategy() -> None:
 
 
 def test_from_the_cheapest_to_the_costliest() -> None:
-    assert list(TABLE) == [KEEP, ROLL_FORWARD, UNDO, REPLICA, CATCH_UP, REPLAY, CHECKPOINT]
+    assert list(TABLE) == [KEEP, ROLL_FORWARD, UNDO, REPLICA, CATCH_UP, REPLAY, SNAPSHOT, CHECKPOINT]
     assert plan_of((KEEP, TARGET), (UNDO, TARGET), (REPLICA, TARGET)).costliest is REPLICA
 
 
@@ -41,9 +41,10 @@ def test_what_a_rank_reaches_by_itself() -> None:
 @pytest.mark.parametrize(
     ("setting", "excluded"),
     [
-        ("auto", set()),
-        ("replica", {CATCH_UP, REPLAY}),
-        ("replay", {REPLICA}),
+        ("auto", {SNAPSHOT}),
+        ("replica", {CATCH_UP, REPLAY, SNAPSHOT}),
+        ("replay", {REPLICA, SNAPSHOT}),
+        ("snapshot", {REPLICA, CATCH_UP, REPLAY}),
         ("checkpoint", set(Strategy) - {CHECKPOINT}),
         ("shrink", {CATCH_UP, REPLAY}),
         ("rollback", {CATCH_UP, REPLAY, ROLL_FORWARD}),
@@ -82,6 +83,7 @@ class TestWhatFollowsFromAPlan:
             (REPLAY, 5, True),
             (REPLAY, TARGET, True),
             (CHECKPOINT, TARGET, False),
+            (SNAPSHOT, TARGET, False),
         ],
     )
     def test_whose_next_step_may_be_logged_already(
@@ -91,6 +93,7 @@ class TestWhatFollowsFromAPlan:
 
     def test_what_becomes_of_the_log(self) -> None:
         assert plan_of((CHECKPOINT, TARGET)).gives_up_log
+        assert plan_of((SNAPSHOT, TARGET), (SNAPSHOT, TARGET)).gives_up_log
         assert not plan_of((REPLAY, 5), exact=False).gives_up_log
         undone = plan_of((UNDO, TARGET), exact=False)
         assert (undone.gives_up_log, undone.saves_once_running) == (True, True)
