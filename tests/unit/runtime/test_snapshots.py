@@ -1,0 +1,218 @@
+"""Copies of states in host memory: taken by threads that stand for ranks, over queues that stand for their groups."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from swift.checkpoint.state import split
+from swift.errors import ReplayRefused, UsageError
+from swift.recovery import Assignment, HeldSnapshot, RecoveryGroups
+from swift.runtime import receive_buffers
+from swift.runtime.config import SessionConfig
+from swift.runtime.faults import FaultInjector
+from swift.runtime.snapshots import Snapshots
+from swift.runtime.tensors import same_bits
+
+RANKS = 3
+
+
+class Lost(RuntimeError):
+    """As torch says it."""
+
+
+class Done:
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+class World:
+    """One rank's group of all."""
+
+    def __init__(
+        self, rank: int, wires: dict[Any, "queue.Queue[torch.Tensor]"], barrier: threading.Barrier
+    ) -> None:
+        self._rank, self._wires, self._barrier = rank, wires, barrier
+        self.lost = False
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Done:
+        self._wires.setdefault((self._rank, to, tag), queue.Queue()).put(tensors[0].clone())
+        return Done(lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Done:
+        wire = self._wires.setdefault((source, self._rank, tag), queue.Queue())
+        return Done(lambda: self._arrive(wire, tensors[0]))
+
+    def _arrive(self, wire: "queue.Queue[torch.Tensor]", room: torch.Tensor) -> None:
+        room.copy_(wire.get(timeout=3.0))
+
+    def run(self, _collective: Any) -> None:
+        if self.lost:
+            self._barrier.abort()
+        try:
+            self._barrier.wait(10.0)
+        except threading.BrokenBarrierError:
+            raise Lost("connection closed by peer") from None
+
+
+class State:
+    def __init__(self, rank: int) -> None:
+        self.rank, self.version, self.width = rank, 0, 4
+        self.weights = torch.full((self.width,), float(rank))
+
+    def step(self) -> None:
+        self.version += 1
+        self.weights += 0.5
+
+    def grow(self) -> None:
+        self.weights = torch.cat([self.weights, self.weights])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "stages": {str(self.rank): {"w": self.weights, "tied": self.weights}},
+        }
+
+
+class Job:
+    def __init__(self) -> None:
+        wires: dict[Any, queue.Queue[torch.Tensor]] = {}
+        self.barrier = threading.Barrier(RANKS)
+        self.worlds = [World(rank, wires, self.barrier) for rank in range(RANKS)]
+        self.states: list[Any] = [State(rank) for rank in range(RANKS)]
+        self.ranks = [self.fresh(rank) for rank in range(RANKS)]
+        self.assignment = Assignment.told(num_stages=RANKS, stages={rank: [rank] for rank in range(RANKS)})
+
+    def fresh(self, rank: int) -> Snapshots:
+        world: Any = self.worlds[rank]
+        nothing = FaultInjector(rank)
+        return Snapshots(rank, 2, lambda: None, self.states[rank], world, nothing, RecoveryGroups())
+
+    def take(self, generation: int = 1) -> None:
+        with ThreadPoolExecutor(RANKS) as threads:
+            ends = [
+                threads.submit(rank.take, generation, self.assignment, dict.fromkeys(range(RANKS), "a"))
+                for rank in self.ranks
+            ]
+        if errors := [error for end in ends if (error := end.exception())]:
+            raise min(errors, key=lambda error: not isinstance(error, UsageError))
+
+    def steps(self, count: int) -> None:
+        for state in self.states:
+            for _ in range(count):
+                state.step()
+
+
+def held(rank: int, version: int) -> set[HeldSnapshot]:
+    """Its own, and that of the rank before it."""
+    return {HeldSnapshot(rank, version), HeldSnapshot((rank - 1) % RANKS, version)}
+
+
+def test_each_rank_holds_its_own_copy_and_another_ones() -> None:
+    job = Job()
+    job.steps(4)
+    job.take()
+    for rank, snapshots in enumerate(job.ranks):
+        assert set(snapshots.held()) == held(rank, 4)
+    job.steps(1)  # a copy is no view of the state
+    kept = job.ranks[1].of(0, 4).state
+    assert same_bits(kept["stages"]["0"]["w"], torch.full((4,), 2.0))
+    assert kept["stages"]["0"]["tied"] is kept["stages"]["0"]["w"]
+    assert job.ranks[1].of(0, 4).digest == job.ranks[0].of(0, 4).digest
+
+
+def test_the_older_version_goes_once_all_have_the_newer_one_and_its_memory_is_used_again() -> None:
+    job = Job()
+    job.take()
+    first = {rank: _memory(job.ranks[1], rank, 0) for rank in (0, 1)}
+    job.steps(2)
+    job.take()
+    assert set(job.ranks[1].held()) == held(1, 2)
+    job.steps(2)
+    job.take()
+    assert {rank: _memory(job.ranks[1], rank, 4) for rank in (0, 1)} == first
+    job.steps(2)
+    for state in job.states:
+        state.grow()
+    job.take()  # what has another shape gets other memory
+    assert job.ranks[1].of(0, 6).state["stages"]["0"]["w"].numel() == 8
+
+
+def test_the_older_version_stands_while_not_all_have_the_newer_one() -> None:
+    job = Job()
+    job.take()
+    job.steps(2)
+    job.worlds[2].lost = True
+    with pytest.raises(Lost):
+        job.take()
+    for rank, snapshots in enumerate(job.ranks):
+        assert set(snapshots.held()) >= held(rank, 0)
+        assert job.ranks[rank].of(rank, 0).state["version"] == 0
+
+
+def test_a_generation_begins_with_one_that_leaves_the_old_one_whole_until_all_have_it() -> None:
+    job = Job()
+    job.take()
+    before = job.ranks[0].of(0, 0)
+    job.ranks[2] = job.fresh(2)
+    job.barrier.reset()
+    job.take(generation=2)
+    assert set(job.ranks[2].held()) == held(2, 0)
+    assert job.ranks[0].of(0, 0) is not before
+
+
+def test_what_is_damaged_in_memory_is_refused() -> None:
+    job = Job()
+    job.take()
+    job.ranks[1].of(0, 0).state["stages"]["0"]["w"].view(torch.uint8)[5] ^= 1
+    with pytest.raises(
+        ReplayRefused, match="rank 0 at version 0 in the memory of rank 1 is not what was taken"
+    ):
+        job.ranks[1].of(0, 0)
+    job.ranks[0].of(0, 0)
+    with pytest.raises(ReplayRefused, match="holds no snapshot of rank 2"):
+        job.ranks[1].of(2, 0)
+
+
+def test_what_is_given_up_is_forgotten() -> None:
+    job = Job()
+    job.steps(2)
+    job.take()
+    job.ranks[0].forget_above(2)
+    assert set(job.ranks[0].held()) == held(0, 2)
+    job.ranks[0].forget_above(1)
+    assert not job.ranks[0].held()
+
+
+def test_a_copy_is_given_away_in_memory_of_its_own() -> None:
+    job = Job()
+    job.take()
+    copy = job.ranks[0].of(0, 0)
+    copy.apart()["stages"]["0"]["w"].zero_()
+    job.states[0].weights += 1
+    assert job.ranks[0].of(0, 0) is copy
+
+
+def test_without_room_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive_buffers, "available_memory", lambda: 1)
+    job = Job()
+    with pytest.raises(
+        UsageError, match="no room for a snapshot of rank . on rank .*use strategy='checkpoint'"
+    ):
+        job.take()
+
+
+def test_settings() -> None:
+    with pytest.raises(UsageError, match="snapshot_every=0"):
+        SessionConfig(strategy="snapshot", snapshot_every=0)
+    assert SessionConfig(strategy="snapshot", snapshot_every=3).agreed()["snapshot_every"] == "3"
+    assert "snapshot_every" not in SessionConfig().agreed()
+
+
+def _memory(snapshots: Snapshots, rank: int, version: int) -> int:
+    tensors, _ = split(snapshots.of(rank, version).state)
+    return next(iter(tensors.values())).data_ptr()
