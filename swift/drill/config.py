@@ -103,10 +103,6 @@ class DrillConfig:
             groups=self.groups,
         )
         shrinking.check(self)
-        if self.strategy == fault_specs.SNAPSHOT and self.topology.ranks == 1:
-            raise UsageError(
-                "--strategy snapshot: another rank keeps a copy of each state; start two or more"
-            )
         if self.strategy != fault_specs.SNAPSHOT and self.snapshot_every != DEFAULTS["snapshot_every"]:
             raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot")
 

@@ -1,0 +1,115 @@
+"""Drills of the strategy "snapshot": all ranks go back to copies in host memory, and end with the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.drill_world import Outcome, Twins, drill, kills, passed
+
+pytestmark = pytest.mark.timeout(300)
+
+MATRIX = pytest.mark.matrix
+EVERY, STEP = 3, 7
+SHAPES = ((1, 2), (1, 4), (2, 2), (4, 2))
+PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
+SHOWN = [(1, 2, "reduce"), (2, 1, "backward")]
+
+
+def snapshot(stages: int, replicas: int, *words: str) -> list[str]:
+    shape = ["--stages", str(stages), "--replicas", str(replicas)]
+    return [*shape, "--strategy", "snapshot", "--snapshot-every", str(EVERY), *words]
+
+
+def spec(rank: int, phase: str, step: int = STEP) -> str:
+    where = ",microbatch=1" if phase in ("forward", "backward") else ""
+    return f"rank={rank},step={step}{where},phase={phase}"
+
+
+def exact(outcome: Outcome, *targets: int) -> dict[str, Any]:
+    """`targets`: to which versions its recoveries went back."""
+    report = passed(outcome)
+    assert report["exact"] is True
+    assert report["survivors_kept"] is True
+    assert [recovery["target_version"] for recovery in report["recoveries"]] == list(targets)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "phase"),
+    [
+        *SHOWN,
+        *(
+            pytest.param(stages, replicas, phase, marks=MATRIX)
+            for stages, replicas in SHAPES
+            for phase in PHASES
+            if (stages, replicas, phase) not in SHOWN
+        ),
+    ],
+)
+def test_all_go_back_to_the_newest_one(
+    stages: int, replicas: int, phase: str, twins: Twins, tmp_path: Path
+) -> None:
+    words = snapshot(stages, replicas)
+    report = exact(drill(*words, *kills(spec(1, phase)), twins=twins, at=tmp_path), STEP // EVERY * EVERY)
+    assert set(report["strategy"].values()) == {"snapshot"}
+    assert report["steps_lost"] <= EVERY + 1
+    shown = report["snapshot"]
+    assert shown["bytes_held_max"] > 2 * shown["bytes_own"]
+    sources = {entry["rank"]: entry["source"] for entry in shown["restored"]}
+    assert sources.pop(1) in report["snapshot"]["partners"]["1"]
+    assert all(source == rank for rank, source in sources.items())
+
+
+@MATRIX
+def test_while_a_wait_free_step_is_half_applied(twins: Twins, tmp_path: Path) -> None:
+    words = snapshot(2, 2, "--updates", "wait_free")
+    exact(drill(*words, *kills(spec(1, "update")), twins=twins, at=tmp_path), STEP // EVERY * EVERY)
+
+
+def test_while_the_copies_pass_from_rank_to_rank_the_older_ones_stand(twins: Twins, tmp_path: Path) -> None:
+    outcome = drill(*snapshot(2, 1), *kills("rank=1,step=6,phase=snapshot"), twins=twins, at=tmp_path)
+    exact(outcome, 3)
+
+
+@MATRIX
+def test_two_one_after_the_other(twins: Twins, tmp_path: Path) -> None:
+    specs = [spec(1, "backward", 4), spec(2, "reduce", 11)]
+    exact(drill(*snapshot(2, 2), *kills(*specs), twins=twins, at=tmp_path), 3, 9)
+
+
+@MATRIX
+def test_the_keeper_right_after_the_rank_that_it_keeps_for(twins: Twins, tmp_path: Path) -> None:
+    """A generation begins with a snapshot: whoever is new holds no copies."""
+    specs = [spec(0, "backward", 7), spec(1, "backward", 8)]
+    exact(drill(*snapshot(2, 1), *kills(*specs), twins=twins, at=tmp_path), 6, 6)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=MATRIX)])
+def test_another_one_while_they_go_back(rank: int, twins: Twins, tmp_path: Path) -> None:
+    """Rank 1's copy is sent by rank 2, or by the one that has it from there."""
+    keeper = 2 if rank == 0 else 1
+    specs = [spec(1, "backward"), f"rank={keeper},phase=copy"]
+    report = passed(drill(*snapshot(2, 2), *kills(*specs), twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    (recovery,) = report["recoveries"]
+    assert recovery["plans"] == 2
+
+
+def test_a_rank_and_its_keeper_at_once_the_checkpoint_stands_behind(twins: Twins, tmp_path: Path) -> None:
+    specs = [spec(1, "idle"), spec(2, "idle")]
+    report = passed(drill(*snapshot(4, 1), *kills(*specs), twins=twins, at=tmp_path))
+    assert set(report["strategy"].values()) == {"checkpoint"}
+    assert "no snapshot of rank 1 is left" in report["reason"]
+    assert report["recoveries"][0]["target_version"] in (0, 5), "it is saved beside training"
+    assert report["exact"] is True
+
+
+@MATRIX
+def test_a_bit_that_flips_on_the_way_is_noticed_and_the_checkpoint_stands_behind(
+    twins: Twins, tmp_path: Path
+) -> None:
+    report = passed(
+        drill(*snapshot(2, 1), *kills(spec(1, "backward"), "corrupt=copy,rank=1"), twins=twins, at=tmp_path)
+    )
+    assert set(report["strategy"].values()) == {"checkpoint"}

@@ -1,0 +1,177 @@
+"""Drills of the strategy "snapshot": what can be asked for, and its verdict with each piece of evidence broken."""
+
+import copy
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from swift.drill import report
+from swift.drill.command import parse
+from swift.drill.facts import Evidence, Facts
+from swift.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift.errors import UsageError
+from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
+
+EVERY, TARGET, VICTIM = 3, 6, 2
+Events = list[dict[str, Any]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (
+            "--stages 2 --snapshot-every 5 --kill rank=1,step=3",
+            "--snapshot-every 5 needs --strategy snapshot",
+        ),
+        ("--stages 2 --strategy snapshot --snapshot-every 0 --kill rank=1,step=3", "must be 1 to"),
+        ("--stages 2 --kill rank=1,step=3,phase=snapshot", "--strategy snapshot takes them"),
+        ("--stages 2 --strategy snapshot --kill rank=1,phase=copy", "nothing copies unless another --kill"),
+        ("--stages 2 --strategy snapshot --kill rank=1,step=3 --kill rank=0,phase=replay", "replays nothing"),
+        (
+            "--stages 2 --strategy snapshot --kill rank=1,step=3 --kill corrupt=log,step=3",
+            "never reads the log",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(arguments.split())
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rerun_is_the_same_drill() -> None:
+    kills = "--kill rank=1,step=4,phase=snapshot --kill rank=0,phase=copy --kill corrupt=copy,rank=1"
+    asked = parse(f"--stages 2 --strategy snapshot --snapshot-every 2 {kills}".split())
+    assert parse(shlex.split(asked.rerun())[2:]) == asked
+
+
+def take(trace: Trace, version: int, ranks: Sequence[int] = range(RANKS)) -> None:
+    for rank in ranks:
+        trace.rank(
+            rank,
+            "snapshot_taken",
+            version=version,
+            digest=f"{rank}@{version}",
+            kept_for=[(rank - 1) % RANKS],
+            bytes=100,
+            kept_bytes=110,
+            copy_s=0.1,
+            pass_s=0.2,
+            seconds=0.3,
+        )
+
+
+def steps(trace: Trace, first: int, behind: int) -> None:
+    for step in range(first, behind):
+        trace.step(step)
+        if (step + 1) % EVERY == 0:
+            take(trace, step + 1)
+
+
+def trace_of(target: int = TARGET, strategy: str = "SNAPSHOT") -> Trace:
+    trace = Trace()
+    trace.state("FORMING", 1)
+    trace.state("RUNNING", 1)
+    take(trace, 0)
+    steps(trace, 0, KILL_STEP)
+    trace.kill(VICTIM, KILL_STEP)
+    trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
+    trace.state("PLANNING", 2, 0.03)
+    trace.plan(2, target, dict.fromkeys(range(RANKS), (strategy, target)))
+    trace.state("RECOVERING", 2, 0.04)
+    for rank in range(RANKS):
+        where = {"generation": 2, "version": target}
+        trace.rank(rank, "restore_begin", generation=2)
+        source = (rank + 1) % RANKS if rank == VICTIM else rank
+        if strategy == "SNAPSHOT":
+            trace.rank(
+                rank,
+                "snapshot_restored",
+                digest=f"{rank}@{target}",
+                source=source,
+                bytes=100,
+                seconds=0.1,
+                **where,
+            )
+        trace.rank(rank, "restore_end", **where)
+    trace.state("RUNNING", 2)
+    take(trace, target)
+    steps(trace, target, STEPS)
+    trace.finish()
+    return trace
+
+
+def evidence(events: Events | None = None, target: int = TARGET) -> Evidence:
+    return good(digests=digests((target, 2)), events=trace_of().events if events is None else events)
+
+
+def built(found: Evidence) -> dict[str, Any]:
+    return report.build(Facts.of(config(strategy="snapshot", snapshot_every=EVERY), found))
+
+
+def test_all_went_back_to_the_newest_one() -> None:
+    result = built(evidence())
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["exact"] is True
+    assert result["steps_lost"] == KILL_STEP - TARGET
+    shown = result["snapshot"]
+    assert shown["every"] == EVERY
+    assert shown["partners"] == {str(rank): [(rank + 1) % RANKS] for rank in range(RANKS)}
+    assert (shown["bytes_own"], shown["bytes_held_max"]) == (100, 420)
+    assert {entry["rank"]: entry["source"] for entry in shown["restored"]} == {0: 0, 1: 1, 2: 3, 3: 3}
+    assert (shown["seconds_median"], shown["restore_seconds_max"]) == (0.3, 0.1)
+
+
+def test_an_older_one_is_not_enough() -> None:
+    result = built(evidence(trace_of(target=3).events, target=3))
+    assert result["verdict"] == FAIL
+    assert "to version 3, and 6 was whole" in result["reason"]
+
+
+def test_a_checkpoint_is_not_enough_while_one_is_whole() -> None:
+    result = built(evidence(trace_of(target=5, strategy="CHECKPOINT").events, target=5))
+    assert result["verdict"] == FAIL
+    assert "fell back to a checkpoint" in result["reason"]
+
+
+def test_a_checkpoint_stands_behind_if_its_keeper_is_lost_too() -> None:
+    trace = trace_of(target=5, strategy="CHECKPOINT")
+    events = copy.deepcopy(trace.events)
+    for event in events:
+        if event["event"] == "plan":
+            event["reason"] = "every rank restores the checkpoint of version 5: no snapshot of rank 2 is left"
+    at = next(i for i, event in enumerate(events) if event["event"] == "fault")
+    events.insert(at, {**events[at], "rank": 3, "pid": 103, "who": "rank3", "id": "fault0"})
+    result = built(evidence(events, target=5))
+    answers = {check["name"]: check["answer"] for check in result["checks"]}
+    assert answers["the strategy was the one asked for"] is True
+    assert answers["all went back to the newest whole snapshot"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "word"),
+    [
+        (lambda event: event.update(digest="another"), FAIL, "rank 2 at version 6"),
+        (lambda event: event.update(version=7), INCONCLUSIVE, "no record"),
+    ],
+)
+def test_what_is_restored_is_what_was_taken(change: Callable[[Any], None], verdict: str, word: str) -> None:
+    events = copy.deepcopy(trace_of().events)
+    for event in events:
+        if event["event"] == "snapshot_restored" and event["rank"] == VICTIM:
+            change(event)
+    result = built(evidence(events))
+    assert result["verdict"] == verdict
+    assert word in result["reason"]
+
+
+def test_without_a_record_of_going_back_there_is_no_verdict() -> None:
+    events = [event for event in trace_of().events if event["event"] != "snapshot_restored"]
+    assert built(evidence(events))["verdict"] == INCONCLUSIVE
+
+
+def test_other_strategies_have_no_section() -> None:
+    assert report.build(Facts.of(config(), good()))["snapshot"] is None
