@@ -37,7 +37,7 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
 
     updates.undo = fails  # type: ignore[method-assign]
     nothing: Any = None
-    restorer = Restorer(0, nothing, nothing, state, nothing, FaultInjector(0), nothing, 60.0)
+    restorer = Restorer(0, nothing, nothing, state, nothing, FaultInjector(0), nothing, 60.0, nothing)
     plan = published(0, RankPlan(rank=0, strategy=Strategy.UNDO, from_version=0, reason=""))
     with pytest.raises(ReplayRefused, match="made parameters NaN"):
         restorer.follow(plan, nothing, [], lambda: None)
@@ -354,7 +354,7 @@ def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], che
         check=lambda: None,
     )
     nothing: Any = None
-    return Restorer(0, member, log, state, store, FaultInjector(0), nothing, 60.0)
+    return Restorer(0, member, log, state, store, FaultInjector(0), nothing, 60.0, nothing)
 
 
 @pytest.mark.parametrize("setting", ["wait", ""])
