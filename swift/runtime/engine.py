@@ -104,7 +104,7 @@ class Engine:
         self.log = OwnLog(rank, config, member, channel)
         every = config.snapshot_every if config.strategy == "snapshot" else 0
         groups = RecoveryGroups.parse(config.groups)
-        self._snapshots = Snapshots(rank, every, member.check, state, world, faults, groups)
+        self._snapshots = Snapshots(rank, every, member, state, world, faults, groups)
         self._restorer = Restorer(
             rank, member, channel, state, store, faults, world, config.replay_stall_s, self._snapshots
         )

@@ -14,9 +14,9 @@ The older copies' memory is kept for the next ones: a rank needs four times its 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from swift import events
 from swift.checkpoint.shard import Snapshot
@@ -30,6 +30,13 @@ from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.membership import Membership
 from swift.runtime.replica import Transfer, digest_of, receive_state, send_state
 from swift.runtime.state import TrainerState
+
+
+class Checks(Protocol):
+    """This process, as a member of the job."""
+
+    def check(self) -> None:
+        """Raises if a newer generation is published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +65,7 @@ class Snapshots:
         self,
         rank: int,
         every: int,
-        check: Callable[[], None],
+        member: Checks,
         state: TrainerState,
         world: ReconfigurableGroup,
         faults: FaultInjector,
@@ -67,7 +74,7 @@ class Snapshots:
         """`every`: steps between two snapshots; 0: none is ever taken. `groups`: which ranks are lost together."""
         self._rank = rank
         self._every = every
-        self._check = check
+        self._member = member
         self._state = state
         self._world = world
         self._faults = faults
@@ -108,7 +115,12 @@ class Snapshots:
         for kept in self._transfers(assignment, hosts):
             if kept[0] == rank:
                 sent = send_state(
-                    _transfer(kept, version), rank, own.state, self._check, self._transferring, self._world
+                    _transfer(kept, version),
+                    rank,
+                    own.state,
+                    self._member.check,
+                    self._transferring,
+                    self._world,
                 )
                 own = fresh[rank] = Copy(state=own.state, digest=sent.digest, bytes=own.bytes)
                 self.put(rank, version, own)
@@ -146,7 +158,7 @@ class Snapshots:
                 _transfer(kept, version),
                 self._rank,
                 into,
-                self._check,
+                self._member.check,
                 wire=self._world,
                 shapes_may_differ=True,
             )

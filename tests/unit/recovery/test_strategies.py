@@ -46,8 +46,8 @@ def test_what_a_rank_reaches_by_itself() -> None:
         ("replay", {REPLICA, SNAPSHOT}),
         ("snapshot", {REPLICA, CATCH_UP, REPLAY}),
         ("checkpoint", set(Strategy) - {CHECKPOINT}),
-        ("shrink", {CATCH_UP, REPLAY}),
-        ("rollback", {CATCH_UP, REPLAY, ROLL_FORWARD}),
+        ("shrink", {CATCH_UP, REPLAY, SNAPSHOT}),
+        ("rollback", {CATCH_UP, REPLAY, ROLL_FORWARD, SNAPSHOT}),
     ],
 )
 def test_what_is_permitted(setting: str, excluded: set[Strategy]) -> None:

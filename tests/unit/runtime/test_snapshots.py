@@ -78,6 +78,10 @@ class State:
         }
 
 
+class Member:
+    def check(self) -> None: ...
+
+
 class Job:
     def __init__(self) -> None:
         wires: dict[Any, queue.Queue[torch.Tensor]] = {}
@@ -90,7 +94,7 @@ class Job:
     def fresh(self, rank: int) -> Snapshots:
         world: Any = self.worlds[rank]
         nothing = FaultInjector(rank)
-        return Snapshots(rank, 2, lambda: None, self.states[rank], world, nothing, RecoveryGroups())
+        return Snapshots(rank, 2, Member(), self.states[rank], world, nothing, RecoveryGroups())
 
     def take(self, generation: int = 1) -> None:
         with ThreadPoolExecutor(RANKS) as threads:
