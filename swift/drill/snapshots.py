@@ -22,15 +22,18 @@ def checks(facts: Facts) -> list[Check]:
 
 
 def may_fall_back(facts: Facts) -> bool:
-    """(to a checkpoint) No snapshot is whole any more, or one was refused."""
+    """(to a checkpoint) No snapshot is whole any more, the checkpoint is newer, or a snapshot was refused."""
     if facts.asked.strategy != SNAPSHOT:
         return False
     corrupt = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
-    return corrupt or all(
-        _newest_whole(facts, recovery) is None and "no snapshot of rank" in recovery.fell_back
-        for recovery in facts.recoveries
-        if recovery.fell_back
-    )
+    return corrupt or all(_had_to(facts, recovery) for recovery in facts.recoveries if recovery.fell_back)
+
+
+def _had_to(facts: Facts, recovery: Recovery) -> bool:
+    newest = _newest_whole(facts, recovery)
+    if newest is None:
+        return "no snapshot of rank" in recovery.fell_back
+    return recovery.target_version is not None and recovery.target_version > newest
 
 
 def _went_back(recovery: Recovery) -> bool:

@@ -137,6 +137,11 @@ def test_a_checkpoint_is_not_enough_while_one_is_whole() -> None:
     assert "fell back to a checkpoint" in result["reason"]
 
 
+def test_a_newer_checkpoint_may_be_taken() -> None:
+    result = built(evidence(trace_of(target=7, strategy="CHECKPOINT").events, target=7))
+    assert result["verdict"] == PASS, result["reason"]
+
+
 def test_a_checkpoint_stands_behind_if_its_keeper_is_lost_too() -> None:
     trace = trace_of(target=5, strategy="CHECKPOINT")
     events = copy.deepcopy(trace.events)
