@@ -452,7 +452,8 @@ class ReplacingAgent(SimpleElasticAgent):
         fenced = {member.incarnation for member in view.fenced} & self._vacated.keys()
         held = {member.rank for member in view.members}
         for child in [self._vacated.pop(incarnation) for incarnation in sorted(fenced)]:
-            if child.rank not in {*view.vacant, *held} and self.outcome is None:
+            # The members of a communicator decide themselves what follows: nobody of theirs moves.
+            if view.shrinks and child.rank not in {*view.vacant, *held} and self.outcome is None:
                 self._move(child)
 
     def _move(self, lost: Child) -> None:
