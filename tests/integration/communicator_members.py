@@ -413,13 +413,21 @@ def unlike(communicator: Communicator, seen: Seen) -> None:
         seen["error"] = str(error)
 
 
+def _wait_as_replacement(may_join: Path) -> None:
+    """Until that file is there, if another process has had this rank before."""
+    try:
+        may_join.with_name(f"rank-{os.environ['RANK']}-began").touch(exist_ok=False)
+    except FileExistsError:
+        while not may_join.exists():
+            time.sleep(0.005)
+
+
 def main() -> None:
     """SCENARIO may be several, with a comma between them: the same members go through one after the other. What
     replaces a lost process joins once the file MAY_JOIN is there."""
     scenarios, directory = sys.argv[1].split(","), Path(sys.argv[2])
-    may_join = os.environ.get("MAY_JOIN")
-    while may_join and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) and not Path(may_join).exists():
-        time.sleep(0.005)
+    if may_join := os.environ.get("MAY_JOIN"):
+        _wait_as_replacement(Path(may_join))
     with swift.Communicator.from_env() as communicator:
         slot = communicator.slot
         seen: dict[str, Seen] = {name: {"slot": slot} for name in scenarios}
