@@ -9,7 +9,7 @@ frame. What was appended and is not durable can be taken back (`abandon`), nothi
 by sequence, to recognise one that is sent again, and by key, to refuse a second one of the same name.
 
 Per job there is one granted generation, which only rises (`fence`), and one step below which everything is
-trimmed, which only rises too.
+trimmed, which rises until a `reset`: what comes behind that may begin at an older checkpoint.
 """
 
 from typing import Any
@@ -287,7 +287,9 @@ class LogCore:
         return changed
 
     def reset(self, job: JobState) -> list[StreamState]:
-        """Drops every record of the job; sequences go on. (The caller has waited until all are durable.)"""
+        """Drops every record of the job; sequences go on, and any step may come again. (The caller has waited until all
+        are durable.)"""
+        job.trimmed_below_step = job.trim_wanted = job.trim_recorded = 0
         for stream in job.streams.values():
             assert stream.durable == stream.appended, "a reset waits until everything is durable"
             self.empty(stream)

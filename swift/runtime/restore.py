@@ -102,7 +102,7 @@ class Restorer:
             site.snapshots.forget_above(plan.target_version)
         for copy in plan.copies:
             TABLE[copy.strategy].copy(site, copy)
-        if plan.was_logged(self._rank) or not self._state.lived:
+        if not plan.gives_up_log and (plan.was_logged(self._rank) or not self._state.lived):
             # By a process that held the rank before, or by this one, which has forgotten it.
             self._own.expect(writer, log_servers, mine.from_version)
         if site.copied is not None:

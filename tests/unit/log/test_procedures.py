@@ -110,6 +110,24 @@ def test_a_server_that_has_lost_a_job_neither_fences_nor_resets_it_as_one_that_i
     assert state.core.generation_of(JOB) == 3
 
 
+def test_behind_a_reset_steps_that_were_trimmed_may_come_again() -> None:
+    """All ranks have gone back to a checkpoint before the one that the log was trimmed for."""
+    storage = MemoryStorage()
+    state = started(storage)
+    carry_out(state, procedures.fence(state, JOB, 1, 0.0))
+    for sequence in range(4):
+        append(state, sequence)
+    job = state.core.job(JOB)
+    carry_out(state, procedures.trim(state, job, 3))
+    assert state.core.check_readable(job, 1) is not None
+    carry_out(state, procedures.fence(state, JOB, 2, 0.0))
+    carry_out(state, procedures.reset(state, JOB, 2))
+    assert state.core.check_readable(job, 1) is None
+    assert started(storage).core.job(JOB).trimmed_below_step == 0
+    assert carry_out(state, procedures.trim(state, job, 2)), "it is trimmed anew"
+    assert (job.trimmed_below_step, job.trim_recorded) == (2, 2)
+
+
 def test_a_reset_that_was_not_recorded_is_carried_out_again() -> None:
     state = started(MemoryStorage())
     carry_out(state, procedures.fence(state, JOB, 1, 0.0))
