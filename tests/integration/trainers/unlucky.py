@@ -1,12 +1,15 @@
 """A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY [NON_FINITE_LOSS]]]`.
 
-MISHAPS is a JSON list of {"rank", "step", "at", "what", "times"}: `what` happens at that place of that step, so many
-times (default 1) in all processes of the rank together. Places: "step" (its begin), "forward", "backward", "vote" (in
+MISHAPS is a JSON list of {"rank", "step", "at", "what", "times", "behind"}: `what` happens at that place of that step,
+so many times (default 1) in all processes of the rank together, and not before the mishap with the number `behind` of
+the list has happened. Places: "step" (its begin), "forward", "backward", "vote" (in
 the optimizer), "replay" (of any step), "build" (while groups are connected), "made" (before `run`), "first" (before
 the session), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset; with
 "terminate" the launcher gets SIGTERM, the step goes on when a last checkpoint is agreed on, and `LEAVES_WITHIN` steps
 later the process stands still; with "nan" the data of the step are not numbers; "slow" takes a tenth of a second.
-"stop" ends the run, in replays as well; "die with the word" kills the rank once it has said that it is at its end.
+"raise when saved" and "die when told" wait until the checkpoint that was due last is complete; the second one then
+makes "there<step>" and waits for "die<step>". "stop" ends the run, in replays as well; "die with the word" kills the
+rank once it has said that it is at its end.
 """
 
 import ctypes
@@ -74,6 +77,8 @@ def happen(at: str, step: int = -1) -> None:
         replaying = "session" in globals() and session.replaying
         if replaying and at != "replay" and mishap["what"] != "stop":
             continue
+        if "behind" in mishap and not (DIRECTORY / f"mishap{mishap['behind']}").exists():
+            continue
         done = DIRECTORY / f"mishap{number}"
         times = len(done.read_text()) if done.exists() else 0
         if times >= mishap.get("times", 1):
@@ -91,6 +96,15 @@ def suffer(what: str, times: int) -> None:
             raise ValueError("boom")
         case "raise other":
             raise ValueError(f"boom no. {times}")
+        case "raise when saved":
+            await_checkpoint()
+            raise ValueError("boom")
+        case "die when told":
+            await_checkpoint()
+            (DIRECTORY / f"there{now}").touch()
+            while not (DIRECTORY / f"die{now}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             raise SystemExit(7)
         case "_exit":
@@ -119,6 +133,10 @@ def suffer(what: str, times: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             session._member.client.finish = say_and_die  # type: ignore[method-assign]
+
+
+def await_checkpoint() -> None:
+    session._member.watcher.wait_for(lambda view: now - now % EVERY in view.checkpoints, 60.0)
 
 
 def reset_while_building() -> None:
