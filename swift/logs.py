@@ -57,7 +57,15 @@ _WARNINGS = {
         "not_removed",
         "trim_failed",
     ),
-    *("manifest_not_saved", "lease_expired", "suspect", "fenced", "refused", "log_server_blocked"),
+    *(
+        "manifest_not_saved",
+        "lease_expired",
+        "suspect",
+        "place_unfit",
+        "fenced",
+        "refused",
+        "log_server_blocked",
+    ),
     *("job_set_apart", "audit_failed", "log_server_lost", "not_exact"),
     *("member_exited", "checkpoint_untold", "checkpoint_failed", "checkpoint_unsaved"),
 }

@@ -28,6 +28,12 @@ def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
     return generation < row.generation
 
 
+def check_rank(row: JobRow, rank: int) -> None:
+    """There is such a rank."""
+    if not 0 <= rank < row.world_size:
+        raise Refusal(Refused.INVALID, f"rank {rank} is not one of 0 to {row.world_size - 1}")
+
+
 def check_join(row: JobRow, join: m.Join) -> None:
     """Raises Refusal unless this process may take its rank: the job is under way and alike, and the rank is free."""
     if row.state.is_over and not (comes_back(row, join) or _has_joined(row, join)):
@@ -38,8 +44,7 @@ def check_join(row: JobRow, join: m.Join) -> None:
             Refused.MISMATCH,
             f"rank {join.rank} says world size {join.world_size}, job {row.job} has {row.world_size}",
         )
-    if not 0 <= join.rank < row.world_size:
-        raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
+    check_rank(row, join.rank)
     for what, mine, theirs in (
         ("configuration", row.config, join.config),
         ("fingerprint", row.fingerprint, join.fingerprint),

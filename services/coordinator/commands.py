@@ -151,6 +151,8 @@ class MemberExited:
     """Empty: whoever holds the rank with this pid."""
     pid: int
     exit_code: int
+    unfit: str = ""
+    """Nobody has exited: why the rank's place has failed the launcher's health check."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,7 @@ from services.coordinator.command_checks import (
     check_first,
     check_holder,
     check_join,
+    check_rank,
     check_ready,
     is_stale,
 )
@@ -96,7 +97,7 @@ class Job(Transitions):
                 self.measured[command.sender.rank] = command.measured
                 return []
             case m.MemberExited():
-                return self._exited(command)
+                return self._unfit(command, now) if command.unfit else self._exited(command)
             case m.Suspect():
                 return self._suspect(command, now)
             case m.Differs():
@@ -395,6 +396,13 @@ class Job(Transitions):
         if ends := self.setbacks.exit(rank, exited.exit_code):
             return [event, *self.become_failed(ends, launcher_code(exited.exit_code))]
         return [event, *self._deaths({rank: why}, {})]
+
+    def _unfit(self, place: m.MemberExited, now: float) -> list[Effect]:
+        """It is shown. The rank has no process, which is what the others wait for."""
+        check_rank(self.row, place.rank)
+        if not self.row.state.is_over:
+            self.suspicions.say(place.rank, place.unfit, now, 0, unfit=True)
+        return [self._event("place_unfit", rank=place.rank, reason=place.unfit)]
 
     def _lost_after_the_end(self, rank: int, why: str) -> list[Effect]:
         """It may have had files to save: its rank is free for another process, if that finds the state there."""

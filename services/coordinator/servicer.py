@@ -260,6 +260,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 incarnation=request.incarnation,
                 pid=request.pid,
                 exit_code=request.exit_code,
+                unfit=_said(request.unfit, LONGEST_REASON),
             ),
         )
 

@@ -67,6 +67,8 @@ class Suspicion:
     age_s: float
     told: bool
     """By the rank, of what it met: that says nothing against the rank itself."""
+    unfit: bool = False
+    """By its launcher: the rank's place has failed the health check."""
 
 
 class Suspicions:
@@ -75,17 +77,20 @@ class Suspicions:
     def __init__(self, steps: StepClock) -> None:
         self._steps = steps
         self._said: dict[int, tuple[str, float, int]] = {}
+        self._unfit: set[int] = set()
 
-    def say(self, rank: int, reason: str, now: float, generation: int) -> bool:
+    def say(self, rank: int, reason: str, now: float, generation: int, *, unfit: bool = False) -> bool:
         """False: it has said so before, and does until a newer generation comes."""
         known = self._said.get(rank)
         if known is not None and known[2] == generation and generation:
             return False
         self._said[rank] = (reason, now, generation)
+        (self._unfit.add if unfit else self._unfit.discard)(rank)
         return True
 
     def clear(self) -> None:
         self._said.clear()
+        self._unfit.clear()
 
     def due(self, row: JobRow, older_s: float, now: float) -> str:
         """A connection that broke in this generation, so long ago that a death would be known. Empty: there is none."""
@@ -99,7 +104,7 @@ class Suspicions:
     def all(self, row: JobRow, now: float) -> list[Suspicion]:
         """What is suspected now: what ranks have said, and, while RUNNING, steps past their bound (ages in seconds)."""
         said = [
-            Suspicion(rank=rank, reason=reason, age_s=now - at, told=True)
+            Suspicion(rank=rank, reason=reason, age_s=now - at, told=True, unfit=rank in self._unfit)
             for rank, (reason, at, _) in sorted(self._said.items())
         ]
         if row.state is not State.RUNNING:

@@ -97,7 +97,7 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
         for rank in sorted(job.row.holders)
     ]
     suspicions = [
-        pb.Suspicion(rank=one.rank, reason=one.reason, age_s=one.age_s, told=one.told)
+        pb.Suspicion(rank=one.rank, reason=one.reason, age_s=one.age_s, told=one.told, unfit=one.unfit)
         for one in job.suspicions.all(job.row, now)
     ]
     servers = [

@@ -1466,6 +1466,7 @@ class ExitRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
+    UNFIT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -1473,6 +1474,8 @@ class ExitRequest(_message.Message):
     pid: _builtins.int
     exit_code: _builtins.int
     """negative: killed by that signal"""
+    unfit: _builtins.str
+    """Nobody has exited: the rank's place has failed the launcher's health check, and why. No process gets it now."""
     def __init__(
         self,
         *,
@@ -1481,10 +1484,11 @@ class ExitRequest(_message.Message):
         incarnation: _builtins.str = ...,
         pid: _builtins.int = ...,
         exit_code: _builtins.int = ...,
+        unfit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "incarnation", b"incarnation", "job", b"job", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "incarnation", b"incarnation", "job", b"job", "pid", b"pid", "rank", b"rank", "unfit", b"unfit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2289,11 +2293,14 @@ class Suspicion(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     TOLD_FIELD_NUMBER: _builtins.int
+    UNFIT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     reason: _builtins.str
     age_s: _builtins.float
     told: _builtins.bool
     """by the rank, of what it met: that says nothing against the rank itself"""
+    unfit: _builtins.bool
+    """by its launcher: the rank's place has failed the health check"""
     def __init__(
         self,
         *,
@@ -2301,10 +2308,11 @@ class Suspicion(_message.Message):
         reason: _builtins.str = ...,
         age_s: _builtins.float = ...,
         told: _builtins.bool = ...,
+        unfit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "rank", b"rank", "reason", b"reason", "told", b"told"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "rank", b"rank", "reason", b"reason", "told", b"told", "unfit", b"unfit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -347,6 +347,10 @@ class CoordinatorClient(PatientLine):
             pb.ExitRequest(job=self.job, rank=rank, incarnation=incarnation, pid=pid, exit_code=exit_code),
         )
 
+    def place_unfit(self, rank: int, reason: str) -> None:
+        """(launcher) No process gets the place of that rank now: it has failed its health check. It is only shown."""
+        self._call(self._stub.MemberExited, pb.ExitRequest(job=self.job, rank=rank, unfit=reason))
+
     def fail(self, reason: str, patience_s: float | None = None) -> None:
         """(rank, launcher) The job cannot go on. Every member sees FAILED with the reason."""
         me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")

@@ -58,11 +58,7 @@ def lines(status: pb.StatusReply) -> list[str]:
             line += f"; {unsaved_words(rank.unsaved, max(view.checkpoints, default=0))}"
         out.append(line)
     out += [f"rank {slot}: its slot is vacant" for slot in view.vacant]
-    out += [
-        f"rank {suspicion.rank} said {suspicion.age_s:.0f} s ago: {suspicion.reason}"
-        for suspicion in status.suspicions
-        if suspicion.told
-    ]
+    out += [_told_words(suspicion) for suspicion in status.suspicions if suspicion.told]
     return out + _late_words([suspicion for suspicion in status.suspicions if not suspicion.told])
 
 
@@ -82,6 +78,12 @@ def goes_on_words(view: pb.View) -> str:
         pb.FINISHED: f"; started again with more steps it goes on at step {newest}",
     }
     return f"newest checkpoint: version {newest}{again.get(view.state, '')}"
+
+
+def _told_words(told: pb.Suspicion) -> str:
+    if told.unfit:
+        return f"rank {told.rank}: its place failed the health check {told.age_s:.0f} s ago ({told.reason})"
+    return f"rank {told.rank} said {told.age_s:.0f} s ago: {told.reason}"
 
 
 def _late_words(late: Sequence[pb.Suspicion]) -> list[str]:

@@ -4,8 +4,10 @@ command     flags -> LaunchPlan -> run
 agent       torch's elastic agent with children of its own: replaces a rank, restarts nobody else
 children    processes: start, hand a rank to, signal, reap
 forkserver  imports once what ranks need, and forks them
+health      the operator's health check, and one run of it (check_runner: its own process; place_checks: which places)
 decisions   what to do about an exit and a View; pure
 link        notices to the coordinator (own thread), Views from it
+machines    how machines know of each other, from the flags
 rendezvous  which machine is which: there is one, or they have numbers
 meeting     or they meet at the coordinator
 torch_names every private torch name, checked at import

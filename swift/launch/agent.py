@@ -14,17 +14,28 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.told import Told
-from swift.launch.beside import room_for_one_more
+from swift.launch.beside import Vacated, room_for_one_more
 from swift.launch.children import Child, Nursery
-from swift.launch.decisions import Action, Situation, Verdict, delay_s, judge_exit
+from swift.launch.decisions import (
+    Action,
+    Outcome,
+    Situation,
+    Verdict,
+    check_delay_s,
+    delay_s,
+    judge_check,
+    judge_exit,
+    outcome_of,
+)
+from swift.launch.health import HealthCheck
 from swift.launch.leaving import Leaving
 from swift.launch.link import CoordinatorLink
-from swift.launch.ranks import Output, RankProgram, make_assignment, rank_env
+from swift.launch.place_checks import WaitingPlaces
+from swift.launch.ranks import Output, RankProgram, make_assignment, place_env, rank_env, workers_of
 from swift.launch.rendezvous import Rendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
@@ -46,6 +57,8 @@ LEFT_S = 5.0
 """A rank that has ended with 0 is looked for in the View this long: it may show that the job has just finished."""
 SETTLE_S = 0.5
 """Once the job fails, ranks may end by themselves this long: what they print and return says why."""
+CHECK_HOLDS_S = 60.0
+"""A machine that has waited longer than this for its place in the job is checked again."""
 
 
 def say(line: str) -> None:
@@ -53,25 +66,8 @@ def say(line: str) -> None:
 
 
 def _has_run(view: pb.View | None) -> bool:
-    """The job has left FORMING, as far as this View shows it."""
+    """The job has left FORMING, as far as is seen."""
     return view is not None and view.state not in (pb.FORMING, pb.FAILED, pb.STOPPED)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Due:
-    """A rank that gets another process, but not yet."""
-
-    at: float
-    reason: str
-    generation: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How the launcher ends."""
-
-    exit_code: int
-    line: str = ""
 
 
 class ReplacingAgent(SimpleElasticAgent):
@@ -93,6 +89,7 @@ class ReplacingAgent(SimpleElasticAgent):
         link: CoordinatorLink,
         gate: SignalGate,
         last_checkpoint_s: float = 0.0,
+        health_check: HealthCheck | None = None,
     ) -> None:
         super().__init__(spec)
         self._job = job
@@ -102,6 +99,9 @@ class ReplacingAgent(SimpleElasticAgent):
         self._nursery = nursery
         self._link = link
         self._gate = gate
+        self._waiting = WaitingPlaces(
+            health_check, nursery, lambda local_rank: place_env(spec, local_rank, job)
+        )
         self._leaving = Leaving(gate, link, last_checkpoint_s)
         self._machines = machines
         self._ranks: dict[int, Child] = {}
@@ -111,8 +111,6 @@ class ReplacingAgent(SimpleElasticAgent):
         self._left_at: dict[int, float] = {}
         """By local rank: when a process of it ended with 0 while the job, as far as is known, is not over."""
         self._replacements_left = spec.max_restarts
-        self._due: dict[int, _Due] = {}
-        """By local rank: those that wait for another process."""
         self._attempts: Counter[int] = Counter()
         """By local rank: deaths since the job last ran."""
         self._deaths: Counter[int] = Counter()
@@ -128,9 +126,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._last_death: tuple[float, int] | None = None
         """Time and generation of the newest death whose recovery is not over."""
         self._lost_code = 0
-        self._vacated: dict[str, Child] = {}
-        """By incarnation: processes that were lost and not replaced, as long as it is not known that the job goes on
-        without them."""
+        self._vacated = Vacated()
         self._host: dict[int, int] = {}
         """By local rank: the local rank on whose device it runs, if it has moved."""
         self.outcome: Outcome | None = None
@@ -140,7 +136,7 @@ class ReplacingAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._done.clear()
         self._left_at.clear()
-        self._due.clear()
+        self._waiting.clear()
         for worker in worker_group.workers:
             self._give_rank(worker.local_rank)
         return {local_rank: child.pid for local_rank, child in self._ranks.items()}
@@ -153,6 +149,7 @@ class ReplacingAgent(SimpleElasticAgent):
                 self._notify(child)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
+        self._waiting.stop()
         self._nursery.kill(self._nursery.spares)
         self._stop_workers(self._worker_group)
         self._nursery.close()
@@ -160,9 +157,7 @@ class ReplacingAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Blocks until something happens, at most for the monitor interval, and deals with it."""
         now = events.now()
-        patience_s = min(
-            [worker_group.spec.monitor_interval, *(max(0.0, d.at - now) for d in self._due.values())]
-        )
+        patience_s = self._waiting.patience_s(worker_group.spec.monitor_interval)
         warmed, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
         if self._leaving.begins(self._view):
             say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
@@ -175,6 +170,8 @@ class ReplacingAgent(SimpleElasticAgent):
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
         self._on_view(self._view)
         self._miss_those_who_left(now)
+        for local_rank, why, failures in self._waiting.failed():
+            self._on_unfit(local_rank, why, failures)
         if self._machines.lost and self.outcome is None:
             self._end({1}, self._machines.lost)
         if self.outcome is not None:
@@ -182,7 +179,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if late := self._told.late(self._view, now):
             say(late)
         self._replace_due()
-        if not self._ranks and not self._due and not self._awaits_its_end():
+        if not self._ranks and not self._waiting and not self._awaits_its_end():
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
         self._top_up_spares()
@@ -192,11 +189,15 @@ class ReplacingAgent(SimpleElasticAgent):
         """torch's loop, without its sleep and without a restart of the group for one failed rank."""
         group = self._worker_group
         self._nursery.tend()
+        self._check_all_places()
         with self._gate.raising():
             self._nursery.prepare()
         for _ in range(group.spec.local_world_size + self._spare_count):
             self._spawn()
+        began = events.now()
         self._join_rendezvous()
+        if events.now() - began > CHECK_HOLDS_S:
+            self._check_all_places()
         self._start_ranks()
         while True:
             result = self._monitor_workers(group)
@@ -217,22 +218,15 @@ class ReplacingAgent(SimpleElasticAgent):
         self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """By machine, in order. torch's own asks the others by a store."""
-        ranks_of = self._machines.ranks_of
-        before, world_size = sum(ranks_of[:group_rank]), sum(ranks_of)
-        return [
-            Worker(
-                local_rank=local_rank,
-                global_rank=before + local_rank,
-                role_rank=before + local_rank,
-                world_size=world_size,
-                role_world_size=world_size,
-            )
-            for local_rank in range(spec.local_world_size)
-        ]
+        return workers_of(self._machines.ranks_of, group_rank, spec.local_world_size)
 
     def _join_rendezvous(self) -> None:
         with self._gate.raising():
             self._rendezvous(self._worker_group)
+
+    def _check_all_places(self) -> None:
+        spec = self._worker_group.spec
+        self._waiting.check_all(spec.local_world_size, spec.monitor_interval, self._gate.check)
 
     def _start_ranks(self) -> None:
         for local_rank, pid in self._start_workers(self._worker_group).items():
@@ -258,9 +252,8 @@ class ReplacingAgent(SimpleElasticAgent):
             incarnation=child.incarnation,
             device_of=self._host.get(local_rank),
         )
-        env["SWIFT_HAS_RUN"] = (
-            "1" if self._has_run else ""
-        )  # then it is not to begin anew, whoever has lost it
+        # Then it is not to begin anew, whoever has lost it.
+        env["SWIFT_HAS_RUN"] = "1" if self._has_run else ""
         rank = group.workers[local_rank].global_rank
         child.assign(rank, make_assignment(self._job, self._output, local_rank, env))
         events.emit(
@@ -304,16 +297,7 @@ class ReplacingAgent(SimpleElasticAgent):
             return
         self._attempts[local_rank] += 1
         self._deaths[local_rank] += 1
-        view = self._view
-        situation = Situation(
-            replacements_left=self._replacements_left,
-            # Without a coordinator nobody knows whether the job ran in between.
-            attempts=0 if view is None else self._attempts[local_rank],
-            has_run=self._has_run or _has_run(view),  # of which it may only be told in the same moment
-            finished=view is not None and view.state == pb.FINISHED,
-            can_return=view is not None and view.HasField("final_version"),
-            may_shrink=view is not None and (bool(view.taking_part) or view.shrinks),
-        )
+        view, situation = self._view, self._situation(local_rank)
         verdict = judge_exit(child.rank, child.exit_code, situation)
         if verdict.action == Action.STOP:
             self._fail(verdict)
@@ -325,10 +309,8 @@ class ReplacingAgent(SimpleElasticAgent):
             self._replace(local_rank, verdict.reason, generation)
             return
         if verdict.action == Action.VACANT:
-            say(verdict.reason)
-            self._vacated[child.incarnation] = child
-            if not self._ranks and not self._done:  # nobody of this launcher's is left
-                self._lost_code = 1
+            self._vacated.add(local_rank, child.rank, child.incarnation)
+            self._leave_vacant(verdict)
             return
         self._done[local_rank] = child
         if not situation.finished:
@@ -336,6 +318,24 @@ class ReplacingAgent(SimpleElasticAgent):
         if verdict.action == Action.LOST:
             self._lost_code = verdict.exit_code
             say(verdict.reason)
+
+    def _situation(self, local_rank: int) -> Situation:
+        """In which a process of that place has ended, or is not made."""
+        view = self._view
+        return Situation(
+            replacements_left=self._replacements_left,
+            # Without a coordinator nobody knows whether the job ran in between.
+            attempts=0 if view is None else self._attempts[local_rank],
+            has_run=self._has_run or _has_run(view),  # of which it may only be told in the same moment
+            finished=view is not None and view.state == pb.FINISHED,
+            can_return=view is not None and view.HasField("final_version"),
+            may_shrink=view is not None and (bool(view.taking_part) or view.shrinks),
+        )
+
+    def _leave_vacant(self, verdict: Verdict) -> None:
+        say(verdict.reason)
+        if not self._ranks and not self._done and not self._waiting:  # nobody of this launcher's is left
+            self._lost_code = 1
 
     def _local_rank_of(self, child: Child) -> int | None:
         return next((local for local, held in self._ranks.items() if held is child), None)
@@ -346,18 +346,37 @@ class ReplacingAgent(SimpleElasticAgent):
         if wait_s:
             times = self._deaths[local_rank]
             say(f"{reason}, no. {times} without a new version: replaced in {wait_s:g} s")
-        self._due[local_rank] = _Due(at=events.now() + wait_s, reason=reason, generation=generation)
+        self._waiting.add(local_rank, at=events.now() + wait_s, reason=reason, generation=generation)
         self._replace_due()
 
     def _replace_due(self) -> None:
-        for local_rank, due in list(self._due.items()):
-            if due.at > events.now():
-                continue
-            del self._due[local_rank]
-            self._last_death = (events.now(), due.generation)
+        for local_rank, waiting in self._waiting.ready():
+            self._last_death = (events.now(), waiting.generation)
             child = self._give_rank(local_rank)
             kind = "a warm spare" if child.warm else "a fork" if child.forked else "a cold start"
-            say(f"{due.reason}: replaced by process {child.pid} ({kind})")
+            say(f"{waiting.reason}: replaced by process {child.pid} ({kind})")
+
+    def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
+        """The place has failed its health check: so often since its last process has ended."""
+        rank = self._worker_group.workers[local_rank].global_rank
+        self._link.notify_unfit(rank, why)
+        verdict = judge_check(rank, why, failures, self._situation(local_rank))
+        if verdict.action == Action.REPLACE:
+            say(verdict.reason)
+            self._waiting.put_off(local_rank, events.now() + check_delay_s(failures))
+            return
+        self._waiting.drop(local_rank)
+        match verdict.action:
+            case Action.STOP:
+                self._fail(verdict)
+            case Action.VACANT:
+                self._vacated.add(local_rank, rank)
+                self._leave_vacant(verdict)
+                if self._view is not None:
+                    self._check_vacated(self._view)
+            case _:
+                self._lost_code = verdict.exit_code
+                say(verdict.reason)
 
     def _on_spare_exit(self, child: Child) -> None:
         events.emit("spare_exit", pid=child.pid, code=child.exit_code)
@@ -386,18 +405,11 @@ class ReplacingAgent(SimpleElasticAgent):
         self._link.fail(verdict.reason)
 
     def _end(self, exit_codes: set[int], line: str, exit_code: int = 0) -> None:
-        self._due.clear()
-        if exit_code:
-            self.outcome = Outcome(exit_code=exit_code, line=f"swift: {line}")
-        # A usage error has said all there is to say.
-        elif 2 in exit_codes:
-            self.outcome = Outcome(exit_code=2)
-        else:
-            self.outcome = Outcome(exit_code=3 if exit_codes == {3} else 1, line=f"swift: {line}")
+        self._waiting.clear()
+        self.outcome = outcome_of(exit_codes, f"swift: {line}", exit_code)
 
     def _settle(self) -> set[int]:
-        """Gives ranks that are about to end the time for it. The exit codes of these and of those that ended
-        with the one that is being looked at."""
+        """Gives ranks that are about to end the time for it. The exit codes of all that have ended by then."""
         deadline = time.monotonic() + SETTLE_S
         exit_codes = self._count_ended()
         while self._ranks and not self._gate.pending and (left_s := deadline - time.monotonic()) > 0:
@@ -448,34 +460,25 @@ class ReplacingAgent(SimpleElasticAgent):
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
 
     def _check_vacated(self, view: pb.View) -> None:
-        """Whoever was not replaced has left its place vacant; or the others cannot go on without it, and it moves."""
-        fenced = {member.incarnation for member in view.fenced} & self._vacated.keys()
-        held = {member.rank for member in view.members}
-        for child in [self._vacated.pop(incarnation) for incarnation in sorted(fenced)]:
-            # The members of a communicator decide themselves what follows: nobody of theirs moves.
-            if view.shrinks and child.rank not in {*view.vacant, *held} and self.outcome is None:
-                self._move(child)
+        """Who was not replaced has left its place vacant; or the others cannot go on without it, and it moves."""
+        for local_rank in self._vacated.missed(view):
+            if self.outcome is None:
+                self._move(local_rank)
 
-    def _move(self, lost: Child) -> None:
+    def _move(self, local_rank: int) -> None:
         """Gives a lost rank a process beside a rank that lives here, on its device."""
-        hosts = sorted(self._ranks)
+        rank, hosts = self._worker_group.workers[local_rank].global_rank, sorted(self._ranks)
         why = room_for_one_more(child.pid for child in self._ranks.values())
-        if not hosts:
-            why = "none of them is on this machine"
         if why:
-            reason = f"rank {lost.rank} is lost, the others cannot go on without its stage, and it cannot move: {why}"
+            reason = (
+                f"rank {rank} is lost, the others cannot go on without its stage, and it cannot move: {why}"
+            )
             self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
             return
-        local_rank = next(
-            worker.local_rank for worker in self._worker_group.workers if worker.global_rank == lost.rank
-        )
         self._host[local_rank] = hosts[0]
-        child = self._give_rank(local_rank)
-        host = self._ranks[hosts[0]]
-        say(
-            f"rank {lost.rank} moves to the place of rank {host.rank}: process {child.pid}, on the same device"
-        )
-        events.emit("moved", rank=lost.rank, pid=child.pid, beside=host.rank)
+        child, host = self._give_rank(local_rank), self._ranks[hosts[0]]
+        say(f"rank {rank} moves to the place of rank {host.rank}: process {child.pid}, on the same device")
+        events.emit("moved", rank=rank, pid=child.pid, beside=host.rank)
 
     def _obey_fence(self, fenced: Iterable[str], *, over: bool) -> None:
         for child in self._ranks.values():

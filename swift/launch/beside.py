@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from swift._pb import coordinator_pb2 as pb
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -38,4 +40,25 @@ def why_no_room(needed: int, available: int | None) -> str:
 
 def room_for_one_more(pids: Iterable[int]) -> str:
     """Why another process as large as these does not fit; empty: it does."""
-    return why_no_room(max(map(resident_bytes, pids), default=0), available_bytes())
+    living = list(map(resident_bytes, pids))
+    return why_no_room(max(living), available_bytes()) if living else "none of them is on this machine"
+
+
+class Vacated:
+    """Places of this machine that were given up, as long as it is not known whether the others go on without them."""
+
+    def __init__(self) -> None:
+        self._lost: dict[int, tuple[int, str]] = {}
+
+    def add(self, local_rank: int, rank: int, incarnation: str = "") -> None:
+        """`incarnation`: of the process that was lost; empty: none was there any more."""
+        self._lost[local_rank] = rank, incarnation
+
+    def missed(self, view: pb.View) -> list[int]:
+        """The local ranks of those that this View neither leaves vacant nor has another process for. What it says of
+        the others is forgotten with them. The members of a communicator decide themselves: they miss nobody."""
+        fenced = {"", *(member.incarnation for member in view.fenced)}
+        there = {*view.vacant, *(member.rank for member in view.members)}
+        known = [local_rank for local_rank, (_, incarnation) in self._lost.items() if incarnation in fenced]
+        ranks = {local_rank: self._lost.pop(local_rank)[0] for local_rank in known}
+        return [local_rank for local_rank, rank in ranks.items() if view.shrinks and rank not in there]

@@ -19,6 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from swift import events
 from swift.errors import UsageError
@@ -31,6 +32,13 @@ KILL_WAIT_S = 10.0
 """How long a SIGKILLed child may take to go (uninterruptible sleep) before it is named and left."""
 SERVER_FAILURES_MAX = 3
 """Fork servers that may fail in a row; then children are fresh interpreters."""
+
+
+class HasFileno(Protocol):
+    """What a selector takes."""
+
+    def fileno(self) -> int: ...
+
 
 Started = tuple[int, "subprocess.Popen[bytes] | None"]
 """A new process, and who may want to know its exit code too."""
@@ -153,6 +161,13 @@ class Nursery:
         return sorted(
             (child for child in self.children if child.rank is None), key=lambda child: not child.warm
         )
+
+    def attend(self, what: HasFileno, hear: Callable[[], None]) -> None:
+        """`wait` calls `hear` whenever `what` is readable, until it is told to `ignore` it."""
+        self._selector.register(what, selectors.EVENT_READ, hear)
+
+    def ignore(self, what: HasFileno) -> None:
+        self._selector.unregister(what)
 
     # The fork server.
 

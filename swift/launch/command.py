@@ -1,12 +1,10 @@
 """`swift-ft run`: flags -> LaunchPlan -> run."""
 
 import argparse
-import enum
 import importlib.util
 import logging
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -21,13 +19,16 @@ from torch.distributed import DistError
 from swift import events
 from swift.arguments import only_finite
 from swift.errors import ServiceError, SwiftError, UsageError
-from swift.launch.agent import Outcome, ReplacingAgent, say
+from swift.launch.agent import ReplacingAgent, say
 from swift.launch.children import Nursery
+from swift.launch.decisions import Outcome
+from swift.launch.health import LIMIT_S_DEFAULT, HealthCheck
 from swift.launch.imports import imports_of, script_of
 from swift.launch.link import CoordinatorLink
+from swift.launch.machines import Meeting, choose_meeting, job_name
 from swift.launch.meeting import MetRendezvous, NotNeeded, Terms
 from swift.launch.ranks import Output, RankProgram, make_run_dir
-from swift.launch.rendezvous import LOOPBACK, LoopbackRendezvous, PlacedRendezvous, Rendezvous
+from swift.launch.rendezvous import LoopbackRendezvous, PlacedRendezvous, Rendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.torch_names import (
     AGENT_LOGGER,
@@ -37,7 +38,6 @@ from swift.launch.torch_names import (
     WorkerSpec,
     config_from_args,
     get_args_parser,
-    parse_min_max_nnodes,
     parse_rendezvous_endpoint,
     to_map,
 )
@@ -51,17 +51,12 @@ REPLACEMENTS_DEFAULT = 100
 GRACE_S_DEFAULT = 5.0
 LAST_CHECKPOINT_S_DEFAULT = 15.0
 """With the grace, less than the 30 s that schedulers leave between SIGTERM and SIGKILL."""
-_TYPED = "abcdefghjkmnpqrstuvwxyz23456789"
-"""What nobody takes for something else."""
 # Some of these are imported only at first use, which would fall into a recovery.
 PRELOAD_DEFAULT = (
     "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
     "torch.utils.serialization.config,fsspec.core,grpc,grpc._channel,grpc.experimental,"
     "swift.control.client,swift.runtime.session"
 )
-
-# torchrun's flags that say where machines meet, or which one this is.
-_PLACES = ("rdzv_endpoint", "node_rank", "master_addr", "master_port")
 
 # torchrun's flags that make no sense with children of our own, or are not built.
 _UNSUPPORTED = {
@@ -84,17 +79,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"run: {message} (see swift-ft run --help)")
 
 
-class Meeting(enum.Enum):
-    """How the machines of a job know of each other."""
-
-    ALONE = "alone"
-    """There is one: its store listens on loopback only."""
-    NUMBERED = "numbered"
-    """By --node-rank."""
-    COORDINATOR = "coordinator"
-    """They meet there."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
     """Everything that the flags say, checked."""
@@ -113,6 +97,7 @@ class LaunchPlan:
     fork: bool
     grace_s: float
     last_checkpoint_s: float
+    health_check: HealthCheck | None
     signals: list[signal.Signals]
 
 
@@ -160,6 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
         "file open, processes are spawned in any case (default fork).",
     )
     _add_recovery(ours)
+    _add_health_check(ours)
     _add_checkpoints(ours)
     return parser
 
@@ -208,6 +194,25 @@ def _add_recovery(ours: "argparse._ArgumentGroup") -> None:
     )
 
 
+def _add_health_check(ours: "argparse._ArgumentGroup") -> None:
+    ours.add_argument(
+        "--health-check",
+        "--health_check",
+        metavar="COMMAND",
+        help="Run this for a place of this machine ($LOCAL_RANK) before any process gets it, at the start and after a "
+        "loss: a command (not a shell's), or python:MODULE:FUNCTION. With an exit code other than 0, an exception or "
+        "False, no process gets the place (docs/operation.md).",
+    )
+    ours.add_argument(
+        "--health-check-s",
+        "--health_check_s",
+        type=float,
+        default=LIMIT_S_DEFAULT,
+        metavar="SECONDS",
+        help="How long one health check may take (default %(default)g). It is ended then, and has failed.",
+    )
+
+
 def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="The directory of the ranks' checkpoints.")
     ours.add_argument(
@@ -235,17 +240,6 @@ def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
     )
 
 
-def job_name(run_id: str) -> str:
-    """A job name made from a rendezvous id: what the grammar does not allow becomes a dash."""
-    return re.sub(r"[^a-z0-9._-]", "-", run_id.lower()).lstrip("._-")[:64] or "job"
-
-
-def made_up_name(script: str) -> str:
-    """Another one each time, and short enough to be typed: train-k7f3ab."""
-    stem = job_name(os.path.basename(script).removesuffix(".py").rpartition(".")[2])
-    return f"{stem[:40]}-{''.join(secrets.choice(_TYPED) for _ in range(6))}"
-
-
 def make_plan(argv: Sequence[str]) -> LaunchPlan:
     """Parses and checks. UsageError says what is wrong."""
     parser = make_parser()
@@ -254,7 +248,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     parser.set_defaults(**unset)
     args = parser.parse_args(argv)
     _check(args)
-    meeting = _choose_meeting(args)
+    meeting = choose_meeting(args)
     # torch's own log handling would make a directory that nobody uses.
     log_dir, args.log_dir = args.log_dir, os.devnull
     if args.paranoid:
@@ -315,6 +309,9 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         fork=args.start_method == "fork",
         grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
         last_checkpoint_s=args.sigterm_checkpoint_s,
+        health_check=None
+        if args.health_check is None
+        else HealthCheck.parse(args.health_check, args.health_check_s, path0),
         signals=signals,
     )
 
@@ -371,40 +368,6 @@ def _check_origin(args: argparse.Namespace) -> None:
             f"run: --from-job {args.from_job}: a job goes on from its own checkpoints; leave the flag out, or name "
             "another job with --job"
         )
-
-
-def _choose_meeting(args: argparse.Namespace) -> Meeting:
-    """Machines with numbers are torchrun's static rendezvous. All others meet at the coordinator: torch's own c10d
-    would be on one of them, and end with it."""
-    try:
-        max_nodes = parse_min_max_nnodes(args.nnodes)[1]
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"run: --nnodes {args.nnodes}: a number, or MIN:MAX") from error
-    if args.rdzv_backend not in ("static", "c10d"):
-        raise UsageError(
-            f"run: not supported: --rdzv-backend {args.rdzv_backend}: leave it out, machines meet at the coordinator"
-        )
-    static = args.rdzv_backend == "static"
-    where = (args.rdzv_endpoint, args.master_addr, args.master_port)
-    numbered = static and (args.node_rank is not None or any(where))
-    if args.standalone or (max_nodes == 1 and not (numbered and any(where))):
-        meeting = Meeting.ALONE
-        if args.standalone or args.rdzv_id == "none" or args.job is not None:
-            args.rdzv_id = args.job or made_up_name(args.training_script)
-    elif args.rdzv_id == "none" and args.job is None:
-        raise UsageError("run: name the job, the same on all machines: --job NAME or --rdzv-id ID")
-    else:
-        meeting = Meeting.NUMBERED if numbered else Meeting.COORDINATOR
-        unneeded = [name for name in _PLACES if getattr(args, name) is not None and getattr(args, name) != ""]
-        if meeting is Meeting.COORDINATOR and unneeded:
-            flags = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in unneeded)
-            say(f"machines meet at the coordinator: nobody needs {flags}")
-    args.node_rank = args.node_rank or 0
-    args.master_addr = args.master_addr or LOOPBACK
-    args.master_port = args.master_port or 29500
-    if not static:  # else torch warns of them, whether they were given or not
-        del args.node_rank, args.master_addr
-    return meeting
 
 
 def _make_rendezvous(plan: LaunchPlan, wake: Callable[[], None]) -> Rendezvous:
@@ -485,6 +448,7 @@ def run(plan: LaunchPlan) -> Outcome:
             link=link,
             gate=gate,
             last_checkpoint_s=plan.last_checkpoint_s,
+            health_check=plan.health_check,
         )
         agent.run()
     except NotNeeded as reason:

@@ -10,6 +10,9 @@ RETURNS_MAX = 3
 """Processes of one rank that may die after the job has finished. The last of them is not replaced."""
 DELAY_FIRST_S = 0.5
 DELAY_LAST_S = 30.0
+CHECKS_MAX = 6
+"""Health checks of one place that may fail in a row before it is given up."""
+CHECK_DELAY_FIRST_S = 1.0
 
 
 class Action(enum.Enum):
@@ -48,6 +51,23 @@ class Verdict:
     action: Action
     reason: str = ""
     exit_code: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the launcher ends."""
+
+    exit_code: int
+    line: str = ""
+
+
+def outcome_of(exit_codes: set[int], line: str, exit_code: int = 0) -> Outcome:
+    """`exit_codes`: those of the ranks. `exit_code`: the job's, if it has one of its own."""
+    if exit_code:
+        return Outcome(exit_code=exit_code, line=line)
+    if 2 in exit_codes:  # a usage error has said all there is to say
+        return Outcome(exit_code=2)
+    return Outcome(exit_code=3 if exit_codes == {3} else 1, line=line)
 
 
 def describe_exit(exit_code: int) -> str:
@@ -92,3 +112,22 @@ def delay_s(deaths: int) -> float:
     """How long a rank waits for its next process. `deaths`: of its processes since all ranks came to a new version,
     this one included; the first two are replaced at once."""
     return 0.0 if deaths <= 2 else min(DELAY_LAST_S, DELAY_FIRST_S * 2.0 ** min(deaths - 3, 16))
+
+
+def judge_check(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
+    """What to do about a place that has failed its health check, so that no process may get it. `failed`: checks since
+    its last process has ended, this one included. REPLACE: it is checked again after `check_delay_s`."""
+    said = f"rank {rank}: its place has failed the health check ({why})"
+    if failed < CHECKS_MAX:
+        return Verdict(action=Action.REPLACE, reason=f"{said}: checked again in {check_delay_s(failed):g} s")
+    said = f"{said}, {CHECKS_MAX} times in a row"
+    if situation.finished:
+        return Verdict(action=Action.LOST, exit_code=1, reason=f"{said}, after the job had finished")
+    if situation.may_shrink:
+        return Verdict(action=Action.VACANT, reason=f"{said}: it stays vacant")
+    return Verdict(action=Action.STOP, exit_code=3, reason=said)
+
+
+def check_delay_s(failed: int) -> float:
+    """How long a place waits for its next health check."""
+    return min(DELAY_LAST_S, CHECK_DELAY_FIRST_S * 2.0 ** min(failed - 1, 16))

@@ -43,6 +43,10 @@ class CoordinatorLink:
         """A child has exited."""
         self._calls.put(lambda client: client.member_exited(rank, pid, exit_code, incarnation))
 
+    def notify_unfit(self, rank: int, reason: str) -> None:
+        """The place of that rank has failed its health check, so that no process gets it."""
+        self._calls.put(lambda client: client.place_unfit(rank, reason))
+
     def fail(self, reason: str) -> None:
         """The job cannot go on. `close` waits for this to arrive."""
         self._must_drain = True

@@ -2,11 +2,12 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swift.errors import UsageError
-from swift.launch.torch_names import Std, WorkerGroup, macros
+from swift.launch.torch_names import Std, Worker, WorkerGroup, WorkerSpec, macros
 from swift.launch.worker import Assignment
 
 
@@ -74,6 +75,22 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
         ) from error
 
 
+def place_env(spec: WorkerSpec, local_rank: int, job: RankProgram) -> dict[str, str]:
+    """What a place of this machine has, whichever rank it is: for a health check, and a part of a rank's own."""
+    env = {
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "SWIFT_COORDINATOR": job.coordinator,
+        "SWIFT_JOB": job.name,
+    }
+    if job.checkpoint_dir is not None:
+        env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir
+    if spec.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank)
+    return env
+
+
 def rank_env(
     group: WorkerGroup,
     local_rank: int,
@@ -86,13 +103,11 @@ def rank_env(
     """The variables of one rank, on top of the launcher's own environment. `device_of`: the local rank on whose device
     it runs, if it is not its own: trainers choose theirs by LOCAL_RANK."""
     spec, worker = group.spec, group.workers[local_rank]
-    env = {
+    env = place_env(spec, local_rank if device_of is None else device_of, job) | {
         "RANK": str(worker.global_rank),
         "GROUP_RANK": str(group.group_rank),
         "ROLE_RANK": str(worker.role_rank),
         "ROLE_NAME": spec.role,
-        "LOCAL_RANK": str(local_rank if device_of is None else device_of),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
         "WORLD_SIZE": str(worker.world_size),
         "GROUP_WORLD_SIZE": str(group.group_world_size),
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
@@ -103,23 +118,31 @@ def rank_env(
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "SWIFT_COORDINATOR": job.coordinator,
-        "SWIFT_JOB": job.name,
         "SWIFT_INCARNATION": incarnation,
         "SWIFT_RUN": job.run,
         "SWIFT_LOCAL_PLACE": str(local_rank),
         "SWIFT_RETRY_EXCEPTIONS": str(job.retry_exceptions),
     }
-    if job.checkpoint_dir is not None:
-        env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir
     if job.from_job:
         env["SWIFT_FROM_JOB"] = job.from_job
     if job.from_version is not None:
         env["SWIFT_FROM_VERSION"] = str(job.from_version)
-    if spec.virtual_local_rank:
-        env["LOCAL_RANK"] = "0"
-        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank if device_of is None else device_of)
     return env
+
+
+def workers_of(ranks_of: Sequence[int], group_rank: int, local_world_size: int) -> list[Worker]:
+    """Of the machine at this place, of so many: ranks are numbered by machine, in order. `ranks_of`: of each."""
+    before, world_size = sum(ranks_of[:group_rank]), sum(ranks_of)
+    return [
+        Worker(
+            local_rank=local_rank,
+            global_rank=before + local_rank,
+            role_rank=before + local_rank,
+            world_size=world_size,
+            role_world_size=world_size,
+        )
+        for local_rank in range(local_world_size)
+    ]
 
 
 def _device_of(local_rank: int) -> str:

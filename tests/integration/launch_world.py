@@ -145,7 +145,14 @@ class Rank:
 class Launch:
     """One `python -m swift.launch`. Spares import next to nothing unless told otherwise."""
 
-    def __init__(self, directory: Path, coordinator: str, *flags: str, script: str = RANK_SCRIPT) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        coordinator: str,
+        *flags: str,
+        script: str = RANK_SCRIPT,
+        launcher: tuple[str, ...] = ("-m", "swift.launch"),
+    ) -> None:
         self.directory = directory
         self.trace = directory / "events"
         self.trace.mkdir(exist_ok=True)
@@ -154,8 +161,7 @@ class Launch:
         )
         command = [
             sys.executable,
-            "-m",
-            "swift.launch",
+            *launcher,
             "--coordinator",
             coordinator,
             "--preload-only",

@@ -42,6 +42,16 @@ def test_for_people() -> None:
     ]
 
 
+def test_a_place_that_is_not_fit_is_named() -> None:
+    told = said(replays=False)
+    why = pb.Suspicion(rank=1, reason="exit code 1: ECC error", age_s=4.0, told=True, unfit=True)
+    told.suspicions.append(why)
+    assert status.lines(told)[-2:] == [
+        "rank 0 said 2 s ago: its neighbour is gone",
+        "rank 1: its place failed the health check 4 s ago (exit code 1: ECC error)",
+    ]
+
+
 def test_a_vacant_slot_is_named() -> None:
     told = said(replays=False)
     told.view.state = pb.FINISHED

@@ -10,7 +10,8 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
     ask [rank= generation= after=] reason=               pressed server= trimmed= reason=
-    exited rank= code= [inc=] [pid=]                     fail [rank=] reason=     stop run= [reason=]
+    exited rank= code= [inc=] [pid=]   unfit rank= reason=
+                     fail [rank=] reason=     stop run= [reason=]
     beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
     fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
          [server=]
@@ -230,6 +231,9 @@ class World:
         return self.step(
             m.MemberExited(rank=int(rank), incarnation=incarnation, pid=int(pid), exit_code=int(code))
         )
+
+    def do_unfit(self, rank: str, reason: str) -> list[str]:
+        return self.step(m.MemberExited(rank=int(rank), incarnation="", pid=0, exit_code=0, unfit=reason))
 
     # --- log servers ---
 

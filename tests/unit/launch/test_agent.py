@@ -23,7 +23,7 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
         "outcome": None,
         "_attempts": Counter(),
         "_deaths": Counter(),
-        "_due": {},
+        "_waiting": [],
         "_before": None,
         "_job": SimpleNamespace(run="r"),
         "_link": SimpleNamespace(view=pb.View(generation=1, state=state), fail=lambda reason: None),

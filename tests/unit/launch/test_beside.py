@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from swift.launch.beside import available_bytes, resident_bytes, room_for_one_more, why_no_room
+from swift._pb import coordinator_pb2 as pb
+from swift.launch.beside import Vacated, available_bytes, resident_bytes, room_for_one_more, why_no_room
 
 GIB = 1 << 30
 
@@ -30,4 +31,21 @@ def test_what_a_process_takes_is_read_from_the_system() -> None:
     assert free is not None
     assert free > 0
     assert resident_bytes(2**22 + 1) == 0, "it is gone"
-    assert room_for_one_more([]) == ""
+    assert room_for_one_more([]) == "none of them is on this machine"
+    assert room_for_one_more([os.getpid()]) == ""
+
+
+def test_a_place_that_is_given_up_is_missed_unless_it_is_vacant_or_taken() -> None:
+    view = pb.View(
+        vacant=[2],
+        members=[pb.Member(rank=3, incarnation="new")],
+        fenced=[pb.Member(rank=rank, incarnation=f"old-{rank}") for rank in (1, 2, 3)],
+    )
+    places = Vacated()
+    for local_rank, rank in enumerate((1, 2, 3, 4)):
+        places.add(local_rank, rank, f"old-{rank}")
+    places.add(5, 9)
+    assert places.missed(view) == [0, 5], "rank 4 is not known to be lost yet"
+    assert places.missed(view) == [], "it is said once"
+    view.fenced.add(rank=4, incarnation="old-4")
+    assert places.missed(view) == [3]

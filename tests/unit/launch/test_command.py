@@ -10,8 +10,9 @@ import pytest
 
 from swift.errors import UsageError
 from swift.launch import command, torch_names
-from swift.launch.agent import Outcome
-from swift.launch.command import Meeting, job_name, make_plan
+from swift.launch.command import make_plan
+from swift.launch.decisions import Outcome
+from swift.launch.machines import Meeting, job_name
 from swift.launch.meeting import Terms
 from swift.launch.torch_names import Std
 from swift.names import JOB_PATTERN
@@ -286,3 +287,47 @@ def test_missing_torch_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.no_such_module",
         "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._gone",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (
+            ["--health-check", "no-such-check --now"],
+            "--health-check no-such-check --now: there is no such command",
+        ),
+        (["--health-check", "train.py"], "--health-check train.py: there is no such command"),
+        (["--health-check", "./train.py"], "--health-check ./train.py: it is not executable"),
+        (["--health-check", " "], "--health-check: name a command, or python:MODULE:FUNCTION"),
+        (["--health-check", "sh -c 'x"], "--health-check sh -c 'x: No closing quotation"),
+        (
+            ["--health-check", "python:nowhere:fit"],
+            "--health-check python:nowhere:fit: there is no such module",
+        ),
+        (
+            ["--health-check", "python:math"],
+            "--health-check python:math: write python:MODULE:FUNCTION, without arguments",
+        ),
+        (["--health-check", "true", "--health-check-s", "0"], "--health-check-s 0: seconds, more than 0"),
+    ],
+)
+def test_a_health_check_that_cannot_be_run_is_refused(
+    flags: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError) as refused:
+        make_plan(["--coordinator", "h:1", *flags, "train.py"])
+    assert str(refused.value) == f"run: {complaint}"
+
+
+def test_a_health_check_is_a_command_or_a_callable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "checks.py").touch()
+    for given, words in (("true --fast 'a b'", ("true", "--fast", "a b")), ("python:checks:Gpu.fit", None)):
+        check = make_plan(["--coordinator", "h:1", "--health-check", given, "train.py"]).health_check
+        assert check is not None
+        assert check.words == (words or (given,))
+        assert check.limit_s == 30
+    assert make_plan(["--coordinator", "h:1", "train.py"]).health_check is None

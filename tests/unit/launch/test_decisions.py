@@ -4,11 +4,14 @@ import pytest
 
 from swift.launch.decisions import (
     ATTEMPTS_MAX,
+    CHECKS_MAX,
     RETURNS_MAX,
     Action,
     Situation,
+    check_delay_s,
     delay_s,
     describe_exit,
+    judge_check,
     judge_exit,
 )
 
@@ -55,3 +58,31 @@ def test_exits_have_words(exit_code: int, words: str) -> None:
 def test_who_dies_again_and_again_waits_longer_and_never_for_ever() -> None:
     assert [delay_s(deaths) for deaths in range(1, 12)] == [0, 0, 0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     assert delay_s(10**6) == 30
+
+
+@pytest.mark.parametrize(
+    ("failed", "changed", "action", "launcher_code"),
+    [
+        (1, {}, Action.REPLACE, 0),
+        (
+            CHECKS_MAX - 1,
+            {"replacements_left": 0},
+            Action.REPLACE,
+            0,
+        ),  # the loss has used one, its checks use none
+        (CHECKS_MAX, {}, Action.STOP, 3),
+        (CHECKS_MAX, {"may_shrink": True}, Action.VACANT, 0),
+        (CHECKS_MAX, {"finished": True, "may_shrink": True}, Action.LOST, 1),
+    ],
+)
+def test_what_becomes_of_a_place_that_is_not_fit(
+    failed: int, changed: dict[str, int], action: Action, launcher_code: int
+) -> None:
+    verdict = judge_check(2, "no GPU", failed, Situation(**{**FRESH, **changed}))
+    assert (verdict.action, verdict.exit_code) == (action, launcher_code)
+    assert verdict.reason.startswith("rank 2: its place has failed the health check (no GPU)")
+
+
+def test_a_place_is_checked_less_and_less_often() -> None:
+    assert [check_delay_s(failed) for failed in range(1, 8)] == [1, 2, 4, 8, 16, 30, 30]
+    assert sum(check_delay_s(failed) for failed in range(1, CHECKS_MAX)) == 31
