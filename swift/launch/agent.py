@@ -304,9 +304,7 @@ class ReplacingAgent(SimpleElasticAgent):
             return
         self._notify(child)
         if verdict.action == Action.REPLACE:
-            # Nothing seen yet: then it was in the first one, at the earliest.
-            generation = 1 if view is None else view.generation
-            self._replace(local_rank, verdict.reason, generation)
+            self._replace(child, local_rank, verdict.reason)
             return
         if verdict.action == Action.VACANT:
             self._vacated.add(local_rank, child.rank, child.incarnation)
@@ -322,14 +320,15 @@ class ReplacingAgent(SimpleElasticAgent):
     def _situation(self, local_rank: int) -> Situation:
         """In which a process of that place has ended, or is not made."""
         view = self._view
+        has_run = self._has_run or _has_run(view)  # of which it may only be told in the same moment
         return Situation(
             replacements_left=self._replacements_left,
             # Without a coordinator nobody knows whether the job ran in between.
             attempts=0 if view is None else self._attempts[local_rank],
-            has_run=self._has_run or _has_run(view),  # of which it may only be told in the same moment
+            has_run=has_run,
             finished=view is not None and view.state == pb.FINISHED,
             can_return=view is not None and view.HasField("final_version"),
-            may_shrink=view is not None and (bool(view.taking_part) or view.shrinks),
+            may_shrink=has_run and view is not None and (bool(view.taking_part) or view.shrinks),
         )
 
     def _leave_vacant(self, verdict: Verdict) -> None:
@@ -340,13 +339,15 @@ class ReplacingAgent(SimpleElasticAgent):
     def _local_rank_of(self, child: Child) -> int | None:
         return next((local for local, held in self._ranks.items() if held is child), None)
 
-    def _replace(self, local_rank: int, reason: str, generation: int) -> None:
+    def _replace(self, lost: Child, local_rank: int, reason: str) -> None:
         self._replacements_left -= 1
+        # Nothing seen yet: then it was in the first one, at the earliest.
+        generation = 1 if self._view is None else self._view.generation
         wait_s = delay_s(self._deaths[local_rank])
         if wait_s:
             times = self._deaths[local_rank]
             say(f"{reason}, no. {times} without a new version: replaced in {wait_s:g} s")
-        self._waiting.add(local_rank, at=events.now() + wait_s, reason=reason, generation=generation)
+        self._waiting.add(local_rank, events.now() + wait_s, reason, generation, lost.incarnation)
         self._replace_due()
 
     def _replace_due(self) -> None:
@@ -365,12 +366,12 @@ class ReplacingAgent(SimpleElasticAgent):
             say(verdict.reason)
             self._waiting.put_off(local_rank, events.now() + check_delay_s(failures))
             return
-        self._waiting.drop(local_rank)
+        waiting = self._waiting.drop(local_rank)
         match verdict.action:
             case Action.STOP:
                 self._fail(verdict)
             case Action.VACANT:
-                self._vacated.add(local_rank, rank)
+                self._vacated.add(local_rank, rank, waiting.incarnation)
                 self._leave_vacant(verdict)
                 if self._view is not None:
                     self._check_vacated(self._view)
@@ -468,8 +469,7 @@ class ReplacingAgent(SimpleElasticAgent):
     def _move(self, local_rank: int) -> None:
         """Gives a lost rank a process beside a rank that lives here, on its device."""
         rank, hosts = self._worker_group.workers[local_rank].global_rank, sorted(self._ranks)
-        why = room_for_one_more(child.pid for child in self._ranks.values())
-        if why:
+        if why := room_for_one_more(child.pid for child in self._ranks.values()):
             reason = (
                 f"rank {rank} is lost, the others cannot go on without its stage, and it cannot move: {why}"
             )

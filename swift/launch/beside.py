@@ -50,15 +50,15 @@ class Vacated:
     def __init__(self) -> None:
         self._lost: dict[int, tuple[int, str]] = {}
 
-    def add(self, local_rank: int, rank: int, incarnation: str = "") -> None:
-        """`incarnation`: of the process that was lost; empty: none was there any more."""
+    def add(self, local_rank: int, rank: int, incarnation: str) -> None:
+        """`incarnation`: of the process that was lost."""
         self._lost[local_rank] = rank, incarnation
 
     def missed(self, view: pb.View) -> list[int]:
         """The local ranks of those that this View neither leaves vacant nor has another process for. What it says of
         the others is forgotten with them. The members of a communicator decide themselves: they miss nobody."""
-        fenced = {"", *(member.incarnation for member in view.fenced)}
-        there = {*view.vacant, *(member.rank for member in view.members)}
-        known = [local_rank for local_rank, (_, incarnation) in self._lost.items() if incarnation in fenced]
+        holders = {member.rank: member.incarnation for member in view.members}
+        there = {*view.vacant, *holders}
+        known = [place for place, (rank, lost) in self._lost.items() if holders.get(rank) != lost]
         ranks = {local_rank: self._lost.pop(local_rank)[0] for local_rank in known}
         return [local_rank for local_rank, rank in ranks.items() if view.shrinks and rank not in there]

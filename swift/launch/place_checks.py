@@ -27,6 +27,8 @@ class Waiting:
     """Why it has none."""
     generation: int
     """In which its last one has ended."""
+    incarnation: str
+    """Of its last one."""
     fit: bool = False
     """It has passed the health check, or there is none."""
     failures: int = 0
@@ -54,18 +56,22 @@ class WaitingPlaces:
         """Some place waits."""
         return bool(self._waiting)
 
-    def add(self, local_rank: int, *, at: float, reason: str, generation: int) -> None:
+    def add(self, local_rank: int, at: float, reason: str, generation: int, incarnation: str) -> None:
         self._waiting[local_rank] = Waiting(
-            at=at, reason=reason, generation=generation, fit=self._check is None
+            at=at,
+            reason=reason,
+            generation=generation,
+            incarnation=incarnation,
+            fit=self._check is None,
         )
 
     def put_off(self, local_rank: int, at: float) -> None:
         """Its next health check is not before then."""
         self._waiting[local_rank] = replace(self._waiting[local_rank], at=at)
 
-    def drop(self, local_rank: int) -> None:
+    def drop(self, local_rank: int) -> Waiting:
         """It gets no process."""
-        del self._waiting[local_rank]
+        return self._waiting.pop(local_rank)
 
     def clear(self) -> None:
         """None of them gets one."""

@@ -141,6 +141,8 @@ def test_a_place_that_is_never_fit_is_given_up(
     launch.rank(0)
     launch.rank(1)
     kill(launch, 1)
+    if shrinks:  # as soon as the coordinator knows that it is lost
+        coordinator.publish(state=pb.RUNNING, generation=2, shrinks=True, vacant=[1])
     wait_until(lambda: len(checks(launch)) == 2 + CHECKS_MAX or None, "all of its checks")
     given_up = f"rank 1: its place has failed the health check (exit code 1), {CHECKS_MAX} times in a row"
     if shrinks:

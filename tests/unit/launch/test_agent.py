@@ -30,7 +30,7 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
         "_replacements_left": 3,
         "_has_run": False,
         "_notify": lambda child: None,
-        "_replace": lambda local_rank, reason, generation: found.append(local_rank),
+        "_replace": lambda _child, local_rank, _reason: found.append(local_rank),
     }
     vars(agent).update(stubs)
     agent._on_exit(child)

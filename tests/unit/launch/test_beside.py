@@ -37,15 +37,20 @@ def test_what_a_process_takes_is_read_from_the_system() -> None:
 
 def test_a_place_that_is_given_up_is_missed_unless_it_is_vacant_or_taken() -> None:
     view = pb.View(
+        shrinks=True,
         vacant=[2],
-        members=[pb.Member(rank=3, incarnation="new")],
-        fenced=[pb.Member(rank=rank, incarnation=f"old-{rank}") for rank in (1, 2, 3)],
+        members=[pb.Member(rank=3, incarnation="new"), pb.Member(rank=4, incarnation="old-4")],
     )
     places = Vacated()
     for local_rank, rank in enumerate((1, 2, 3, 4)):
         places.add(local_rank, rank, f"old-{rank}")
-    places.add(5, 9)
-    assert places.missed(view) == [0, 5], "rank 4 is not known to be lost yet"
+    assert places.missed(view) == [0], "rank 4 is not known to be lost yet"
     assert places.missed(view) == [], "it is said once"
-    view.fenced.add(rank=4, incarnation="old-4")
+    del view.members[1]
     assert places.missed(view) == [3]
+
+
+def test_the_members_of_a_communicator_miss_nobody() -> None:
+    places = Vacated()
+    places.add(0, 1, "old-1")
+    assert places.missed(pb.View(taking_part=[pb.Seat(slot=0, member=1)])) == []
