@@ -297,7 +297,7 @@ class ReplacingAgent(SimpleElasticAgent):
             return
         self._attempts[local_rank] += 1
         self._deaths[local_rank] += 1
-        view, situation = self._view, self._situation(local_rank)
+        situation = self._situation(local_rank)
         verdict = judge_exit(child.rank, child.exit_code, situation)
         if verdict.action == Action.STOP:
             self._fail(verdict)
