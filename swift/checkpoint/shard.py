@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -107,8 +107,11 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 # --- writing ---
 
 
-def write(folder: Path, snapshot: Snapshot, version: int, rank: int) -> int:
-    """Both files, durable, into an empty folder; gives their bytes. OSError, Damaged (the index would be too long)."""
+def write(
+    folder: Path, snapshot: Snapshot, version: int, rank: int, half: Callable[[], None] = lambda: None
+) -> int:
+    """Both files, durable, into an empty folder; gives their bytes. OSError, Damaged (the index would be too long).
+    `half`: called between the two."""
     head = _head(snapshot.tensors)
     pieces, at = [], len(head)
     with _opened(folder / DATA, _NEW) as file:
@@ -121,6 +124,7 @@ def write(folder: Path, snapshot: Snapshot, version: int, rank: int) -> int:
             pieces.append(Piece(name=name, at=at, size=tensor.nbytes, digest=state.hexdigest()))
             at += tensor.nbytes
         os.fsync(file)
+    half()
     text = dump(
         Index(
             version=version,

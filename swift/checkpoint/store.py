@@ -80,10 +80,17 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], rank: int, holder: Holder, twins: Sequence[int] = ()
+        self,
+        directory: str | os.PathLike[str],
+        rank: int,
+        holder: Holder,
+        twins: Sequence[int] = (),
+        half_written: Callable[[int], None] = lambda _version: None,
     ) -> None:
-        """`twins`: ranks with the same state. What this rank lacks of a version is read from theirs."""
+        """`twins`: ranks with the same state. What this rank lacks of a version is read from theirs.
+        `half_written(version)`: called when the tensors of a version are written, and nothing else of it."""
         self._twins = twins
+        self._half_written = half_written
         self._directory = Path(directory)
         self._rank = rank
         self._process = secrets.token_hex(4)
@@ -123,11 +130,14 @@ class CheckpointStore:
         on_durable: Callable[[int], bool | None],
         on_failed: Callable[[Unsaved], None],
         generation: int | None = None,
+        *,
+        sync: bool = False,
     ) -> None:
         """Takes a snapshot of `state` now and writes it in the background; one write at a time. What was saved before
         and could not be written, or not be told, is given up. `on_durable` gives False if nobody has heard it: it is
-        told again for a while. `on_failed` is told once for every reason. `generation`: whose state it is. Raises
-        UsageError: the state holds what cannot be saved."""
+        told again for a while. `on_failed` is told once for every reason. `generation`: whose state it is. `sync`:
+        returns when it is durable, or cannot be written for now. Raises UsageError: the state holds what cannot be
+        saved."""
         began = time.monotonic()
         self._call_off()
         snapshot = Snapshot(state)
@@ -137,11 +147,12 @@ class CheckpointStore:
         def attempt() -> None:
             began = time.monotonic()
             file_bytes = self._write(version, of, snapshot)
+            seconds = stall_s + time.monotonic() - began
             self.saved = Saved(
                 tensor_bytes=snapshot.nbytes,
                 file_bytes=file_bytes,
-                seconds=stall_s + time.monotonic() - began,
-                stall_s=stall_s,
+                seconds=seconds,
+                stall_s=seconds if sync else stall_s,
             )
             self.unsaved = None
 
@@ -151,6 +162,8 @@ class CheckpointStore:
                 on_failed(self.unsaved)
 
         self._writing = _Writing(attempt, lambda: on_durable(version), failed, self._holder)
+        if sync:
+            self._writing.attempted.wait()
 
     def _write(self, version: int, generation: int, snapshot: Snapshot) -> int:
         """The bytes of its files."""
@@ -164,7 +177,7 @@ class CheckpointStore:
             self._make(folder)
             _remove(self._shards(folder, generation - 1, begun=True))
             part.mkdir()
-            file_bytes = write(part, snapshot, version, self._rank)
+            file_bytes = write(part, snapshot, version, self._rank, lambda: self._half_written(version))
             if self._holder.fenced:
                 raise _FencedMeanwhile
             part.rename(shard)
@@ -333,8 +346,10 @@ class _Writing:
         self._attempt, self._written, self._failed = attempt, written, failed
         self._holder = holder
         self._called_off = threading.Event()
+        self.attempted = threading.Event()
+        """Once at least: it is durable, or there is a reason."""
         self.tried = threading.Event()
-        """Once at least."""
+        """And it was told, if it is durable."""
         self.reason = ""
         """Why it could not be written yet."""
         self._thread = threading.Thread(target=self._run, name="swift-checkpoint")
@@ -363,6 +378,7 @@ class _Writing:
             self._failed(self.reason)
             return False
         finally:
+            self.attempted.set()
             if self.reason:
                 self.tried.set()
         try:

@@ -19,6 +19,7 @@ from swift.drill import faults, html, options, regroup, report, run
 from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, show
 from swift.drill.facts import Facts
+from swift.drill.random_kills import kills_of
 from swift.drill.topology import Topology
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.recovery.groups import RecoveryGroups
@@ -28,7 +29,7 @@ EPILOG = """\
 --kill takes one of these (several are carried out in the order in which the run reaches them; several with the same
 step kill at once):
   rank=2,step=17,microbatch=3,phase=backward    SIGKILL of a rank by itself, exactly there; phases: forward,
-                                                backward, reduce, update, optimizer, idle, replay, copy
+                                                backward, reduce, update, optimizer, idle, save, replay, copy
   rank=2,phase=replay                           SIGKILL at the first replay that runs while rank 2 lives
   rank=2,phase=copy                             SIGKILL while rank 2 first sends or receives a replica's state
   service=logserver,step=12                     SIGKILL of the log server; it is started again
@@ -37,6 +38,8 @@ step kill at once):
   log=0,phase=replay                            the same at the first replay
   service=coordinator,state=recovering          the coordinator kills itself in this state: fencing, planning,
                                                 recovering, running
+  corrupt=checkpoint,rank=1,step=17             flips a bit of that rank's newest checkpoint, before the rank killed
+                                                at step 17 dies (needs --strategy checkpoint)
   corrupt=copy,rank=3                           flips a bit of the state that a replica gives to that rank
   corrupt=log,step=17[,stream=s1.F]             flips a bit of the live log, before the rank killed at that step dies
 
@@ -95,7 +98,7 @@ def _faults(
         return chosen or (default_kill(topology),)
     if random_kills < 1:
         raise UsageError(f"--random-kills must be at least 1, not {random_kills}")
-    return chosen + faults.random_kills(random_kills, topology, given["seed"], given["updates"], chosen)
+    return chosen + kills_of(random_kills, topology, given["seed"], given["updates"], chosen)
 
 
 def default_kill(topology: Topology) -> faults.RankFault:

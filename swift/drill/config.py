@@ -32,6 +32,7 @@ class DrillConfig:
     topology: Topology
     faults: tuple[Fault, ...]
     strategy: str = DEFAULTS["strategy"]
+    checkpoint_mode: str = DEFAULTS["checkpoint_mode"]
     lost_shard: str = DEFAULTS["lost_shard"]
     """Of a strategy that shrinks. Empty: "redistribute"."""
     snapshot_every: int = DEFAULTS["snapshot_every"]

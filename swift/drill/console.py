@@ -142,6 +142,8 @@ def describe(event: Mapping[str, Any]) -> str:
             return f"rank {rank} killed in {event['phase']}, step {event['step']}, microbatch {event['microbatch']}"
         case "service_killed":
             return f"{event['service']} killed" + (f" in {event['state']}" if "state" in event else "")
+        case "corrupted" if "version" in event:
+            return f"one bit flipped in rank {rank}'s checkpoint of version {event['version']}"
         case "corrupted" if "stream" not in event:
             return (
                 f"one bit flipped in what rank {rank} is given by a replica (byte {event['byte']} of a chunk)"

@@ -1,7 +1,8 @@
 """Negative controls: a flipped bit in a log must be noticed, or a PASS says nothing.
 
 Every drill copies a segment file of its run, flips one bit of the copy and reads it back (`snapshot`,
-`flip_and_read`). A drill with ``corrupt=log`` flips one in the live log under a replay (`corrupt_stream`).
+`flip_and_read`). A drill with ``corrupt=log`` flips one in the live log under a replay (`corrupt_stream`), one with
+``corrupt=checkpoint`` in the newest checkpoint of a rank (`corrupt_checkpoint`).
 """
 
 import os
@@ -75,6 +76,16 @@ def checkpoint_bytes(directory: Path) -> dict[int, int]:
     for shard in sorted(directory.glob("v*/rank*")):  # ascending versions
         bytes_of[int(shard.name[4:])] = sum(p.stat().st_size for p in shard.rglob("*") if p.is_file())
     return bytes_of
+
+
+def corrupt_checkpoint(directory: Path, rank: int, version: int, seed: int) -> dict[str, Any] | None:
+    """Flips a bit of the tensors that this rank has saved at this version. None: they are not there."""
+    files = sorted(directory.glob(f"v{version:08d}/rank{rank}/g*/*.safetensors"))
+    if not files or not files[-1].stat().st_size:
+        return None
+    bit = random.Random(seed).randrange(files[-1].stat().st_size * 8)
+    flip(files[-1], bit)
+    return {"rank": rank, "version": version, "file": str(files[-1].relative_to(directory)), "bit": bit}
 
 
 def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Faults have coordinates: the grammar of ``--kill``, and what each fault needs to be possible.
 
     rank=2,step=17,microbatch=3,phase=backward     that rank kills itself there (SIGKILL)
+    rank=2,step=9,phase=save                       while rank 2 writes the checkpoint behind that step
     rank=2,phase=replay                            at the first replay that runs while rank 2 lives
     rank=2,phase=copy                              while rank 2 sends or receives a replica's state for the first time
     rank=2,step=8,phase=snapshot                   while rank 2 sends its snapshot of version 8 (--strategy snapshot)
@@ -9,6 +10,7 @@
     log=0,phase=replay                             at the first replay there is
     service=coordinator,state=recovering           the coordinator kills itself when it enters that state
     corrupt=log,step=17,stream=s1.F                a bit of that stream is flipped before that kill
+    corrupt=checkpoint,rank=2,step=17              a bit of rank 2's newest checkpoint is flipped before that kill
     corrupt=copy,rank=2                            a bit of the first state that rank 2 is given by a replica is flipped
 
 Parsing knows the words, `check` knows the topology; both raise `UsageError` with one line that names what
@@ -22,7 +24,6 @@ victims of one step die at once.
 """
 
 import json
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +37,22 @@ from swift.recovery.strategies import may_copy, may_replay
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
 
-PHASES = ("forward", "backward", "reduce", "update", "optimizer", "idle", "replay", "copy", "snapshot")
+PHASES = (
+    "forward",
+    "backward",
+    "reduce",
+    "update",
+    "optimizer",
+    "idle",
+    "save",
+    "replay",
+    "copy",
+    "snapshot",
+)
 """`reduce`: in the middle of the reduction of a step's gradients. `update`: some buckets of a wait-free step are
-applied while others are still being reduced. `optimizer`: some are applied, all are reduced. `snapshot`: half of
-this rank's snapshot has left for the rank that keeps it; `step` is the version that it is of."""
+applied while others are still being reduced. `optimizer`: some are applied, all are reduced. `save`: half of the
+checkpoint behind the step is written. `snapshot`: half of this rank's snapshot has left for the rank that keeps it;
+`step` is the version that it is of."""
 MICROBATCH_PHASES = ("forward", "backward", "replay")
 RECOVERY_PHASES = ("replay", "copy")
 """Those that come in a recovery: another rank must fail first."""
@@ -124,7 +137,30 @@ class CorruptCopyFault:
         return f"corrupt=copy,rank={self.rank}"
 
 
-Fault = RankFault | LogServerFault | LogLossFault | CoordinatorFault | CorruptFault | CorruptCopyFault
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorruptCheckpointFault:
+    """One bit flipped in this rank's newest checkpoint, before the rank killed at this step dies."""
+
+    rank: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"corrupt=checkpoint,rank={self.rank},step={self.step}"
+
+
+Fault = (
+    RankFault
+    | LogServerFault
+    | LogLossFault
+    | CoordinatorFault
+    | CorruptFault
+    | CorruptCheckpointFault
+    | CorruptCopyFault
+)
+
+
+BEFORE_A_LOSS = CorruptFault | CorruptCheckpointFault | LogLossFault
+"""What the drill does to a log or a checkpoint before the victims of that step die."""
 
 
 def parse(spec: str) -> Fault:
@@ -147,8 +183,8 @@ def parse(spec: str) -> Fault:
     if "service" in fields:
         return _service_fault(spec, fields)
     raise UsageError(
-        f"--kill {spec!r} names no victim: rank=N, log=N, service=logserver, service=coordinator, corrupt=log "
-        "or corrupt=copy"
+        f"--kill {spec!r} names no victim: rank=N, log=N, service=logserver, service=coordinator, corrupt=log, "
+        "corrupt=checkpoint or corrupt=copy"
     )
 
 
@@ -196,12 +232,17 @@ def _service_fault(spec: str, fields: dict[str, str]) -> Fault:
     raise UsageError(f"--kill {spec!r}: unknown service {service!r}: logserver or coordinator")
 
 
-def _corrupt_fault(spec: str, fields: dict[str, str]) -> CorruptFault | CorruptCopyFault:
+def _corrupt_fault(
+    spec: str, fields: dict[str, str]
+) -> CorruptFault | CorruptCheckpointFault | CorruptCopyFault:
+    if fields["corrupt"].lower() == "checkpoint":
+        _only(spec, fields, "corrupt", "rank", "step")
+        return CorruptCheckpointFault(rank=_number(spec, fields, "rank"), step=_number(spec, fields, "step"))
     if fields["corrupt"].lower() == "copy":
         _only(spec, fields, "corrupt", "rank")
         return CorruptCopyFault(rank=_number(spec, fields, "rank"))
     if fields["corrupt"].lower() != "log":
-        raise UsageError(f"--kill {spec!r}: corrupt must be log or copy")
+        raise UsageError(f"--kill {spec!r}: corrupt must be log, checkpoint or copy")
     _only(spec, fields, "corrupt", "step", "stream")
     stream = fields.get("stream", "")
     stream = stream[:-1].lower() + stream[-1:].upper()
@@ -249,6 +290,8 @@ def check(
                 _check_log_loss(fault, faults, topology, log_servers)
             case CorruptFault():
                 _check_corrupt_fault(fault, faults, topology, strategy, groups)
+            case CorruptCheckpointFault():
+                _check_corrupt_checkpoint(fault, faults, topology, strategy)
             case CorruptCopyFault():
                 _check_corrupt_copy(fault, faults, topology, strategy)
             case CoordinatorFault(state=state):
@@ -280,6 +323,11 @@ def _check_rank_fault(fault: RankFault, topology: Topology, updates: str, strate
     if fault.microbatch >= topology.microbatches:
         raise UsageError(f"--kill {fault}: microbatch must be 0 to {topology.microbatches - 1}")
     phases = phases_of(topology, updates, strategy)
+    if fault.phase == "save" and fault.step is not None and (fault.step + 1) % topology.checkpoint_every:
+        raise UsageError(
+            f"--kill {fault}: no checkpoint is written behind that step; take one before a multiple of "
+            f"{topology.checkpoint_every}, such as {topology.checkpoint_every - 1}"
+        )
     if fault.phase in phases:
         return
     why = {
@@ -362,8 +410,26 @@ def _check_corrupt_copy(
         )
 
 
-def victim_of(fault: CorruptFault, faults: Sequence[Fault]) -> RankFault | None:
-    """The rank fault under which the log is corrupted."""
+def _check_corrupt_checkpoint(
+    fault: CorruptCheckpointFault, faults: Sequence[Fault], topology: Topology, strategy: str
+) -> None:
+    _check_step(fault, fault.step, topology)
+    every = topology.checkpoint_every
+    if fault.rank >= topology.ranks:
+        raise UsageError(f"--kill {fault}: rank must be 0 to {topology.ranks - 1}")
+    if strategy != "checkpoint":
+        raise UsageError(f"--kill {fault}: only with --strategy checkpoint do all ranks load theirs")
+    if victim_of(fault, faults) is None:
+        raise UsageError(f"--kill {fault}: nobody loads a checkpoint: no rank is killed at that step")
+    if fault.step < every or fault.step % every == 0:
+        raise UsageError(
+            f"--kill {fault}: take a step above {every} that is no multiple of it: there must be a checkpoint, and "
+            "one before it"
+        )
+
+
+def victim_of(fault: CorruptFault | CorruptCheckpointFault, faults: Sequence[Fault]) -> RankFault | None:
+    """The rank fault under which the log, or a checkpoint, is corrupted."""
     for other in faults:
         if isinstance(other, RankFault) and other.step == fault.step and other.phase not in RECOVERY_PHASES:
             return other
@@ -382,57 +448,6 @@ def corrupted_stream(
     return fault.stream or topology.replay_streams(victim.rank, groups)[0]
 
 
-RANDOM_GAP = 4
-"""Steps between two random kills: the first one's recovery is over long before the next."""
-_SPREAD_ATTEMPTS = 20
-
-
-def random_kills(
-    count: int, topology: Topology, seed: int, updates: str, beside: Sequence[Fault] = ()
-) -> tuple[RankFault, ...]:
-    """`count` kills of ranks at seeded coordinates, in the order of their steps, apart from each other and from
-    those that are there already (`beside`). Raises UsageError if there are too few steps for that."""
-    taken = [fault.step for fault in beside if isinstance(fault, RankFault) and fault.step is not None]
-    generator = random.Random(f"kills {seed}")
-    free = [step for step in range(1, topology.steps) if all(abs(step - t) >= RANDOM_GAP for t in taken)]
-    steps = _spread(free, count, generator)
-    if steps is None:
-        raise UsageError(
-            f"--random-kills {count}: {topology.steps} steps have no room for them, {RANDOM_GAP} steps apart; "
-            "give more --steps"
-        )
-    phases = [phase for phase in phases_of(topology, updates) if phase not in RECOVERY_PHASES]
-    kills = []
-    for step in steps:
-        phase = generator.choice(phases)
-        microbatch = generator.randrange(topology.microbatches)
-        rank = generator.randrange(topology.ranks)
-        kills.append(
-            RankFault(
-                rank=rank,
-                step=step,
-                phase=phase,
-                microbatch=microbatch if phase in MICROBATCH_PHASES else 0,
-            )
-        )
-    return tuple(kills)
-
-
-def _spread(free: Sequence[int], count: int, generator: random.Random) -> list[int] | None:
-    """`count` of the ascending `free`, at least `RANDOM_GAP` apart, ascending. None: they do not fit."""
-    for attempt in range(_SPREAD_ATTEMPTS + 1):
-        order = list(free)
-        if attempt < _SPREAD_ATTEMPTS:  # the last attempt packs them, which fits if anything does
-            generator.shuffle(order)
-        chosen: list[int] = []
-        for step in order:
-            if len(chosen) < count and all(abs(step - other) >= RANDOM_GAP for other in chosen):
-                chosen.append(step)
-        if len(chosen) == count:
-            return sorted(chosen)
-    return None
-
-
 def fault_id(index: int) -> str:
     """The name under which the fault of this index fires."""
     return f"fault{index}"
@@ -445,7 +460,7 @@ def held_together(faults: Sequence[Fault]) -> list[list[int]]:
     for index, fault in enumerate(faults):
         if isinstance(fault, RankFault) and fault.step is not None and fault.phase not in RECOVERY_PHASES:
             by_step.setdefault(fault.step, []).append(index)
-    beside = {fault.step for fault in faults if isinstance(fault, CorruptFault | LogLossFault)}
+    beside = {fault.step for fault in faults if isinstance(fault, BEFORE_A_LOSS)}
     return [group for step, group in by_step.items() if len(group) > 1 or step in beside]
 
 

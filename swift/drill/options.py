@@ -11,6 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from swift.checkpoint import MODES as CHECKPOINT_MODES
 from swift.drill.sizes import MODELS
 from swift.drill.topology import SCHEDULES
 from swift.errors import UsageError
@@ -157,6 +158,13 @@ OPTIONS = (
         name="strategy",
         default="auto",
         known=STRATEGIES,
+        reach=Reach.RUN,
+    ),
+    Option(
+        name="checkpoint-mode",
+        help="when training goes on after a checkpoint: once the state is copied, or once it is durable",
+        default="async",
+        known=CHECKPOINT_MODES,
         reach=Reach.RUN,
     ),
     Option(

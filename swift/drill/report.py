@@ -21,7 +21,13 @@ from swift.drill import (
 )
 from swift.drill.config import versions
 from swift.drill.facts import Facts
-from swift.drill.faults import CorruptCopyFault, CorruptFault, RankFault, fault_id
+from swift.drill.faults import (
+    CorruptCheckpointFault,
+    CorruptCopyFault,
+    CorruptFault,
+    RankFault,
+    fault_id,
+)
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, all_of
 from swift.recovery.strategies import TABLE, permitted
@@ -215,6 +221,8 @@ def _strategy_check(facts: Facts) -> Check:
         if facts.evidence.corruption is None:
             return Check(name, None, "no bit was flipped")
         return Check(name, bool(fell_back), "; ".join(fell_back) or "the flipped bit was replayed")
+    if any(isinstance(fault, CorruptCheckpointFault) for fault in facts.asked.faults):
+        return _damaged_checkpoint_check(facts)
     if any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults):
         return replicas.corrupt_copy_check(facts.events)
     name = "the strategy was the one asked for"
@@ -234,6 +242,22 @@ def _strategy_check(facts: Facts) -> Check:
 def _planned_by(facts: Facts) -> str:
     """A stage that moves is restored as with "auto": nobody else has it."""
     return "auto" if shrinking.moves(facts.asked) else facts.asked.strategy
+
+
+def _damaged_checkpoint_check(facts: Facts) -> Check:
+    """The rank whose checkpoint was damaged said so, and all went back to one before it."""
+    name, flipped = "the damaged checkpoint was noticed", facts.evidence.corruption
+    if flipped is None:
+        return Check(name, None, "no bit was flipped")
+    refused = any(
+        event["event"] == "refused"
+        and event["rank"] == flipped["rank"]
+        and "is corrupt" in str(event.get("reason"))
+        for event in facts.events
+    )
+    reached = [r.target_version for r in facts.recoveries if r.fell_back and r.target_version is not None]
+    before = any(version < flipped["version"] for version in reached)
+    return Check(name, refused and before, "" if refused and before else "the flipped bit was loaded")
 
 
 def _negative_control(facts: Facts) -> dict[str, Any]:

@@ -21,7 +21,15 @@ from swift.drill import control, faults, loss, prediction, regroup, shrinking, t
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.facts import Evidence, Measured
-from swift.drill.faults import CoordinatorFault, CorruptFault, LogLossFault, LogServerFault, fault_id
+from swift.drill.faults import (
+    BEFORE_A_LOSS,
+    CoordinatorFault,
+    CorruptCheckpointFault,
+    CorruptFault,
+    LogLossFault,
+    LogServerFault,
+    fault_id,
+)
 from swift.drill.operator import Operator
 from swift.drill.security import Security
 from swift.drill.verdict_checks import Digest
@@ -77,6 +85,8 @@ class _Watch:
         """A replay has begun."""
         self.present: frozenset[int] = frozenset()
         """Ranks that have joined, and were not lost since then with nobody in their slot."""
+        self.saved = -1
+        """The newest version of which every rank's checkpoint is durable."""
         self.settled = True
         """No other recovery groups are wanted than those in force."""
         self.stalled = False
@@ -102,6 +112,8 @@ class _Watch:
         if event["event"] == "step_begin" and not event.get("replay"):
             self.step = max(self.step, int(event["step"]))
         self.replayed = self.replayed or event["event"] == "replay_begin"
+        if event["event"] == "checkpoint_complete":
+            self.saved = max(self.saved, int(event["version"]))
         if event["event"] == "joined":
             self.present |= {int(event["rank"])}
         if event["event"] == "left_vacant":
@@ -239,7 +251,7 @@ class FaultedRun:
                 if due:
                     self._done.add(index)
                     self._cluster.kill_log_server(fault_id(index), fault.server, for_good=True)
-            elif isinstance(fault, CorruptFault):
+            elif isinstance(fault, CorruptFault | CorruptCheckpointFault):
                 self._corrupt(index, fault)
         if self._config.grow and shrinking.has_grown(self._cluster, self._watch.present, self._config):
             self._cluster.release(shrinking.PAUSE)
@@ -257,23 +269,33 @@ class FaultedRun:
         self._held_since.setdefault(index, time.monotonic())
         return True
 
-    def _corrupt(self, index: int, fault: CorruptFault) -> None:
+    def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
         """Once its victim is held: flips the bit."""
         victim = faults.victim_of(fault, self._config.faults)
         assert victim is not None, "checked before"
         held = self._config.faults.index(victim)
         if not self._reached(held):
             return
-        stream = faults.corrupted_stream(
-            fault, self._config.faults, self._config.topology, self._config.groups
-        )
-        flipped = control.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
+        flipped = self._flip(fault)
         if flipped is None and time.monotonic() - self._held_since[held] < HOLD_S:
             return
         if flipped is not None:
             self._corruption = {"fault": fault_id(index), **flipped}
             self._cluster.trace("corrupted", id=fault_id(index), **flipped)
         self._done.add(index)
+
+    def _flip(self, fault: CorruptFault | CorruptCheckpointFault) -> dict[str, Any] | None:
+        """None: what is to be damaged is not there yet."""
+        if isinstance(fault, CorruptCheckpointFault):
+            newest = fault.step - fault.step % self._config.topology.checkpoint_every
+            if self._watch.saved < newest:
+                return None
+            place = self.directory / "checkpoints" / JOB
+            return control.corrupt_checkpoint(place, fault.rank, newest, self._config.seed)
+        stream = faults.corrupted_stream(
+            fault, self._config.faults, self._config.topology, self._config.groups
+        )
+        return control.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
 
     def _let_go(self, group: list[int]) -> bool:
         """Lets the victims of one step die at once: all are there and their log is corrupted, if it is to be."""
@@ -282,7 +304,7 @@ class FaultedRun:
             return False
         step = getattr(self._config.faults[group[0]], "step", None)
         for index, fault in enumerate(self._config.faults):
-            beside = isinstance(fault, CorruptFault | LogLossFault) and fault.step == step
+            beside = isinstance(fault, BEFORE_A_LOSS) and fault.step == step
             if beside and index not in self._done:
                 return False
         waited = time.monotonic() - min(self._held_since[index] for index in there)

@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         seed=args.seed,
         checkpoint_every=args.checkpoint_every,
         codec=args.codec,
+        checkpoint_mode=args.checkpoint_mode,
         strategy=args.strategy,
         lost_shard=args.lost_shard or "redistribute",
         allow_inexact=args.allow_inexact,

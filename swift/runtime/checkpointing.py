@@ -25,9 +25,18 @@ class Saving:
     ``prune``; ``learn_groups``; (lease thread) ``unsaved``"""
 
     def __init__(
-        self, rank: int, member: Member, state: TrainerState, store: CheckpointStore, groups: LoggedGroups
+        self,
+        rank: int,
+        member: Member,
+        state: TrainerState,
+        store: CheckpointStore,
+        groups: LoggedGroups,
+        *,
+        sync: bool = False,
     ):
+        """`sync`: training waits until a checkpoint is durable here."""
         self._rank = rank
+        self._sync = sync
         self._groups = groups
         self._member = member
         self._state = state
@@ -71,7 +80,9 @@ class Saving:
                     file=sys.stderr,
                 )
 
-        self._store.save(self._state.version, self._state.state_dict(), durable, failed, generation)
+        self._store.save(
+            self._state.version, self._state.state_dict(), durable, failed, generation, sync=self._sync
+        )
 
     def save_last(self) -> None:
         """The version at which the run ends, unless this generation has saved it."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from swift.arguments import metrics_address
+from swift.checkpoint import MODES as CHECKPOINT_MODES
 from swift.errors import UsageError
 from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
@@ -24,6 +25,9 @@ class SessionConfig:
     """The root of all randomness in steps: of torch, `random` and numpy, inside the stages and outside."""
     checkpoint_every: int = 100
     """Optimizer steps between two checkpoints. The log holds the steps since the newest complete one."""
+    checkpoint_mode: str = "async"
+    """When training goes on after a checkpoint: "async" (once the state is copied in memory; the copy is written beside
+    training), or "sync" (once this rank's part is durable)."""
     strategy: str = "auto"
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
     checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
@@ -114,6 +118,7 @@ class SessionConfig:
             if count < 1:
                 raise UsageError(f"{name}={count}; give at least 1")
         for name, value, allowed in (
+            ("checkpoint_mode", self.checkpoint_mode, CHECKPOINT_MODES),
             ("updates", self.updates, UPDATES),
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),

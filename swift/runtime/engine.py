@@ -98,7 +98,9 @@ class Engine:
             state.told, beside.transient, differences.say, warns=rank == 0, untellable=beside.untellable
         )
         retries = Retries(rank)
-        self._saving = Saving(rank, member, state, store, channel.logged_groups)
+        self._saving = Saving(
+            rank, member, state, store, channel.logged_groups, sync=config.checkpoint_mode == "sync"
+        )
         self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._failures = Failures(rank, member, communicator, retries, config.suspicion_timeout_s)
         self.log = OwnLog(rank, config, member, channel)

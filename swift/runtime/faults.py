@@ -72,7 +72,10 @@ class FaultInjector:
             if (
                 (fault.phase == phase or (fault.phase == "pause" and phase == "idle"))
                 and fault.step in (None, step)
-                and (fault.microbatch == microbatch or phase in ("optimizer", "idle", "reduce", "update"))
+                and (
+                    fault.microbatch == microbatch
+                    or phase in ("optimizer", "idle", "reduce", "update", "save")
+                )
             ):
                 self._fire(fault, step)
 

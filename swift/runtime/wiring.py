@@ -85,7 +85,7 @@ class Parts:
         world = _own_world(groups["world"].ranks, rank, backend)
         faults = FaultInjector(rank)
         twins = assignment.peers(rank) if config.shrinks else ()
-        store = _checked_store(checkpoint_dir, rank, member, twins)
+        store = _checked_store(checkpoint_dir, rank, member, twins, faults)
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
@@ -208,12 +208,16 @@ def _audit_of(
     return Audit(groups.get("replicate", groups["data"]), state)
 
 
-def _checked_store(checkpoint_dir: str, rank: int, member: Member, twins: Sequence[int]) -> CheckpointStore:
+def _checked_store(
+    checkpoint_dir: str, rank: int, member: Member, twins: Sequence[int], faults: FaultInjector
+) -> CheckpointStore:
     """`twins`: ranks from whose checkpoints this one may begin.
 
     Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without.
     """
-    store = CheckpointStore(checkpoint_dir, rank, member, twins)
+    store = CheckpointStore(
+        checkpoint_dir, rank, member, twins, lambda version: faults.at("save", version - 1)
+    )
     try:
         store.check()
     except UsageError:

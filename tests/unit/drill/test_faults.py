@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from swift.drill import faults
 from swift.drill.faults import (
     CoordinatorFault,
+    CorruptCheckpointFault,
     CorruptCopyFault,
     CorruptFault,
     Fault,
@@ -17,6 +18,7 @@ from swift.drill.faults import (
     LogServerFault,
     RankFault,
 )
+from swift.drill.random_kills import RANDOM_GAP, kills_of
 from swift.drill.topology import SCHEDULES, Topology
 from swift.errors import UsageError
 
@@ -58,6 +60,8 @@ def topology(**changes: object) -> Topology:
         ("corrupt=log,step=17", CorruptFault(step=17)),
         ("corrupt=log,step=17,stream=S1C0.b", CorruptFault(step=17, stream="s1c0.B")),
         ("corrupt=copy,rank=3", CorruptCopyFault(rank=3)),
+        ("rank=2,step=9,phase=save", RankFault(rank=2, step=9, phase="save")),
+        ("Corrupt=Checkpoint,rank=1,step=17", CorruptCheckpointFault(rank=1, step=17)),
     ],
 )
 def test_parses(spec: str, fault: Fault) -> None:
@@ -77,7 +81,7 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("rank=2,step=9999999999", "step must be a number"),
         ("rank=2", "step is missing"),
         ("rank=2,step=3,step=4", "twice"),
-        ("rank=2,step=3,phase=sleep", "forward, backward, reduce, update, optimizer, idle, replay, copy"),
+        ("rank=2,step=3,phase=sleep", "forward, backward, reduce, update, optimizer, idle, save"),
         ("rank=2,step=3,phase=copy", "takes no step"),
         ("rank=2,phase=update", "step is missing"),
         ("rank=2,step=3,stage=1", "unknown key 'stage'"),
@@ -91,8 +95,10 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("log=0,rank=1,step=3", "unknown key 'log'"),
         ("service=coordinator", "running, fencing, planning, recovering"),
         ("service=coordinator,state=asleep", "running, fencing, planning, recovering"),
-        ("corrupt=memory,step=1", "corrupt must be log or copy"),
+        ("corrupt=memory,step=1", "corrupt must be log, checkpoint or copy"),
         ("corrupt=log,step=1,stream=../x", "s<stage>.F"),
+        ("corrupt=checkpoint,step=1", "rank is missing"),
+        ("corrupt=checkpoint,rank=1", "step is missing"),
     ],
 )
 def test_refuses_to_parse(spec: str, word: str) -> None:
@@ -105,7 +111,9 @@ def test_refuses_to_parse(spec: str, word: str) -> None:
 @st.composite
 def any_fault(draw: st.DrawFn) -> Fault:
     number = st.integers(0, 999)
-    kind = draw(st.sampled_from(["rank", "logserver", "log", "coordinator", "corrupt"]))
+    kind = draw(st.sampled_from(["rank", "logserver", "log", "coordinator", "corrupt", "checkpoint"]))
+    if kind == "checkpoint":
+        return CorruptCheckpointFault(rank=draw(number), step=draw(number))
     if kind == "log":
         return LogLossFault(server=draw(number), step=draw(st.none() | number))
     if kind == "logserver":
@@ -134,7 +142,8 @@ def test_round_trips(fault: Fault) -> None:
         (["rank=4,step=3"], "rank must be 0 to 3"),
         (["rank=2,step=30"], "step must be 0 to 29"),
         (["rank=2,step=3,microbatch=8"], "microbatch must be 0 to 7"),
-        (["rank=2,step=3,phase=reduce"], "phases here: forward, backward, optimizer, idle, replay"),
+        (["rank=2,step=3,phase=reduce"], "phases here: forward, backward, optimizer, idle, save, replay"),
+        (["rank=2,step=17,phase=save"], "no checkpoint is written behind that step"),
         (["rank=2,phase=replay"], "nothing replays"),
         (["service=logserver,step=30"], "step must be 0 to 29"),
         (["log=2,step=3"], "log must be 0 to 1"),
@@ -158,6 +167,7 @@ def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> N
     "specs",
     [
         ["rank=0,step=0", "rank=3,step=29,phase=idle"],
+        ["rank=0,step=9,phase=save", "rank=3,step=29,phase=save"],
         ["rank=2,step=17", "rank=2,phase=replay"],
         ["rank=2,step=17", "service=coordinator,state=recovering"],
         ["service=coordinator,state=running"],
@@ -181,7 +191,7 @@ HYBRID = {"pipeline_ranks": 2, "replicas": 2}
         (
             ["rank=3,step=3,phase=update"],
             {},
-            "phases here: forward, backward, reduce, optimizer, idle, replay, copy",
+            "phases here: forward, backward, reduce, optimizer, idle, save, replay, copy",
         ),
         (["rank=1,phase=copy"], {}, "nothing copies"),
         (["rank=1,phase=copy", "rank=2,phase=copy"], {}, "nothing copies"),
@@ -234,22 +244,22 @@ def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: b
     shape = topology(**HYBRID)
     updates = "wait_free" if wait_free else "after_backward"
     beside = [faults.parse("rank=0,step=11"), faults.parse("rank=0,phase=copy")]
-    kills = faults.random_kills(count, shape, seed, updates, beside)
-    assert kills == faults.random_kills(count, shape, seed, updates, beside), "the seed decides"
+    kills = kills_of(count, shape, seed, updates, beside)
+    assert kills == kills_of(count, shape, seed, updates, beside), "the seed decides"
     steps = [kill.step for kill in kills if kill.step is not None]
     assert len(steps) == count
     apart = sorted([*steps, 11])
     assert steps == sorted(steps)
-    assert all(later - earlier >= faults.RANDOM_GAP for earlier, later in itertools.pairwise(apart))
+    assert all(later - earlier >= RANDOM_GAP for earlier, later in itertools.pairwise(apart))
     faults.check([*kills, *beside], shape, updates=updates)
     assert [faults.parse(str(kill)) for kill in kills] == list(kills)
 
 
 def test_random_kills_reach_every_phase_and_rank() -> None:
-    kills = [k for seed in range(40) for k in faults.random_kills(5, topology(**HYBRID), seed, "wait_free")]
+    kills = [k for seed in range(40) for k in kills_of(5, topology(**HYBRID), seed, "wait_free")]
     assert {kill.phase for kill in kills} == {"forward", "backward", "reduce", "update", "optimizer", "idle"}
     assert {kill.rank for kill in kills} == {0, 1, 2, 3}
-    assert {kill.phase for seed in range(40) for kill in faults.random_kills(3, topology(), seed, "")} == {
+    assert {kill.phase for seed in range(40) for kill in kills_of(3, topology(), seed, "")} == {
         "forward",
         "backward",
         "optimizer",
@@ -259,10 +269,10 @@ def test_random_kills_reach_every_phase_and_rank() -> None:
 
 def test_random_kills_fill_a_run_that_has_just_enough_steps() -> None:
     count = 5
-    steps = 2 + (count - 1) * faults.RANDOM_GAP
-    assert [k.step for k in faults.random_kills(count, topology(steps=steps), 3, "")] == [1, 5, 9, 13, 17]
+    steps = 2 + (count - 1) * RANDOM_GAP
+    assert [k.step for k in kills_of(count, topology(steps=steps), 3, "")] == [1, 5, 9, 13, 17]
     with pytest.raises(UsageError, match="give more --steps"):
-        faults.random_kills(count, topology(steps=steps - 1), 3, "")
+        kills_of(count, topology(steps=steps - 1), 3, "")
 
 
 @pytest.mark.parametrize("extra", ["rank=2,phase=replay", "corrupt=log,step=17"])
@@ -271,6 +281,26 @@ def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
     faults.check(planned, topology())
     with pytest.raises(UsageError, match="--strategy checkpoint"):
         faults.check(planned, topology(), strategy="checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("specs", "word"),
+    [
+        (["rank=1,step=17", "corrupt=checkpoint,rank=4,step=17"], "rank must be 0 to 3"),
+        (["rank=1,step=17", "corrupt=checkpoint,rank=1,step=30"], "step must be 0 to 29"),
+        (["rank=1,step=17", "corrupt=checkpoint,rank=1,step=16"], "no rank is killed at that step"),
+        (["rank=1,step=20", "corrupt=checkpoint,rank=1,step=20"], "no multiple of it"),
+        (["rank=1,step=7", "corrupt=checkpoint,rank=1,step=7"], "one before it"),
+    ],
+)
+def test_a_checkpoint_is_damaged_where_all_load_it_and_have_one_before(specs: list[str], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        faults.check([faults.parse(spec) for spec in specs], topology(), strategy="checkpoint")
+    good = [faults.parse(spec) for spec in ("rank=1,step=17", "corrupt=checkpoint,rank=3,step=17")]
+    faults.check(good, topology(), strategy="checkpoint")
+    assert faults.held_together(good) == [[0]], "its victim waits until that is done"
+    with pytest.raises(UsageError, match="only with --strategy checkpoint"):
+        faults.check(good, topology())
 
 
 def test_environment_holds_only_the_rank_under_corruption() -> None:

@@ -35,6 +35,8 @@ class Store:
         on_durable: Callable[[int], bool | None],
         on_failed: Callable[[Unsaved], None],
         generation: int,
+        *,
+        sync: bool,
     ) -> None:
         if self.error is None:
             self.saved.append(version)
