@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
+    from swift.checkpoint.dcp import load_dcp as load_dcp
     from swift.runtime.communicator import Communicator as Communicator
     from swift.runtime.config import SessionConfig as SessionConfig
     from swift.runtime.session import Session as Session
 
-__all__ = ["Communicator", "Session", "SessionConfig"]
+__all__ = ["Communicator", "Session", "SessionConfig", "load_dcp"]
 __version__ = "0.1.0"
 
 
@@ -43,4 +44,8 @@ def __getattr__(name: str) -> Any:
         from swift.runtime.communicator import Communicator
 
         return Communicator
+    if name == "load_dcp":
+        from swift.checkpoint.dcp import load_dcp
+
+        return load_dcp
     raise AttributeError(f"module 'swift' has no attribute {name!r}")

@@ -19,6 +19,7 @@ OTHERS = {
     "token": "make signing keys, and job tokens signed with them",
     "plan": "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
     "inspect": "show, verify and export what is in the log; drop a job's log",
+    "export": "write a version of a job so that torch.distributed.checkpoint opens it without swift-ft",
     "status": "show what a job does now: its state, each rank's version, how long a replay will still take",
     "jobs": "list a coordinator's jobs: state, version, newest checkpoint of each",
     "logs": "show where a job's log is kept; give a log server up, or name another one",
@@ -68,6 +69,8 @@ def _main(argv: list[str] | None) -> int:
         return int(importlib.import_module("swift.plan.command").main(rest, _running_job))
     if command == "doctor":
         return int(importlib.import_module("swift.doctor.command").main(rest))
+    if command == "export":
+        return int(importlib.import_module("swift.checkpoint.command").main(rest))
     if command == "status":
         return int(importlib.import_module("swift.control.status").main(rest))
     if command == "jobs":

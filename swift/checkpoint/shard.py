@@ -118,7 +118,7 @@ def write(
         _write(file, memoryview(head))
         for name, tensor in snapshot.tensors.items():
             state = xxhash.xxh3_128()
-            for part in _parts(_elements(tensor)):
+            for part in _parts(elements(tensor)):
                 state.update(part)
                 _write(file, part)
             pieces.append(Piece(name=name, at=at, size=tensor.nbytes, digest=state.hexdigest()))
@@ -158,7 +158,7 @@ def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _elements(tensor: torch.Tensor) -> memoryview:
+def elements(tensor: torch.Tensor) -> memoryview:
     """Row-major."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy().data)
@@ -220,7 +220,7 @@ def _check_head(file: int, index: Index) -> None:
 def _fill(file: int, tensor: torch.Tensor, piece: Piece) -> None:
     row_major = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
     state = xxhash.xxh3_128()
-    for part in _parts(_elements(row_major)):
+    for part in _parts(elements(row_major)):
         _read(file, part)
         state.update(part)
     if state.hexdigest() != piece.digest:

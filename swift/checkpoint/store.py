@@ -260,6 +260,10 @@ class CheckpointStore:
         except OSError as error:
             raise ServiceError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
 
+    def versions(self) -> list[int]:
+        """Those of which some rank has saved something."""
+        return sorted(int(path.name[1:]) for path in self._versions())
+
     def set_aside(self) -> None:
         """(a job begins) What is here under its name is of an earlier job: it is kept, and nobody takes it for ours."""
         aside = 0

@@ -98,6 +98,29 @@ def test_it_is_tried_again_until_it_can_be_written(tmp_path: Path, store: Checkp
     assert torch.equal(store.load(1)["x"], STATE["x"])
 
 
+def test_whoever_waits_goes_on_when_it_is_durable_and_does_not_wait_for_who_hears_it(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
+    heard = threading.Event()
+    store.save(1, STATE, lambda _version: heard.wait(_PATIENCE_S), unexpected, sync=True)
+    assert torch.equal(CheckpointStore(tmp_path, 0, Holding()).load(1)["x"], STATE["x"])
+    heard.set()
+    store.wait()
+    assert store.saved is not None
+    assert store.saved.stall_s == store.saved.seconds
+
+
+def test_whoever_waits_is_not_held_up_by_what_cannot_be_written(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
+    told = Told()
+    blocked = in_the_way(tmp_path, 1)
+    store.save(1, STATE, told.is_durable, told.has_failed, sync=True)
+    assert [unsaved.version for unsaved in told.failed] == [1]
+    blocked.unlink()
+    told.until_durable(1)
+
+
 def test_the_snapshot_that_is_written_late_is_the_one_that_was_taken(
     tmp_path: Path, store: CheckpointStore
 ) -> None:

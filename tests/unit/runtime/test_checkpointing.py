@@ -38,6 +38,7 @@ class Store:
         *,
         sync: bool,
     ) -> None:
+        self.sync = sync
         if self.error is None:
             self.saved.append(version)
             self.heard = on_durable(version)
@@ -93,6 +94,17 @@ def saving(
     )
     kept: Any = store
     return Saving(2, member, state, kept, LoggedGroups(2, RecoveryGroups()))
+
+
+def test_training_waits_for_it_if_it_is_to() -> None:
+    for sync in (False, True):
+        store = Store()
+        one = saving(store, Client())
+        one._sync = sync
+        one.save()
+        assert store.sync is sync
+    with pytest.raises(UsageError, match="checkpoint_mode='later'; give one of async, sync"):
+        SessionConfig(checkpoint_mode="later")
 
 
 def test_it_is_of_the_generation_that_the_rank_acts_in() -> None:

@@ -1,0 +1,106 @@
+"""Drills of the strategy "checkpoint": all ranks go back to the newest complete one, in both modes of saving."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift import events
+from swift.checkpoint import MODES
+from tests.integration.drill_world import CHECKPOINT_EVERY, STEPS, Twins, drill, kills, passed
+
+pytestmark = pytest.mark.timeout(300)
+
+MATRIX = pytest.mark.matrix
+SHAPES = ((1, 2), (2, 1), (2, 2))
+PHASES = ("forward", "backward", "reduce", "update", "optimizer", "idle", "save")
+STEP = 7
+SAVED_BEHIND = 2 * CHECKPOINT_EVERY - 1
+FEW = {(1, 2, "sync", "backward"), (2, 1, "async", "save"), (2, 2, "sync", "save")}
+
+
+def words(stages: int, replicas: int, mode: str, *others: str) -> list[str]:
+    shape = ["--stages", str(stages), "--replicas", str(replicas)]
+    return [*shape, "--strategy", "checkpoint", "--checkpoint-mode", mode, *others]
+
+
+def spec(rank: int, phase: str, step: int = STEP) -> str:
+    where = ",microbatch=1" if phase in ("forward", "backward") else ""
+    return f"rank={rank},step={SAVED_BEHIND if phase == 'save' else step}{where},phase={phase}"
+
+
+def restored(at: Path, twins: Twins, asked: list[str], *specs: str) -> dict[str, Any]:
+    """Exactly, and nothing else was done. Each plan led to the newest version that was complete and not refused."""
+    report = passed(drill(*asked, *kills(*specs), "--directory", str(at / "drill"), twins=twins, at=at))
+    assert report["exact"] is True
+    assert set(report["strategy"].values()) == {"checkpoint"}
+    complete: set[int] = set()
+    planned = []
+    for event in events.read(at / "drill" / "run" / "events"):
+        match event["event"]:
+            case "checkpoint_complete":
+                complete.add(event["version"])
+            case "plan":
+                planned.append(event["target_version"])
+                assert planned[-1] == max(complete), report["timeline"]
+            case "refused":
+                complete.remove(planned[-1])
+            case "state" if event["state"] == "RUNNING":
+                complete = {version for version in complete if not planned or version <= planned[-1]}
+    assert planned, "nothing was restored"
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "mode", "phase"),
+    [
+        pytest.param(*shape, mode, phase, marks=() if (*shape, mode, phase) in FEW else MATRIX)
+        for shape in SHAPES
+        for mode in MODES
+        for phase in PHASES
+        if shape[1] > 1 or phase not in ("reduce", "update")
+    ],
+)
+def test_all_go_back_and_end_with_every_bit(
+    stages: int, replicas: int, mode: str, phase: str, twins: Twins, tmp_path: Path
+) -> None:
+    others = ["--updates", "wait_free"] if phase == "update" else []
+    asked = words(stages, replicas, mode, *others)
+    rank = stages * replicas - 1
+    restored(tmp_path, twins, asked, spec(rank, phase))
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=MATRIX)])
+def test_two_are_lost_one_after_the_other(mode: str, twins: Twins, tmp_path: Path) -> None:
+    """The second one in the save of what the first one had lost."""
+    specs = [spec(0, "backward"), spec(1, "save")]
+    report = restored(tmp_path, twins, words(1, 2, mode), *specs)
+    assert len(report["recoveries"]) == 2
+
+
+@MATRIX
+@pytest.mark.parametrize("mode", MODES)
+def test_two_are_lost_at_once(mode: str, twins: Twins, tmp_path: Path) -> None:
+    specs = [spec(0, "idle"), spec(3, "idle")]
+    restored(tmp_path, twins, words(2, 2, mode), *specs)
+
+
+@MATRIX
+@pytest.mark.parametrize("mode", MODES)
+def test_one_is_lost_in_the_last_save(mode: str, twins: Twins, tmp_path: Path) -> None:
+    restored(tmp_path, twins, words(2, 1, mode), f"rank=1,step={STEPS - 1},phase=save")
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "mode"),
+    [(2, 1, "sync"), pytest.param(1, 2, "async", marks=MATRIX), pytest.param(2, 2, "async", marks=MATRIX)],
+)
+def test_a_damaged_one_leads_to_the_one_before(
+    stages: int, replicas: int, mode: str, twins: Twins, tmp_path: Path
+) -> None:
+    step = 2 * CHECKPOINT_EVERY + 1
+    specs = [spec(0, "backward", step), f"corrupt=checkpoint,rank=1,step={step}"]
+    report = restored(tmp_path, twins, words(stages, replicas, mode), *specs)
+    assert report["recoveries"][0]["target_version"] == CHECKPOINT_EVERY
+    assert report["corruption"]["version"] == 2 * CHECKPOINT_EVERY
+    assert "is not what its checksum says" in report["reason"]
