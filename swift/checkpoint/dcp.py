@@ -115,8 +115,7 @@ def _unpickled(content: bytes, path: Path) -> metadata.Metadata:
     except Exception as error:  # noqa: BLE001  (whatever a stranger's bytes lead to)
         why = " ".join(str(error).split())[:200]
         raise UsageError(f"{path} is not what torch.distributed.checkpoint writes: {why}") from None
-    whole = isinstance(found, metadata.Metadata)
-    if not whole or not isinstance(getattr(found, "storage_data", None), dict):
+    if not isinstance(found, metadata.Metadata) or not isinstance(getattr(found, "storage_data", None), dict):
         raise UsageError(f"{path} is not what torch.distributed.checkpoint writes for a directory of files")
     return found
 
