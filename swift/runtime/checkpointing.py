@@ -61,7 +61,7 @@ class Saving:
         def durable(version: int) -> bool:
             """False: nobody answers. Soon: the next checkpoint waits for this, and training for that one."""
             if next(news, False):
-                events.emit("checkpoint_durable", rank=self._rank, version=version)
+                self._tell_saved(version)
             try:
                 self._member.client.checkpoint_durable(version, generation, number, since, patience_s=_TELL_S)
             except SwiftError as error:
@@ -82,6 +82,18 @@ class Saving:
 
         self._store.save(
             self._state.version, self._state.state_dict(), durable, failed, generation, sync=self._sync
+        )
+
+    def _tell_saved(self, version: int) -> None:
+        saved = self._store.saved
+        assert saved is not None, "it is durable"
+        events.emit(
+            "checkpoint_durable",
+            rank=self._rank,
+            version=version,
+            bytes=saved.file_bytes,
+            seconds=saved.seconds,
+            stall_s=saved.stall_s,
         )
 
     def save_last(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift.checkpoint.store import Unsaved
+from swift.checkpoint.store import Saved, Unsaved
 from swift.control.plans import PublishedPlan
 from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
 from swift.recovery import Plan, RecoveryGroups
@@ -24,7 +24,8 @@ class Store:
 
     def __init__(self, error: ServiceError | None = None) -> None:
         self.error = error
-        self.saved: list[int] = []
+        self.versions: list[int] = []
+        self.saved: Saved | None = None
         self.unsaved: Unsaved | None = None
         self.pruned: list[tuple[set[int], int]] = []
 
@@ -40,7 +41,8 @@ class Store:
     ) -> None:
         self.sync = sync
         if self.error is None:
-            self.saved.append(version)
+            self.versions.append(version)
+            self.saved = Saved(tensor_bytes=90, file_bytes=100, seconds=0.5, stall_s=0.1)
             self.heard = on_durable(version)
         else:
             self.unsaved = Unsaved(version=version, reason=str(self.error))
@@ -193,7 +195,7 @@ def test_what_cannot_be_written_later_is_said_and_training_goes_on(
 def test_what_is_complete_is_not_written_again() -> None:
     store, client = Store(), Client()
     saving(store, client, complete=[10, 17]).save()
-    assert (store.saved, client.told) == ([], [])
+    assert (store.versions, client.told) == ([], [])
 
 
 def test_what_is_complete_or_given_up_is_pruned_once() -> None:
@@ -247,4 +249,4 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
     engine.membership.plan = PublishedPlan(generation=9, plan=plan, sources={})
     engine.log._writer = SimpleNamespace(unlogged=SimpleNamespace(news=lambda: None), forget_below=ignored)  # type: ignore[assignment]
     engine._steps.run(ignored)
-    assert store.saved == wanted
+    assert store.versions == wanted
