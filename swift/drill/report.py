@@ -58,6 +58,7 @@ def build(facts: Facts) -> dict[str, Any]:
         *replicas.checks(facts),
         *shrunk.checks(facts),
         *snapshots.checks(facts),
+        *saving.checks(facts),
         *([loss.check(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),

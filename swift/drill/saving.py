@@ -1,9 +1,44 @@
-"""What the checkpoints of a run cost, as its ranks told of each: `checkpoint` of a report."""
+"""Checkpoints in a report: what those of a run cost, as its ranks told of each (`checkpoint`), and to which one all had
+to go back.
+
+The latter is worked out from what was complete and what was refused; nothing of the planner's is used.
+"""
 
 from statistics import median
 from typing import Any
 
 from swift.drill.facts import Facts
+from swift.drill.verdict_checks import Check
+
+CHECKPOINT = "checkpoint"
+
+
+def checks(facts: Facts) -> list[Check]:
+    """Those that a drill of the strategy "checkpoint" needs besides."""
+    return [_newest_check(facts)] if facts.asked.strategy == CHECKPOINT else []
+
+
+def _newest_check(facts: Facts) -> Check:
+    name = "all went back to the newest complete checkpoint"
+    complete: set[int] = set()
+    planned, wrong = None, []
+    for event in facts.events:
+        match event["event"]:
+            case "checkpoint_complete":
+                complete.add(event["version"])
+            case "plan":
+                planned = event["target_version"]
+                # Newer: one that was complete before the coordinator, killed then, could say so.
+                if not complete or planned < max(complete):
+                    there = f"{max(complete)} was complete" if complete else "none was complete"
+                    wrong.append(f"to version {planned}, and {there}")
+            case "refused":
+                complete.discard(planned)
+            case "state" if event["state"] == "RUNNING" and planned is not None:
+                complete = {version for version in complete if version <= planned}
+    if planned is None:
+        return Check(name, True, "none was needed")  # whether one was is for other checks to say
+    return Check(name, not wrong, "; ".join(wrong))
 
 
 def section(facts: Facts) -> dict[str, Any]:

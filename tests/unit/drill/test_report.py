@@ -311,13 +311,6 @@ def test_a_corruption_that_never_happened_is_inconclusive() -> None:
     assert result["verdict"] == INCONCLUSIVE
 
 
-def test_the_checkpoint_strategy_is_exact_when_it_was_asked_for() -> None:
-    result = report.build(Facts.of(config(strategy="checkpoint"), fallen_back_evidence()))
-    assert result["verdict"] == PASS, result["reason"]
-    assert result["exact"] is True
-    assert report.build(Facts.of(config(strategy="checkpoint"), good()))["verdict"] == FAIL
-
-
 def test_a_coordinator_killed_in_a_recovery_may_lose_a_state() -> None:
     specs = (f"rank=2,step={KILL_STEP},microbatch=3", "service=coordinator,state=planning")
     events = without("state", state="PLANNING")(good_trace().events)

@@ -1,0 +1,159 @@
+"""Drills of the strategy "checkpoint": the verdict with each piece of its evidence broken."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swift.drill import report
+from swift.drill.facts import Evidence, Facts
+from swift.drill.report import FAIL, INCONCLUSIVE, PASS
+from tests.unit.drill.evidence import RANKS, STEPS, Trace, config, digests, good
+
+VICTIM, LOST, EVERY = 2, 8, 2
+NEWER, OLDER = 6, 4
+DAMAGED_RANK = 1
+SPECS = (f"rank={VICTIM},step={LOST},microbatch=3", f"corrupt=checkpoint,rank={DAMAGED_RANK},step={LOST}")
+FLIPPED = {
+    "fired": frozenset({"fault0", "fault1"}),
+    "corruption": {"rank": DAMAGED_RANK, "version": NEWER, "file": "x", "bit": 7},
+}
+CORRUPT = "checkpoint of version 6 is corrupt: a tensor is not what its checksum says"
+
+Break = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+
+def begun(trace: Trace) -> None:
+    """Until the loss."""
+    trace.state("RUNNING", 1)
+    for step in range(LOST):
+        trace.step(step)
+        if (step + 1) % EVERY == 0 and step + 1 < LOST:
+            trace.add("coordinator", "checkpoint_complete", version=step + 1)
+    trace.kill(VICTIM, LOST)
+
+
+def goes_back(trace: Trace, generation: int, target: int, reason: str) -> None:
+    trace.state("FENCING", generation, reason=reason)
+    trace.state("PLANNING", generation)
+    trace.plan(generation, target, dict.fromkeys(range(RANKS), ("CHECKPOINT", target)), reason)
+    trace.state("RECOVERING", generation)
+    for rank in range(RANKS):
+        trace.rank(rank, "restore_begin", generation=generation)
+
+
+def ends(trace: Trace, generation: int, target: int) -> Trace:
+    for rank in range(RANKS):
+        trace.rank(rank, "restore_end", generation=generation)
+    trace.state("RUNNING", generation)
+    for step in range(target, STEPS):
+        trace.step(step)
+    trace.finish()
+    return trace
+
+
+def restored(target: int = NEWER) -> Trace:
+    trace = Trace()
+    begun(trace)
+    goes_back(trace, 2, target, "rank 2 died")
+    return ends(trace, 2, target)
+
+
+def refused(target: int = OLDER) -> Trace:
+    """One rank does not load what all are to go back to."""
+    trace = Trace()
+    begun(trace)
+    goes_back(trace, 2, NEWER, "rank 2 died")
+    trace.add("coordinator", "refused", rank=DAMAGED_RANK, reason=CORRUPT)
+    goes_back(trace, 3, target, CORRUPT)
+    return ends(trace, 3, target)
+
+
+def built(trace: Trace, generation: int, target: int, *specs: str, **changes: Any) -> dict[str, Any]:
+    found: Evidence = good(trace, digests=digests((target, generation)), **changes)
+    return report.build(Facts.of(config(*specs, strategy="checkpoint"), found))
+
+
+def test_all_went_back_to_the_newest_one() -> None:
+    result = built(restored(), 2, NEWER)
+    assert result["verdict"] == PASS, result["reason"]
+    assert result["exact"] is True
+    assert result["steps_lost"] == LOST - NEWER
+
+
+def test_an_older_one_is_not_enough() -> None:
+    result = built(restored(OLDER), 2, OLDER)
+    assert result["verdict"] == FAIL
+    assert "to version 4, and 6 was complete" in result["reason"]
+
+
+def test_one_that_was_given_up_does_not_count_later() -> None:
+    """All have gone back behind version 6; until it is saved again, 4 is the newest."""
+    trace = Trace()
+    begun(trace)
+    goes_back(trace, 2, NEWER, "rank 2 died")
+    trace.add("coordinator", "refused", rank=DAMAGED_RANK, reason=CORRUPT)
+    goes_back(trace, 3, OLDER, CORRUPT)
+    trace.state("RUNNING", 3)
+    goes_back(trace, 4, OLDER, "rank 2 died")
+    result = built(ends(trace, 4, OLDER), 4, OLDER)
+    assert {check["name"]: check["answer"] for check in result["checks"]}[
+        "all went back to the newest complete checkpoint"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "verdict"),
+    [("service=logserver,step=3", PASS), (SPECS[0], INCONCLUSIVE)],
+    ids=["none was lost", "lost"],
+)
+def test_where_nobody_went_back(spec: str, verdict: str) -> None:
+    trace = Trace()
+    trace.state("RUNNING", 1)
+    for step in range(STEPS):
+        trace.step(step)
+    trace.finish()
+    found = good(trace, digests=digests((STEPS, 1)))
+    result = report.build(Facts.of(config(spec, strategy="checkpoint"), found))
+    assert result["verdict"] == verdict, result["reason"]
+
+
+def test_a_replay_is_not_what_was_asked_for() -> None:
+    assert report.build(Facts.of(config(strategy="checkpoint"), good()))["verdict"] == FAIL
+
+
+def test_a_damaged_one_leads_to_the_one_before() -> None:
+    result = built(refused(), 3, OLDER, *SPECS, **FLIPPED)
+    assert result["verdict"] == PASS, result["reason"]
+    assert CORRUPT in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "generation", "target", "why"),
+    [
+        (restored(), 2, NEWER, "the flipped bit was loaded"),
+        (refused(NEWER), 3, NEWER, "the flipped bit was loaded"),
+        (refused(2), 3, 2, "to version 2, and 4 was complete"),
+    ],
+    ids=["nobody refused it", "it was taken all the same", "the one before was left out"],
+)
+def test_a_damaged_one_that_was_not_noticed_fails(
+    trace: Trace, generation: int, target: int, why: str
+) -> None:
+    result = built(trace, generation, target, *SPECS, **FLIPPED)
+    assert result["verdict"] == FAIL
+    assert why in result["reason"]
+
+
+def test_another_ranks_refusal_is_no_notice() -> None:
+    trace = refused()
+    for event in trace.events:
+        if event["event"] == "refused":
+            event["rank"] = 0
+    result = built(trace, 3, OLDER, *SPECS, **FLIPPED)
+    assert result["verdict"] == FAIL
+
+
+def test_a_bit_that_was_never_flipped_is_inconclusive() -> None:
+    result = built(refused(), 3, OLDER, *SPECS, fired=frozenset({"fault0"}))
+    assert result["verdict"] == INCONCLUSIVE
