@@ -81,6 +81,7 @@ class MemberReport:
     undo_exact: bool = False
     forward_to: int | None = None
     forward_by_all: bool = False
+    finish_to: int | None = None
     can_help: bool = False
     off_log: bool = False
     snapshots: tuple[HeldSnapshot, ...] = ()

@@ -241,8 +241,7 @@ class Job(Transitions):
 
     def _report(self, said: m.MemberReport, now: float) -> list[Effect]:
         row = self.row
-        done = row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over
-        if self._is_stale(said, now) or done:
+        if self._is_stale(said, now) or row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over:
             return []
         if row.state is not State.PLANNING:
             raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
@@ -254,6 +253,7 @@ class Job(Transitions):
             undo_exact=said.undo_exact,
             forward_to=said.forward_to,
             forward_by_all=said.forward_by_all,
+            finish_to=said.finish_to,
             since_generation=holder.since_generation,
             host=holder.host,
             can_help=said.can_help,

@@ -48,6 +48,8 @@ def report_fields(report: Report) -> dict[str, object]:
         fields |= {"undo_to": report.undo_to, "undo_exact": report.undo_exact}
     if report.forward_to is not None:
         fields["forward_to"] = report.forward_to
+    if report.finish_to is not None:
+        fields["finish_to"] = report.finish_to
     if report.snapshots:
         fields["snapshots"] = [list(held) for held in report.snapshots]
     return fields | ({"off_log": True} if report.off_log else {})

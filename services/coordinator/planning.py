@@ -57,7 +57,9 @@ def decide(
 ) -> tuple[Plan | None, str]:
     """The plan for what was reported, and its reason."""
     reports = [
-        replace(report, version=None, undo_to=None, forward_to=None) if rank in row.distrusted else report
+        replace(report, version=None, undo_to=None, forward_to=None, finish_to=None)
+        if rank in row.distrusted
+        else report
         for rank, report in sorted(row.reports.items())
     ]
     return plan_off_log(

@@ -138,6 +138,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 undo_exact=request.undo_exact,
                 forward_to=request.forward_to if request.HasField("forward_to") else None,
                 forward_by_all=request.forward_by_all,
+                finish_to=request.finish_to if request.HasField("finish_to") else None,
                 can_help=request.can_help,
                 off_log=request.off_log,
                 snapshots=tuple(

@@ -83,6 +83,8 @@ class _StrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Strategy.Val
     """receives the state from ranks that hold the same one (`sources`)"""
     SNAPSHOT: _Strategy.ValueType  # 8
     """goes back to a copy in host memory: its own one, or one that another rank keeps of it (`sources`)"""
+    LOSSY_FORWARD: _Strategy.ValueType  # 9
+    """finishes the step that is under way with the gradients of those that are left"""
 
 class Strategy(_Strategy, metaclass=_StrategyEnumTypeWrapper): ...
 
@@ -103,6 +105,8 @@ REPLICA: Strategy.ValueType  # 7
 """receives the state from ranks that hold the same one (`sources`)"""
 SNAPSHOT: Strategy.ValueType  # 8
 """goes back to a copy in host memory: its own one, or one that another rank keeps of it (`sources`)"""
+LOSSY_FORWARD: Strategy.ValueType  # 9
+"""finishes the step that is under way with the gradients of those that are left"""
 Global___Strategy: _TypeAlias = Strategy  # noqa: Y015
 
 class _VoteKind:
@@ -1183,6 +1187,7 @@ class ReportRequest(_message.Message):
     OFF_LOG_FIELD_NUMBER: _builtins.int
     FORWARD_BY_ALL_FIELD_NUMBER: _builtins.int
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    FINISH_TO_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -1205,6 +1210,8 @@ class ReportRequest(_message.Message):
     """what I hold is not what the checkpoints and the log lead to"""
     forward_by_all: _builtins.bool
     """... but who has not voted for the step may lack a line of it (session.log)"""
+    finish_to: _builtins.int
+    """the step can be finished if all that are left are in it"""
     @_builtins.property
     def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldSnapshot]:
         """copies of states in my host memory: my own, and those that I keep for others"""
@@ -1225,15 +1232,20 @@ class ReportRequest(_message.Message):
         off_log: _builtins.bool = ...,
         forward_by_all: _builtins.bool = ...,
         snapshots: _abc.Iterable[Global___HeldSnapshot] | None = ...,
+        finish_to: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_to", b"_finish_to", "_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "finish_to", b"finish_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "forward_by_all", b"forward_by_all", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "snapshots", b"snapshots", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_to", b"_finish_to", "_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "finish_to", b"finish_to", "forward_by_all", b"forward_by_all", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "snapshots", b"snapshots", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__finish_to: _TypeAlias = _typing.Literal["finish_to"]  # noqa: Y015
+    _WhichOneofArgType__finish_to: _TypeAlias = _typing.Literal["_finish_to", b"_finish_to"]  # noqa: Y015
     _WhichOneofReturnType__forward_to: _TypeAlias = _typing.Literal["forward_to"]  # noqa: Y015
     _WhichOneofArgType__forward_to: _TypeAlias = _typing.Literal["_forward_to", b"_forward_to"]  # noqa: Y015
     _WhichOneofReturnType__undo_to: _TypeAlias = _typing.Literal["undo_to"]  # noqa: Y015
     _WhichOneofArgType__undo_to: _TypeAlias = _typing.Literal["_undo_to", b"_undo_to"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_to) -> _WhichOneofReturnType__finish_to | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__forward_to) -> _WhichOneofReturnType__forward_to | None: ...
     @_typing.overload

@@ -123,6 +123,7 @@ class CoordinatorClient(PatientLine):
         undo_exact: bool = False,
         forward_to: int | None = None,
         forward_by_all: bool = False,
+        finish_to: int | None = None,
         can_help: bool = False,
         off_log: bool = False,
         snapshots: Iterable[tuple[int, int]] = (),
@@ -131,7 +132,8 @@ class CoordinatorClient(PatientLine):
 
         What the step under way allows besides: `undo_to`, the version that taking the applied buckets back
         leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
-        gradients being reduced (`forward_by_all`: who has not voted for it may lack its line). `can_help`: this rank
+        gradients being reduced (`forward_by_all`: who has not voted for it may lack its line);
+        `finish_to`, the one that finishing it together with all that are left leads to. `can_help`: this rank
         can build other stages, to share a replay. `off_log`: what is held is not what the checkpoints and the log lead
         to. `snapshots`: (rank, version) of the copies of states in this process's memory. Renews the lease.
         """
@@ -147,6 +149,7 @@ class CoordinatorClient(PatientLine):
                 undo_exact=undo_exact,
                 forward_to=forward_to,
                 forward_by_all=forward_by_all,
+                finish_to=finish_to,
                 can_help=can_help,
                 off_log=off_log,
                 snapshots=[pb.HeldSnapshot(rank=rank, version=version) for rank, version in snapshots],

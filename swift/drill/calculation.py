@@ -4,12 +4,15 @@ It knows nothing of the session: for each step, the gradients of every origin th
 divided by their number; clipped; one step of the optimizer and of the learning rate's schedule. It has in common with
 the trainer the model, the data, and the rule by which randomness follows from (seed, step, origin, microbatch).
 
-Run by the drill: ``python -m swift.drill.calculation TRAINER'S FLAGS --absent '{"5": [2]}' --out FILE``; FILE: version
--> digests, as ranks write them.
+A step that a loss has cut short has buckets of several kinds: which origins have contributed to each, and what their
+sum is divided by, is given (event "lossy_step").
+
+Run by the drill: ``python -m swift.drill.calculation TRAINER'S FLAGS --absent '{"5": [2]}' --cut '{}' --out FILE``;
+FILE: version -> digests, as ranks write them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,24 @@ class Calculation:
 
     def step(self, step: int, origins: Sequence[int]) -> None:
         """`origins`: the data-parallel ranks that are there, ascending."""
-        sums = self._gradients(step, origins[0])
-        for origin in origins[1:]:
-            for total, gradient in zip(sums, self._gradients(step, origin), strict=True):
-                total.add_(gradient)
-        for parameter, total in zip(self._parameters, sums, strict=True):
-            parameter.grad = total / self.divisor(origins)
+        everything = range(len(self._parameters))
+        self.cut_step(
+            step,
+            [{"parameters": everything, "contributors": origins, "divisor": self.divisor(origins)}],
+        )
+
+    def cut_step(self, step: int, buckets: Sequence[Mapping[str, Any]]) -> None:
+        """One whose `buckets` have each their own contributors and divisor."""
+        origins = sorted({origin for bucket in buckets for origin in bucket["contributors"]})
+        gradients = {origin: self._gradients(step, origin) for origin in origins}
+        self._optimizer.zero_grad()
+        for bucket in buckets:
+            first, *others = sorted(bucket["contributors"])
+            for number in bucket["parameters"]:
+                total = gradients[first][number].clone()
+                for origin in others:
+                    total.add_(gradients[origin][number])
+                self._parameters[number].grad = total / bucket["divisor"]
         if self._args.updates == "after_backward":
             torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
@@ -88,13 +103,17 @@ def _told(part: Any) -> tuple[dict[str, torch.Tensor], str]:
 def main() -> None:
     parser = make_parser()
     parser.add_argument("--absent", type=json.loads, required=True, help="step -> origins, as JSON")
+    parser.add_argument("--cut", type=json.loads, required=True, help="step -> its buckets, as JSON")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     calculation = Calculation(args)
     found = {0: calculation.digests()}
     for step in range(args.steps):
         absent = args.absent.get(str(step), [])
-        calculation.step(step, [origin for origin in range(args.replicas) if origin not in absent])
+        if str(step) in args.cut:
+            calculation.cut_step(step, args.cut[str(step)])
+        else:
+            calculation.step(step, [origin for origin in range(args.replicas) if origin not in absent])
         found[step + 1] = calculation.digests()
     args.out.write_text(json.dumps(found))
 

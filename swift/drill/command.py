@@ -31,6 +31,8 @@ step kill at once):
   rank=2,step=17,microbatch=3,phase=backward    SIGKILL of a rank by itself, exactly there; phases: forward,
                                                 backward, reduce, update, optimizer, idle, save, replay, copy
   rank=2,phase=replay                           SIGKILL at the first replay that runs while rank 2 lives
+  rank=2,phase=finish                           SIGKILL in a step that is finished after another loss (--strategy
+                                                lossy-forward)
   rank=2,phase=copy                             SIGKILL while rank 2 first sends or receives a replica's state
   service=logserver,step=12                     SIGKILL of the log server; it is started again
   log=0,step=12                                 SIGKILL of that log server for good (needs --log-servers 2 or more),

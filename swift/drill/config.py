@@ -187,7 +187,12 @@ class DrillConfig:
     @property
     def drops(self) -> bool:
         """Nobody computes the batches of lost ranks."""
-        return self.shrinks and self.lost_shard == "drop"
+        return self.finishes_cut_steps or (self.shrinks and self.lost_shard == "drop")
+
+    @property
+    def finishes_cut_steps(self) -> bool:
+        """A step that a loss cuts short is finished with the gradients of those that are left."""
+        return self.strategy == "lossy-forward"
 
     @property
     def grown_at(self) -> int | None:

@@ -16,23 +16,21 @@
 Parsing knows the words, `check` knows the topology; both raise `UsageError` with one line that names what
 would be allowed. A fault round-trips through ``str``.
 
-The runtime inside a rank fires rank faults: it gets them as JSON in ``SWIFT_FAULTS`` (`to_environment`) and,
-at the coordinates, creates ``$SWIFT_FAULTS_DIR/<id>.fired`` exclusively, emits the event "fault" and kills
-itself. With "hold" it first creates ``<id>.reached`` and waits for ``<id>.go``, so that the drill can flip
-its bit at a moment when the rank is certain to die and nothing has been read back yet, and so that several
-victims of one step die at once.
+The runtime inside a rank fires rank faults: it gets them as JSON in ``SWIFT_FAULTS``
+(`swift.drill.fault_environment`) and, at the coordinates, creates ``$SWIFT_FAULTS_DIR/<id>.fired`` exclusively,
+emits the event "fault" and kills itself. With "hold" it first creates ``<id>.reached`` and waits for ``<id>.go``, so
+that the drill can flip its bit at a moment when the rank is certain to die and nothing has been read back yet, and so
+that several victims of one step die at once.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.strategies import may_copy, may_replay
+from swift.recovery.strategies import may_copy, may_finish, may_replay
 
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
@@ -47,14 +45,16 @@ PHASES = (
     "save",
     "replay",
     "copy",
+    "finish",
     "snapshot",
 )
 """`reduce`: in the middle of the reduction of a step's gradients. `update`: some buckets of a wait-free step are
 applied while others are still being reduced. `optimizer`: some are applied, all are reduced. `save`: half of the
-checkpoint behind the step is written. `snapshot`: half of this rank's snapshot has left for the rank that keeps it;
+checkpoint behind the step is written. `finish`: in a step that is finished after another loss: what is averaged is
+given, what is not is not averaged yet. `snapshot`: half of this rank's snapshot has left for the rank that keeps it;
 `step` is the version that it is of."""
 MICROBATCH_PHASES = ("forward", "backward", "replay")
-RECOVERY_PHASES = ("replay", "copy")
+RECOVERY_PHASES = ("replay", "copy", "finish")
 """Those that come in a recovery: another rank must fail first."""
 SNAPSHOT = "snapshot"
 """The strategy under which a state is copied without a replica."""
@@ -303,7 +303,7 @@ def check(
 
 def phases_of(topology: Topology, updates: str, strategy: str = "auto") -> tuple[str, ...]:
     """The phases in which a rank can be killed here."""
-    absent = {"reduce", "update", "copy"} if topology.replicas == 1 else set()
+    absent = {"reduce", "update", "copy", "finish"} if topology.replicas == 1 else set()
     absent = absent - {"copy"} if strategy == SNAPSHOT else absent | {"snapshot"}
     if updates != "wait_free":
         absent |= {"update"}
@@ -334,6 +334,7 @@ def _check_rank_fault(fault: RankFault, topology: Topology, updates: str, strate
         "reduce": "nothing is reduced without replicas",
         "update": "no update begins before the backward pass is over without --updates wait_free",
         "copy": "there is nothing to copy without replicas",
+        "finish": "no step is finished by others without replicas",
         "snapshot": "--strategy snapshot takes them",
     }
     raise UsageError(f"--kill {fault}: {why[fault.phase]}; phases here: {', '.join(phases)}")
@@ -356,8 +357,10 @@ def _check_log_loss(
 def _check_recovery_fault(
     fault: RankFault, faults: Sequence[Fault], strategy: str, groups: RecoveryGroups
 ) -> None:
-    does = {"replay": "replays", "copy": "copies"}[fault.phase]
-    if not {"replay": may_replay, "copy": _may_copy}[fault.phase](strategy):
+    if fault.phase == "finish" and not may_finish(strategy):
+        raise UsageError(f"--kill {fault}: nobody finishes a step for others: add --strategy lossy-forward")
+    does = {"replay": "replays", "copy": "copies", "finish": "is finished"}[fault.phase]
+    if not {"replay": may_replay, "copy": _may_copy, "finish": may_finish}[fault.phase](strategy):
         raise UsageError(f"--kill {fault}: --strategy {strategy} {does} nothing")
     if fault.phase == "replay" and not groups.logs:
         raise UsageError(f"--kill {fault}: one group of all (--groups {groups}) replays nothing")
@@ -464,10 +467,6 @@ def held_together(faults: Sequence[Fault]) -> list[list[int]]:
     return [group for step, group in by_step.items() if len(group) > 1 or step in beside]
 
 
-def _replicas(fault: RankFault, topology: Topology) -> list[int]:
-    return [rank for rank in topology.replicas_of(fault.rank) if rank != fault.rank]
-
-
 def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
     """Whether none of these victims of one step needs anything of another that stands where it dies.
 
@@ -478,39 +477,3 @@ def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
     phases = {fault.phase for fault in group if isinstance(fault, RankFault)}
     apart = len({topology.dp_rank(rank) for rank in ranks}) == len(ranks)
     return phases == {"idle"} or (apart and phases <= {"forward", "backward", "idle"})
-
-
-def to_environment(
-    faults: Sequence[Fault],
-    pauses: Mapping[str, int] = MappingProxyType({}),
-    topology: Topology | None = None,
-    *,
-    paused: int = 0,
-) -> str:
-    """The value of ``SWIFT_FAULTS``: the faults that ranks carry out themselves. `pauses`: id -> the step before which
-    rank `paused` waits for ``<id>.go``. `topology`: who dies with half an update applied waits for its replicas."""
-    held = {index for group in held_together(faults) for index in group}
-    return json.dumps(
-        [
-            {
-                "id": fault_id(index),
-                "rank": fault.rank,
-                "step": fault.step,
-                "microbatch": fault.microbatch,
-                "phase": fault.phase,
-                **({"hold": True} if index in held else {}),
-                **({"beside": _replicas(fault, topology)} if topology and fault.phase == "update" else {}),
-            }
-            for index, fault in enumerate(faults)
-            if isinstance(fault, RankFault)
-        ]
-        + [
-            {"id": fault_id(index), "rank": fault.rank, "phase": "flip"}
-            for index, fault in enumerate(faults)
-            if isinstance(fault, CorruptCopyFault)
-        ]
-        + [
-            {"id": pause, "rank": paused, "step": step, "phase": "pause", "hold": True}
-            for pause, step in pauses.items()
-        ]
-    )

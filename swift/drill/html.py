@@ -1,7 +1,7 @@
 """The report as one self-contained page: no script, no font, no picture from elsewhere."""
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from swift.drill.console import describe, facts, headline, seconds, timeline_rows
@@ -66,6 +66,7 @@ def page(result: Mapping[str, Any]) -> str:
         _happened(result),
         _facts(result),
         _checks(result),
+        _cut_steps(result["lossy"] or ()),
         _digests(result),
         f"<h2>Again</h2><pre>{text(result['rerun'])}</pre>",
     ]
@@ -251,6 +252,20 @@ def _checks(result: Mapping[str, Any]) -> str:
         for check in result["checks"]
     )
     return f"<h2>What the verdict rests on</h2><table>{rows}</table>"
+
+
+def _cut_steps(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Of what the buckets were made of steps that a loss had cut short."""
+    rows = "".join(
+        f"<tr><td>step {step['step']}</td><td>bucket {number}</td><td>{bucket['parameters']}</td>"
+        f"<td>{text(', '.join(map(str, bucket['contributors'])))}</td><td>{bucket['divisor']}</td></tr>"
+        for step in steps
+        for number, bucket in enumerate(step["buckets"])
+    )
+    if not rows:
+        return ""
+    head = "<tr><th></th><th></th><th>parameters</th><th>gradients of ranks</th><th>divided by</th></tr>"
+    return f"<h2>Steps that were cut short</h2><table>{head}{rows}</table>"
 
 
 def _digests(result: Mapping[str, Any]) -> str:

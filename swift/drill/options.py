@@ -192,8 +192,8 @@ OPTIONS = (
     Option(
         name="grow",
         metavar="step=N",
-        help="with --strategy shrink or rollback, lost ranks come back when the others have done step N; these wait "
-        "for them (default: never)",
+        help="with a strategy that goes on without a lost rank, it comes back when the others have done step N; these "
+        "wait for it (default: never)",
         reach=Reach.RUN,
     ),
     Option(

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swift import events
-from swift.drill import control, faults, loss, prediction, regroup, shrinking, timeline
+from swift.drill import control, faults, loss, lossy, prediction, regroup, shrinking, timeline
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.facts import Evidence, Measured
+from swift.drill.fault_environment import to_environment
 from swift.drill.faults import (
     BEFORE_A_LOSS,
     CoordinatorFault,
@@ -149,11 +150,12 @@ class FaultedRun:
             spares=config.spares if shrinking.is_replaced(config) else 0,
             max_restarts=None if shrinking.is_replaced(config) else 0,
             trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
-            faults=faults.to_environment(
+            faults=to_environment(
                 config.faults,
                 regroup.pauses(config.regroups) | shrinking.pauses(config),
                 config.topology,
                 paused=shrinking.first_survivor(config),
+                strategy=config.strategy,
             ),
             die_at=[
                 (fault_id(index), fault.state.upper())
@@ -207,7 +209,8 @@ class FaultedRun:
         )
 
     def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:
-        """What `swift.drill.calculation` has of the origins that were there in each step; {}: it failed."""
+        """What `swift.drill.calculation` has of the origins that were there in each step, and of the buckets of those
+        that were cut short; {}: it failed."""
         recoveries = timeline.recoveries(trace)
         absent = {
             step: sorted(timeline.vacant_at(step, recoveries)) for step in range(self._config.topology.steps)
@@ -215,7 +218,15 @@ class FaultedRun:
         out = self.directory / "calculated.json"
         command = [sys.executable, "-P", "-m", "swift.drill.calculation", *self._config.trainer_arguments()]
         done = subprocess.run(
-            [*command, "--absent", json.dumps(absent), "--out", str(out)],
+            [
+                *command,
+                "--absent",
+                json.dumps(absent),
+                "--cut",
+                json.dumps(lossy.told(trace)),
+                "--out",
+                str(out),
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

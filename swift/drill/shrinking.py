@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault
 from swift.errors import ServiceError, UsageError
+from swift.recovery import lost_shard_problem
 
 if TYPE_CHECKING:
     from swift.drill.cluster import Cluster
@@ -37,17 +38,25 @@ def grown_at(spec: str) -> int | None:
 def check(config: "DrillConfig") -> None:
     """Refuses what shrinking does not go with. Raises UsageError."""
     version = grown_at(config.grow)
+    if problem := lost_shard_problem(config.strategy, config.lost_shard):
+        raise UsageError(f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}")
     if not config.shrinks:
-        for option, given in (("--lost-shard", config.lost_shard), ("--grow", config.grow)):
-            if given:
-                raise UsageError(f"{option} {given} needs --strategy shrink or rollback")
+        if config.grow:
+            raise UsageError(f"--grow {config.grow} needs --strategy shrink, rollback or lossy-forward")
         return
     flag, shape = f"--strategy {config.strategy}", config.topology
+    if shape.pipeline_ranks > 1 and config.finishes_cut_steps:
+        raise UsageError(
+            f"{flag} with --stages {shape.pipeline_ranks}: only replicas of a whole model finish a step so; "
+            "give --stages 1"
+        )
     if shape.pipeline_ranks > 1 and config.drops:
         raise UsageError(
             f"--lost-shard drop with --stages {shape.pipeline_ranks}: the other ranks of a lost one's pipeline would "
             "have nothing to do; use --lost-shard redistribute"
         )
+    if config.finishes_cut_steps and not config.allow_inexact:
+        raise UsageError(f"{flag} is not exact: add --allow-inexact, or use --strategy rollback")
     if config.drops and not config.allow_inexact:
         raise UsageError(
             "--lost-shard drop is not exact: add --allow-inexact, or use --lost-shard redistribute"

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from swift.drill import shrinking
+from swift.drill import lossy, shrinking
 from swift.drill.facts import Facts
 from swift.drill.timeline import vacant_at
 from swift.drill.verdict_checks import TRAINED_FIELDS, Check
@@ -108,7 +108,7 @@ def _calculation_check(facts: Facts) -> Check:
     name = "the calculation has the failure-free run's bits until the loss"
     evidence = facts.evidence
     lost = [r.target_version for r in facts.recoveries if r.vacant and r.target_version is not None]
-    until = min(lost, default=-1)
+    until = min([*lost, *lossy.told(facts.events)], default=-1)
     pairs = [
         (evidence.calculated.get(version), evidence.twin_digests.get(f"rank0-v{version}"))
         for version in range(1, until + 1)
@@ -128,7 +128,7 @@ def section(facts: Facts) -> dict[str, Any] | None:
         (_computed_for(e, facts), int(e["rank"])) for e in facts.events if e["event"] == "adopted_step"
     )
     return {
-        "lost_shard": facts.asked.lost_shard or "redistribute",
+        "lost_shard": "drop" if facts.asked.drops else "redistribute",
         "moved": {str(rank): beside for rank, beside in sorted(_moves(facts).items())},
         "vacant_after": [sorted(recovery.vacant) for recovery in facts.recoveries],
         "returned": {

@@ -42,7 +42,7 @@ from swift.launch.torch_names import (
     to_map,
 )
 from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_STRATEGY, JOB_GRAMMAR, JOB_PATTERN
-from swift.recovery.types import LOST_SHARDS, STRATEGIES
+from swift.recovery.types import LOST_SHARDS, STRATEGIES, lost_shard_problem
 from swift.words import tell
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
@@ -159,8 +159,8 @@ def _add_recovery(ours: "argparse._ArgumentGroup") -> None:
     ours.add_argument(
         "--strategy",
         choices=STRATEGIES,
-        help="How a lost rank's state is restored (docs/strategies.md), if the script does not say it. With 'shrink' "
-        "and 'rollback' the others go on without it; --max-restarts 0 leaves its place vacant.",
+        help="How a lost rank's state is restored (docs/strategies.md), if the script does not say it. With 'shrink', "
+        "'rollback' and 'lossy-forward' the others go on without it; --max-restarts 0 leaves its place vacant.",
     )
     ours.add_argument(
         "--lost-shard",
@@ -339,6 +339,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
     if args.job is not None and not JOB_PATTERN.fullmatch(args.job):
         raise UsageError(f"run: --job {args.job}: {JOB_GRAMMAR}")
+    if args.strategy and (problem := lost_shard_problem(args.strategy, args.lost_shard or "")):
+        raise UsageError(f"run: --lost-shard {args.lost_shard} with --strategy {args.strategy}: {problem}")
     _check_origin(args)
     if args.module:
         top = args.training_script.partition(".")[0]

@@ -22,6 +22,7 @@ from swift.recovery.types import (
     Report,
     Strategy,
     StreamSummary,
+    lost_shard_problem,
     shrinks,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "Strategy",
     "StreamSummary",
     "finishable",
+    "lost_shard_problem",
     "plan",
     "plan_off_log",
     "shrinks",

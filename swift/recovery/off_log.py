@@ -84,7 +84,7 @@ def _replays_beside(rank: int, chosen: Plan, assignment: Assignment) -> bool:
 
 
 def _without_state(report: Report) -> Report:
-    return replace(report, version=None, undo_to=None, forward_to=None, off_log=False)
+    return replace(report, version=None, undo_to=None, forward_to=None, finish_to=None, off_log=False)
 
 
 def _words(chosen: Plan, kept: Sequence[int], *, log_ends: bool) -> list[str]:

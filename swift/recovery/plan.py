@@ -128,7 +128,7 @@ class _Situation:
         self._allowed = frozenset(allowed)
         # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
         self._has_choice = assignment.dp_size > 1 or any(
-            r.undo_to is not None or r.forward_to is not None for r in reports
+            (r.undo_to, r.forward_to, r.finish_to) != (None, None, None) for r in reports
         )
 
     def reach(self, *, inexact: bool) -> Reach:

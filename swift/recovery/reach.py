@@ -33,6 +33,8 @@ class Reach:
         self._copies = next((policy for policy in policies if policy.begins is Begins.COPY), None)
         self._inexact = inexact
         self._own = {rank: self._own_ways(report) for rank, report in self._reports.items()}
+        for group in assignment.groups():
+            self._leave_out_alone(group)
         self._groups = {group: self._of_group(group) for group in assignment.groups()}
 
     def anywhere(self) -> frozenset[int]:
@@ -84,6 +86,16 @@ class Reach:
             if way is not None and (way.exact or self._inexact):
                 ways.setdefault(way.version, way)
         return ways
+
+    def _leave_out_alone(self, group: tuple[int, ...]) -> None:
+        """No rank finishes together with others a step that one of them is not in."""
+        for version in {version for rank in group for version in self._own[rank]}:
+            ways = {rank: self._own[rank].get(version) for rank in group}
+            if all(way is not None and way.by.finishes_step for way in ways.values()):
+                continue
+            for rank, way in ways.items():
+                if way is not None and way.by.together:
+                    del self._own[rank][version]
 
     def _shards(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The replicas of each shard, ascending."""

@@ -33,6 +33,8 @@ class Strategy(enum.StrEnum):
     """Receives the state from ranks that hold the same one (`RankPlan.sources`)."""
     SNAPSHOT = "SNAPSHOT"
     """Goes back to a copy in host memory: its own one, or one that another rank keeps of it (`RankPlan.sources`)."""
+    LOSSY_FORWARD = "LOSSY_FORWARD"
+    """Finishes the step that is under way with the gradients of those that are left."""
 
 
 class HeldSnapshot(NamedTuple):
@@ -59,6 +61,8 @@ class Report:
     """The version that finishing the step under way leads to; None: not all its gradients are reduced."""
     forward_by_all: bool = False
     """... but a rank that has not voted for it may lack what is done before that (swift.recovery.finishing)."""
+    finish_to: int | None = None
+    """The version that finishing the step under way leads to if all that are left are in it; None: it is not kept."""
     since_generation: int = 1
     """The generation in which its process took the rank."""
     host: str = ""
@@ -72,7 +76,7 @@ class Report:
 
     @property
     def newest(self) -> int | None:
-        """The highest version that it holds or gets to by itself. Every step before it was done here."""
+        """The highest version that it holds or gets to by itself, alone. Every step before it was done here."""
         ways = (self.version, self.undo_to, self.forward_to)
         return max((version for version in ways if version is not None), default=None)
 
@@ -116,8 +120,8 @@ class StreamSummary:
     """How many of the records declare this; the others are tensors."""
 
 
-STRATEGIES = ("auto", "replica", "replay", "checkpoint", "shrink", "rollback", "snapshot")
-SHRINKING = frozenset({"shrink", "rollback"})
+STRATEGIES = ("auto", "replica", "replay", "checkpoint", "shrink", "rollback", "lossy-forward", "snapshot")
+SHRINKING = frozenset({"shrink", "rollback", "lossy-forward"})
 """Those under which the others go on without a rank that is lost, in a smaller world."""
 LOST_SHARDS = ("redistribute", "drop")
 """Under these: who computes the batches of a lost data-parallel rank. The others, or nobody."""
@@ -126,6 +130,17 @@ LOST_SHARDS = ("redistribute", "drop")
 def shrinks(strategy: str) -> bool:
     """A job with this strategy goes on without a rank that is lost."""
     return strategy in SHRINKING
+
+
+def lost_shard_problem(strategy: str, lost_shard: str) -> str:
+    """Why `lost_shard` cannot be asked for with this strategy; empty: it can, or nothing is asked for."""
+    if lost_shard and not shrinks(strategy):
+        return (
+            "a lost rank comes back, and computes its batches itself; leave it out, or use shrink or rollback"
+        )
+    if strategy == "lossy-forward" and lost_shard == "redistribute":
+        return "nobody computes the batches of a lost rank; leave it out, or use shrink or rollback"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +152,8 @@ class PlanConfig:
     "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
     holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
     that is lost, and nothing is replayed; "rollback": the same, but the step that was interrupted is never finished;
-    "snapshot": all go back to the newest copies in host memory, and nothing is copied from replicas or replayed."""
+    "lossy-forward": the same, but it is finished with the gradients of those that are left; "snapshot": all go back
+    to the newest copies in host memory, and nothing is copied from replicas or replayed."""
     inexact_undo: bool = False
     """An undo that is not bit for bit may be used."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)

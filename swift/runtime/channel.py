@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from swift.errors import RecordMissing, ReplayRefused
+from swift.errors import LogInterrupted, RecordMissing, ReplayRefused
 from swift.log import streams
 from swift.log.read_filter import ReadFilter
 from swift.log.reader import LogReader, StreamCursor
@@ -101,6 +101,9 @@ class Channel:
         self.off_log = False
         """What this rank has become is not what the log leads to: what it sends is neither compared nor logged, until
         it has another state or the log begins anew."""
+        self.finishes_cut_steps = False
+        """A notice takes nobody out of a step that computes (`swift.runtime.cut_step`): what the log does not take from
+        then on is not missed, because nothing is replayed."""
         self.records_read = 0
         self.microbatches_replayed = 0
         self._watched = False  # or it is known that nobody looks
@@ -361,7 +364,11 @@ class Channel:
             self.profile.beside(tensor.nbytes)
         if any(groups.logs for groups in self.logged_by):
             self.profile.logged(stream, tensor.nbytes)
-            self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
+            try:
+                self._capture.record(stream, key, tensor, now=now, keep=self.replaying)
+            except LogInterrupted:
+                if not self.finishes_cut_steps:
+                    raise
 
     # --- crossing collectives ---
 

@@ -9,7 +9,7 @@ from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import LOST_SHARDS, STRATEGIES, shrinks
+from swift.recovery.types import LOST_SHARDS, STRATEGIES, lost_shard_problem, shrinks
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -32,12 +32,15 @@ class SessionConfig:
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
     checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
     process comes for it; jobs without shards; docs/strategies.md), "rollback" (as "shrink", but the
-    step that was interrupted is always taken back and done again), "snapshot" (all ranks go back to the newest copies
-    of their states in host memory: each rank keeps its own and another one's)."""
-    lost_shard: str = "redistribute"
-    """With "shrink" and "rollback": what becomes of the batches of a lost rank. "redistribute": the others compute
-    them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate stays
-    what it is, and the job is not exact (`allow_inexact`)."""
+    step that was interrupted is always taken back and done again), "lossy-forward" (for replicas of a whole model: as
+    "shrink", but a step that was interrupted in the reduction of its gradients is finished with those that are left;
+    not exact: `allow_inexact`), "snapshot" (all ranks go back to the newest copies of their states in host memory:
+    each rank keeps its own and another one's)."""
+    lost_shard: str = ""
+    """With "shrink" and "rollback": what becomes of the batches of a lost rank. "redistribute" (the default): the
+    others compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the
+    learning rate stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always
+    dropped."""
     snapshot_every: int = 10
     """With strategy="snapshot": optimizer steps between two copies of the state in host memory."""
     allow_inexact: bool = False
@@ -123,7 +126,7 @@ class SessionConfig:
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),
             ("non_finite_loss", self.non_finite_loss, NON_FINITE),
-            ("lost_shard", self.lost_shard, LOST_SHARDS),
+            ("lost_shard", self.lost_shard or "redistribute", LOST_SHARDS),
         ):
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")
@@ -150,25 +153,32 @@ class SessionConfig:
             raise UsageError(f"replay_stall_s={self.replay_stall_s}; give more than 0")
 
     def _check_shrink(self) -> None:
+        if problem := lost_shard_problem(self.strategy, self.lost_shard):
+            raise UsageError(f"lost_shard={self.lost_shard!r} with strategy={self.strategy!r}: {problem}")
         if not self.shrinks:
             return
-        moves = self.strategy == "shrink" and self.lost_shard == "redistribute"
+        moves = self.strategy == "shrink" and not self.drops
         if self.shards > 1 or (self.replicas == 1 and not moves):
             raise UsageError(
                 f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
                 "for a lost rank if they hold all of its state; give at least 2 replicas, without shards"
+            )
+        if self.finishes_cut_steps and not self.allow_inexact:
+            raise UsageError(
+                f"strategy={self.strategy!r} does not lead to the bits of a run that never failed: say "
+                "allow_inexact=True (--allow-inexact), or use strategy='rollback'"
             )
         if self.lost_shard == "drop" and not self.allow_inexact:
             raise UsageError(
                 "lost_shard='drop' does not lead to the bits of a run that never failed: say allow_inexact=True "
                 "(--allow-inexact), or use lost_shard='redistribute'"
             )
-        if self.lost_shard == "redistribute" and self.updates == "wait_free":
+        if self.redistributes and self.updates == "wait_free":
             raise UsageError(
                 "lost_shard='redistribute' with updates='wait_free': gradients are applied before those of a lost rank "
                 "are computed; use updates='after_backward'"
             )
-        if self.lost_shard == "redistribute" and self.reduction == "fast" and self.replicas > 2:
+        if self.redistributes and self.reduction == "fast" and self.replicas > 2:
             raise UsageError(
                 "lost_shard='redistribute' with reduction='fast': the sum would have another order with fewer ranks; "
                 "use reduction='ordered'"
@@ -182,7 +192,17 @@ class SessionConfig:
     @property
     def redistributes(self) -> bool:
         """The batches of a lost rank are computed by others."""
-        return self.shrinks and self.lost_shard == "redistribute" and self.replicas > 1
+        return self.shrinks and not self.drops and self.replicas > 1
+
+    @property
+    def drops(self) -> bool:
+        """Nobody computes the batches of a lost rank."""
+        return self.finishes_cut_steps or (self.shrinks and self.lost_shard == "drop")
+
+    @property
+    def finishes_cut_steps(self) -> bool:
+        """A step whose reduction a loss cuts short is finished with the gradients of those that are left."""
+        return self.strategy == "lossy-forward"
 
     def agreed(self) -> dict[str, str]:
         """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""
@@ -201,5 +221,5 @@ class SessionConfig:
             "last_checkpoint": str(self.last_checkpoint),
             **({"paranoid": "True"} if self.paranoid else {}),
             **({"snapshot_every": str(self.snapshot_every)} if self.strategy == "snapshot" else {}),
-            **({"lost_shard": self.lost_shard} if self.shrinks else {}),
+            **({"lost_shard": "drop" if self.drops else "redistribute"} if self.shrinks else {}),
         }

@@ -235,7 +235,8 @@ class Engine:
         A barrier of all ranks, which nobody enters before its gradients are all reduced. If it fails, this rank
         cannot know whether others are through it. So it does not unwind: it takes part in the recovery
         from here, with the trainer's step on the stack, and finishes the step if the plan says roll forward.
-        Raises StepDropped if the plan says anything else.
+        Raises StepDropped if the plan says anything else. (Where steps that are cut short are finished together, it
+        raises what has broken the vote instead: `swift.runtime.cut_step`.)
         """
         began = time.monotonic()
         self._member.check()
@@ -254,8 +255,17 @@ class Engine:
             return
         except (JobFailed, Fenced, UsageError):
             raise
-        except Exception as error:  # noqa: BLE001  (as in `run`)
-            self._failures.handle(error, self.membership.generation)
+        except Exception as error:
+            if updates.cut_step.wanted:
+                raise
+            self.held_over(error)
+
+    def held_over(self, error: Exception) -> bool:
+        """(inside of the trainer's step) From an error to the groups of a newer generation, in which the step is
+        finished. Returns whether that takes those that are left together. Raises the error if it is no failure's
+        consequence, StepDropped if the plan drops the step.
+        """
+        self._failures.handle(error, self.membership.generation)
         self._freed()
         self.membership.form()
         published = self.membership.plan
@@ -267,6 +277,7 @@ class Engine:
         events.emit(
             "roll_forward", rank=self._rank, generation=published.generation, version=mine.from_version
         )
+        return any(ranks.policy.together for ranks in published.plan.ranks)
 
     def close(self) -> None:
         """What is not acknowledged by the log is given up."""

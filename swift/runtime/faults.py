@@ -23,6 +23,8 @@ from swift.errors import ServiceError
 
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
+_WHOLE_STEP = ("optimizer", "idle", "reduce", "update", "finish", "save")
+"""Phases that belong to no microbatch."""
 _HOLD_TIMEOUT_S = 30.0
 _OTHERS_TIMEOUT_S = 2.0
 _BESIDE_TIMEOUT_S = 10.0
@@ -72,10 +74,7 @@ class FaultInjector:
             if (
                 (fault.phase == phase or (fault.phase == "pause" and phase == "idle"))
                 and fault.step in (None, step)
-                and (
-                    fault.microbatch == microbatch
-                    or phase in ("optimizer", "idle", "reduce", "update", "save")
-                )
+                and (fault.microbatch == microbatch or phase in _WHOLE_STEP)
             ):
                 self._fire(fault, step)
 

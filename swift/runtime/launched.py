@@ -66,7 +66,12 @@ def from_environment(config: SessionConfig) -> Launched:
         raise UsageError(str(error)) from None
     if config.shrinks and place.world_size == 1:
         raise UsageError(f"strategy={config.strategy!r} with one rank: nobody is left to go on without it")
-    if config.shrinks and config.lost_shard == "drop" and assignment.stage_groups > 1:
+    if config.finishes_cut_steps and assignment.stage_groups > 1:
+        raise UsageError(
+            f"strategy='lossy-forward' with {assignment.stage_groups} pipeline ranks: only replicas of a whole model "
+            "finish a step so; use strategy='rollback'"
+        )
+    if config.drops and assignment.stage_groups > 1:
         raise UsageError(
             f"lost_shard='drop' with {assignment.stage_groups} pipeline ranks: the other ranks of a lost one's "
             "pipeline would have nothing to do; use lost_shard='redistribute'"

@@ -71,6 +71,7 @@ class RankRecovery:
             undo_exact=standing.undo_exact,
             forward_to=standing.forward_to,
             forward_by_all=standing.forward_by_all,
+            finish_to=standing.finish_to,
             can_help=self._restorer.can_help,
             off_log=standing.version is not None and self._channel.off_log,
             snapshots=self._restorer.site.snapshots.held(),

@@ -47,7 +47,6 @@ class Reduction:
         group: ReconfigurableGroup,
         bucket: Bucket,
         flat: torch.Tensor,
-        sizes: list[int],
         contributions: int,
         ordered: bool,
         origins: Sequence[Sequence[int]] | None,
@@ -57,7 +56,6 @@ class Reduction:
         self.contributions = contributions
         self.bucket = bucket
         self.flat = flat
-        self.sizes = sizes
         add = operation(None)
 
         def run(collectives: Collectives) -> None:
@@ -74,6 +72,10 @@ class Reduction:
     def done(self) -> bool:
         """It has ended, well or not."""
         return self._task.done
+
+    @property
+    def succeeded(self) -> bool:
+        return self._task.done and self._task.error is None
 
     def wait(self) -> None:
         self._task.wait()
@@ -113,7 +115,7 @@ class Reducer:
                 "place of SparseAdam), or train it on one replica"
             )
         parts = [grad.detach().reshape(-1) for grad in grads] + [used]
-        sizes = [part.numel() for part in parts]
+        sizes = _sizes(bucket)
         shares = self._shares()
         rows = 1 if shares is None else 1 + len(shares.gradients)
         # Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept.
@@ -123,24 +125,47 @@ class Reducer:
         for row, gradients in enumerate([] if shares is None else shares.gradients, start=1):
             torch.cat(_parts(bucket, gradients), out=flat[row])
         origins = None if shares is None else shares.origins
-        reduction = Reduction(self._group, bucket, flat, sizes, self._contributions(), self._ordered, origins)
+        reduction = Reduction(self._group, bucket, flat, self._contributions(), self._ordered, origins)
         self.seconds += time.monotonic() - began
         return reduction
 
-    def finish(self, reduction: Reduction) -> None:
-        """Waits, then writes the averages into the gradients, which nothing has touched before."""
+    def finish(self, reduction: Reduction, *, kept: bool = False) -> None:
+        """Waits, then writes the averages into the gradients, which nothing has touched before. `kept`: they stay in
+        `Reduction.flat` as well, until `reuse`."""
         began = time.monotonic()
         reduction.wait()
-        self._write(reduction)
+        self._write(reduction.bucket, reduction.flat, reduction.contributions)
         # Not after an error: an operation may still write into it.
-        key = (reduction.flat.dtype, *reduction.flat.shape)
-        self._buffers.setdefault(key, []).append(reduction.flat)
+        if not kept:
+            self.reuse(reduction.flat)
         self.seconds += time.monotonic() - began
 
-    def _write(self, reduction: Reduction) -> None:
-        *parts, used = torch.split(reduction.flat[0], reduction.sizes)
+    def reuse(self, flat: torch.Tensor) -> None:
+        """Nobody looks at this buffer any more."""
+        self._buffers.setdefault((flat.dtype, *flat.shape), []).append(flat)
+
+    def given(self, bucket: Bucket, average: torch.Tensor | None, source: int) -> torch.Tensor:
+        """(all ranks) The averages that the rank at place `source` has kept of this bucket, bit for bit. `average`:
+        these, at that rank. Raises RuntimeError if a peer is gone."""
+        if average is None:
+            average = torch.empty(1, sum(_sizes(bucket)), dtype=bucket[0].dtype)
+        row = average[0]
+        self._group.run(lambda collectives: collectives.broadcast(row, source))
+        return average
+
+    def take(self, bucket: Bucket, average: torch.Tensor) -> None:
+        """Writes averages that were kept into the gradients."""
+        self._write(bucket, average, None)
+
+    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """(all ranks) Of each rank, by its place."""
+        return self._group.gathered(tensor)
+
+    def _write(self, bucket: Bucket, flat: torch.Tensor, divisor: int | None) -> None:
+        """`divisor`: None if what is there is divided already."""
+        *parts, used = torch.split(flat[0], _sizes(bucket))
         targets, values = [], []
-        for parameter, part, users in zip(reduction.bucket, parts, used.tolist(), strict=True):
+        for parameter, part, users in zip(bucket, parts, used.tolist(), strict=True):
             if users == 0:
                 continue
             if parameter.grad is None:
@@ -149,7 +174,8 @@ class Reducer:
             values.append(part.view_as(parameter))
         if targets:
             with torch.no_grad():
-                torch._foreach_div_(values, reduction.contributions)
+                if divisor is not None:
+                    torch._foreach_div_(values, divisor)
                 torch._foreach_copy_(targets, values)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor | float:
@@ -169,6 +195,11 @@ class Reducer:
                 collectives.broadcast(tensor, 0)
 
         self._group.run(run)
+
+
+def _sizes(bucket: Bucket) -> list[int]:
+    """Of what a flat copy has of each gradient; and how many ranks have used which."""
+    return [*(parameter.numel() for parameter in bucket), len(bucket)]
 
 
 def _parts(bucket: Bucket, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> list[torch.Tensor]:

@@ -12,6 +12,8 @@ class Standing:
     undo_exact: bool = False
     forward_to: int | None = None
     forward_by_all: bool = False
+    finish_to: int | None = None
 
     def words(self) -> dict[str, int | None]:
-        return {"version": self.version, "undo_to": self.undo_to, "forward_to": self.forward_to}
+        words = {"version": self.version, "undo_to": self.undo_to, "forward_to": self.forward_to}
+        return words if self.finish_to is None else {**words, "finish_to": self.finish_to}

@@ -27,28 +27,17 @@ from swift import events
 from swift.optim.journal import Journal, UndoResult
 from swift.runtime import wait_free
 from swift.runtime.ballot import ballot, outcome
+from swift.runtime.bucket import Bucket
 from swift.runtime.config import SessionConfig
+from swift.runtime.cut_step import CutStep
 from swift.runtime.faults import FaultInjector
 from swift.runtime.hook import Hook
-from swift.runtime.reducer import Reducer, Reduction
+from swift.runtime.reducer import Reducer
 from swift.runtime.standing import Standing
 from swift.runtime.ties import Ties
 
 # Buckets that are reduced at once: more hide no more latency, and each holds its buffers.
 _IN_FLIGHT = 4
-
-
-class _Bucket:
-    """A bucket of one journal, on its way to being applied."""
-
-    def __init__(self, journal: Journal, index: int):
-        self.journal = journal
-        self.index = index
-        self.parameters = journal.buckets[index]
-        self.reduction: Reduction | None = None
-        self.reduced = False
-        """Its gradients are averages, and its optimizer has not stepped since."""
-        self.awaited: set[torch.nn.Parameter] = set()
 
 
 class Lends(Protocol):
@@ -76,6 +65,7 @@ class Updates:
         faults: FaultInjector,
         *,
         ties: Ties,
+        cut_step: CutStep,
         channel: Lends,
         check: Callable[[], None],
         groups_whole: Callable[[], None],
@@ -99,10 +89,12 @@ class Updates:
         self.shrinks_by = config.strategy if config.shrinks else ""
         """The strategy by which the others go on without a rank that is lost; empty: they do not."""
         self.ties = ties
+        self.cut_step = cut_step
+        cut_step.given_up.bind(self._given_up)
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[torch.nn.Parameter, _Bucket] = {}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[torch.nn.Parameter, Bucket] = {}
         self._elsewhere: set[torch.nn.Parameter] = set()  # reduced by DDP or FSDP
         self._hooked: set[torch.nn.Parameter] = set()  # wait-free: a hook tells when its gradient is complete
         self._stages: list[Any] = []  # whose gradients are reduced in backward
@@ -150,7 +142,7 @@ class Updates:
     def _cut(self, journal: Journal) -> None:
         """The journal's buckets, as they are now, in the place of those that it had."""
         others = [bucket for bucket in self._buckets if bucket.journal is not journal]
-        self._buckets = [*others, *(_Bucket(journal, index) for index in range(len(journal.buckets)))]
+        self._buckets = [*others, *(Bucket(journal, index) for index in range(len(journal.buckets)))]
         self._buckets.sort(key=lambda bucket: self.journals.index(bucket.journal))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
@@ -177,8 +169,8 @@ class Updates:
         self.ties.begin_step()
         # A replay has nobody to vote with; what this process has learned counts there.
         self._begin_journals(held=self._needs_hold if self._channel.replaying else self.hold_next)
+        self.cut_step.begin(self._buckets)
         for bucket in self._buckets:
-            bucket.reduction, bucket.reduced = None, False
             bucket.awaited = {p for p in bucket.parameters if p in self._hooked and p.requires_grad}
 
     def _begin_journals(self, *, held: bool) -> None:
@@ -203,14 +195,17 @@ class Updates:
         if self._reducer is None:
             return
         if self.wait_free:
-            self._reduce_in_order()
-            return
-        wanted = [
+            reduced = self.cut_step.through(self._reduce_in_order)
+        else:
+            reduced = self.cut_step.through(lambda: self._reduce(self._unreduced(optimizer)))
+        assert reduced, "nobody has all averages while this rank lacks some"
+
+    def _unreduced(self, optimizer: torch.optim.Optimizer | None) -> list[Bucket]:
+        return [
             bucket
             for bucket in self._buckets
             if not bucket.reduced and (optimizer is None or bucket.journal.of(optimizer))
         ]
-        self._reduce(wanted)
 
     def reduce_of(self, parameters: Iterable[torch.Tensor]) -> None:
         """As `reduce`, of the optimizers that hold any of these."""
@@ -220,8 +215,7 @@ class Updates:
             if id(journal) in journals:
                 self.reduce(optimizer)
 
-    def _reduce(self, buckets: list["_Bucket"]) -> None:
-        assert self._reducer is not None
+    def _reduce(self, buckets: list[Bucket]) -> None:
         half = (len(buckets) + 1) // 2
         for number in range(len(buckets) + _IN_FLIGHT):
             if number < len(buckets):
@@ -230,20 +224,10 @@ class Updates:
                 if number + 1 == half and buckets[number].reduction is not None:
                     self._fault("reduce")
             if (oldest := number - _IN_FLIGHT) >= 0 and oldest < len(buckets):
-                self._finish(buckets[oldest])
+                self.cut_step.finish(buckets[oldest])
 
-    def _launch(self, bucket: "_Bucket") -> None:
-        assert self._reducer is not None
-        if not self._elsewhere.issuperset(bucket.parameters):
-            bucket.reduction = self._reducer.launch(
-                [p for p in bucket.parameters if p not in self._elsewhere]
-            )
-
-    def _finish(self, bucket: "_Bucket") -> None:
-        assert self._reducer is not None
-        if bucket.reduction is not None:
-            self._reducer.finish(bucket.reduction)
-        bucket.reduction, bucket.reduced = None, True
+    def _launch(self, bucket: Bucket) -> None:
+        self.cut_step.launch(bucket, [p for p in bucket.parameters if p not in self._elsewhere])
 
     def _reduce_in_order(self) -> None:
         """(wait-free) What backward has left of all buckets, in the one order that all data-parallel ranks keep."""
@@ -256,9 +240,13 @@ class Updates:
             self._finish_next()
         self._reduced = True
 
+    def _given_up(self) -> None:
+        """(a step is finished with those that are left) All have agreed on what is averaged."""
+        self._launched = self._finished
+        self._fault("finish")
+
     def _launch_next(self) -> None:
         """The next bucket in the one order that all data-parallel ranks keep."""
-        assert self._reducer is not None
         half = (len(self._buckets) + 1) // 2
         if self.wait_free and self._launched == half and self._faults.due("update", self._version):
             # Who dies half-way through its updates must not have given the rest to the others already.
@@ -271,12 +259,12 @@ class Updates:
             self._fault("reduce")
 
     def _finish_next(self) -> None:
-        assert self._reducer is not None
         bucket = self._buckets[self._finished]
-        self._finish(bucket)
+        self.cut_step.finish(bucket)
         self._finished += 1
         self._channel.settle()
-        bucket.journal.apply(bucket.index)
+        with self.cut_step.own():
+            bucket.journal.apply(bucket.index)
         if self._finished == (len(self._buckets) + 1) // 2:
             self._fault("update")
 
@@ -341,6 +329,7 @@ class Updates:
         of a stage end it so. Raises UsageError if they do not; what the vote raises.
         """
         self.check_whole()
+        self.cut_step.check_step(self.stepped)
         if self.committed:
             return
         if not self._channel.replaying:
@@ -361,8 +350,9 @@ class Updates:
         if self._reducer is not None and not self._channel.replaying:
             if self.wait_free:
                 self._fault("optimizer")
-            self.vote()
+            self.cut_step.through(self.vote)
             self.voting = False
+            self.cut_step.tell(self._version, self.optimizers)
         self.committed = True
 
     # --- what ranks tell each other in the vote ---
@@ -459,6 +449,10 @@ class Updates:
             if scale != 1 and parameter.grad is not None:
                 parameter.grad.div_(scale)
             bucket.awaited.discard(parameter)
+        self.cut_step.through(self._go_on)
+
+    def _go_on(self) -> None:
+        """(wait-free) Buckets that are complete are reduced, and those that are reduced applied, as far as they are."""
         while self._launched < len(self._buckets) and not self._buckets[self._launched].awaited:
             self._launch_next()
         while self._finished < self._launched - 1:  # the one just launched goes on beside backward
@@ -490,8 +484,11 @@ class Updates:
         if self.begun:
             return Standing(version=None)
         forward_to, by_all = (version + 1, self._lines) if self.voting else (None, False)
+        finish_to = version + 1 if self.cut_step.waits else None
         if not self.partial:
-            return Standing(version=version, forward_to=forward_to, forward_by_all=by_all)
+            return Standing(
+                version=version, forward_to=forward_to, forward_by_all=by_all, finish_to=finish_to
+            )
         exact = all(journal.takes_back in ("exact", "preimage") for journal in self.journals)
         can = all(journal.takes_back != "none" for journal in self.journals)
         return Standing(
@@ -500,6 +497,7 @@ class Updates:
             undo_exact=exact,
             forward_to=forward_to,
             forward_by_all=by_all,
+            finish_to=finish_to,
         )
 
     def undo(self) -> list[UndoResult]:
@@ -507,6 +505,7 @@ class Updates:
         return [journal.undo() for journal in self.journals if journal.applied]
 
     def check_complete(self, objects: dict[str, Any]) -> None:
-        """Raises UsageError for what cannot go together with wait-free updates."""
+        """Raises UsageError for what cannot go together with wait-free updates, or with how steps are finished."""
+        self.cut_step.check(self.journals)
         if self.wait_free:
             wait_free.check(self.journals, objects, elsewhere=bool(self._elsewhere))

@@ -23,6 +23,7 @@ from swift.runtime.backends.base import Backend
 from swift.runtime.channel import Channel
 from swift.runtime.config import SessionConfig
 from swift.runtime.crossing import Crossing
+from swift.runtime.cut_step import CutStep, World
 from swift.runtime.differences import Differences
 from swift.runtime.engine import Engine
 from swift.runtime.faults import FaultInjector
@@ -72,12 +73,11 @@ class Parts:
             """Of this generation."""
             return engine.membership.assignment
 
-        def contributions() -> int:
-            """What this stage's gradients are divided by in this generation."""
-            return assigned().contributions(assignment.slots[rank].stage_group)
-
         def shares() -> Shares | None:
             return adoption.shares()
+
+        def world_now() -> World:
+            return World.of(engine.membership.generation, assigned(), rank)
 
         backend = default_backend(service_ports)
         gate = Gate()
@@ -94,8 +94,9 @@ class Parts:
         differences = Differences(member.client)
         witness = Witness(differences.say, lambda: communicator.broken is not None, losses.look)
         channel.watch(witness)
-        reducer = _reducer_of(assignment, config, groups["data"], contributions, shares)
-        updates = _updates_of(config, reducer, faults, channel, groups["pipeline"], member, communicator)
+        reducer = _reducer_of(assignment, config, groups["data"], lambda: world_now().divisor, shares)
+        cut_step = CutStep(config.finishes_cut_steps, rank, reducer, world_now)
+        updates = _updates_of(config, reducer, faults, channel, groups, cut_step, member, communicator)
         state = TrainerState(channel.randomness, updates, groups.get("replicate"))
         state.iterators.install()
         adopts = config.redistributes
@@ -118,6 +119,7 @@ class Parts:
             audit=_audit_of(assignment, config, groups, state),
             lines=lines,
         )
+        cut_step.held_over.bind(engine.held_over)
         gate.bind(channel, updates, adoption)
         _torch.before_pickling(gate.pickles)
         return cls(
@@ -140,7 +142,8 @@ def _updates_of(
     reducer: Reducer | None,
     faults: FaultInjector,
     channel: Channel,
-    pipeline: ReconfigurableGroup,
+    groups: Mapping[str, ReconfigurableGroup],
+    cut_step: CutStep,
     member: Member,
     communicator: ProcessGroups,
 ) -> Updates:
@@ -148,7 +151,8 @@ def _updates_of(
         config,
         reducer,
         faults,
-        ties=Ties(channel, pipeline),
+        ties=Ties(channel, groups["pipeline"]),
+        cut_step=cut_step,
         channel=channel,
         check=member.check,
         groups_whole=communicator.check_whole,
@@ -169,7 +173,7 @@ def _channel_of(
     communicator: ProcessGroups,
     member: Member,
 ) -> Channel:
-    return Channel(
+    channel = Channel(
         rank,
         assignment,
         config.seed,
@@ -180,6 +184,8 @@ def _channel_of(
         communicator.check_whole,
         RecoveryGroups.parse(config.groups),
     )
+    channel.finishes_cut_steps = config.finishes_cut_steps
+    return channel
 
 
 def _reducer_of(

@@ -44,7 +44,7 @@ def run(
 
 
 def reference(directory: Path, *lost: str) -> dict[str, str]:
-    """Step -> digest. `lost`: STEP:ORIGIN."""
+    """Step -> digest. `lost`: STEP:ORIGIN, or a file that says of what the buckets of a step were made."""
     out = directory / "reference.json"
     arguments = [sys.executable, str(TRAINERS / "shrinking.py"), "reference", str(STEPS), str(out), *lost]
     subprocess.run(arguments, check=True, timeout=120)

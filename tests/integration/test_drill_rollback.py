@@ -79,6 +79,16 @@ def test_what_is_applied_is_taken_back(replicas: int, phase: str, twins: Twins, 
 
 
 @MATRIX
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipelines_do_it_again(stages: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    words = ["--stages", str(stages), "--replicas", "2", "--strategy", "rollback", *kills(spec(phase))]
+    report = passed(drill(*words, twins=twins, at=tmp_path))
+    assert report["exact"] is True
+    never_finished(report)
+
+
+@MATRIX
 def test_two_are_lost_and_both_come_back(twins: Twins, tmp_path: Path) -> None:
     specs = [spec("backward", 2, 4), spec("reduce", 0, 7)]
     report = passed(drill(*rollback(4, "--grow", "step=9"), *kills(*specs), twins=twins, at=tmp_path))

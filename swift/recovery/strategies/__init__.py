@@ -28,6 +28,7 @@ from types import MappingProxyType
 from swift.recovery.strategies.catch_up import CatchUp
 from swift.recovery.strategies.checkpoint import Checkpoint
 from swift.recovery.strategies.keep import Keep
+from swift.recovery.strategies.lossy_forward import LossyForward
 from swift.recovery.strategies.policy import Begins, Policy, Way
 from swift.recovery.strategies.replay import Replay
 from swift.recovery.strategies.replica import Replica
@@ -42,6 +43,7 @@ __all__ = [
     "Policy",
     "Way",
     "may_copy",
+    "may_finish",
     "may_replay",
     "permitted",
     "refused_with",
@@ -54,6 +56,7 @@ TABLE: Mapping[Strategy, Policy] = MappingProxyType(
         for policy in (
             Keep(),
             RollForward(),
+            LossyForward(),
             Undo(),
             Replica(),
             CatchUp(),
@@ -79,6 +82,11 @@ def may_copy(setting: str) -> bool:
 
 def may_replay(setting: str) -> bool:
     return not permitted(setting).isdisjoint(replaying())
+
+
+def may_finish(setting: str) -> bool:
+    """Those that are left may finish a step together that a loss has cut short."""
+    return any(TABLE[strategy].together for strategy in permitted(setting))
 
 
 def replaying() -> frozenset[Strategy]:

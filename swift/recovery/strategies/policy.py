@@ -34,6 +34,8 @@ class Policy:
     """The rank holds the target: it has nothing to do but wait, and may help others meanwhile."""
     finishes_step: ClassVar[bool] = False
     """The step under way is finished, not dropped."""
+    together: ClassVar[bool] = False
+    """It is a way to a version only if all ranks of the group finish their step to it."""
     own_step: ClassVar[bool] = False
     """A rank that refuses it has lost the step under way, which says nothing of the others, unless it happens again."""
     goes_back: ClassVar[bool] = False

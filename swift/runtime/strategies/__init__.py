@@ -17,6 +17,7 @@ TABLE: Mapping[Strategy, Restore] = MappingProxyType(
     {
         Strategy.KEEP: Restore(),
         Strategy.ROLL_FORWARD: Restore(),  # the vote finishes the step, on the trainer's own stack (`Engine.vote`)
+        Strategy.LOSSY_FORWARD: Restore(),  # so does the reduction (`swift.runtime.cut_step`)
         Strategy.UNDO: Undo(),
         Strategy.REPLICA: Replica(),
         Strategy.CATCH_UP: Restore(),

@@ -1,8 +1,10 @@
 """Replicas of one stage, of which some are lost: `shrinking.py session STEPS [HABIT]` in a job, and beside it
-`shrinking.py reference STEPS OUT [STEP:LOST...]`, plain torch in one process: means over three origins, without LOST
-from STEP on. HABIT is how the trainer gets at its batches: "asks" in each step for its data-parallel rank, has a
-"loader", and two that nobody can carry out for another rank: "knows" it from before, "talks" before it updates. One
-that is "hasty" asks, and updates while backward runs.
+`shrinking.py reference STEPS OUT [STEP:LOST...] [CUT.json]`, plain torch in one process: means over three origins,
+without LOST from STEP on. CUT: step -> what became of each bucket of it (event "lossy_step"). HABIT is how the
+trainer gets at its batches: "asks" in each step for its data-parallel rank, has a "loader", and two that nobody can
+carry out for another rank: "knows" it from before, "talks" before it updates. One that is "hasty" asks, and updates
+while backward runs. One that is "late" asks, computes by a schedule, and rank 0 begins to compute step LATE when the
+others have lost a rank.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -11,14 +13,17 @@ import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
 
 ORIGINS = 3
 WIDTH, BATCH = 24, 8
+LATE = 6
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -28,9 +33,25 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.L
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
 
-def loss_of(model: nn.Module, step: int, origin: int) -> Tensor:
+def batch_of(step: int, origin: int) -> tuple[Tensor, Tensor]:
     batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + origin))
-    return (model(batch) - batch.roll(1, 0)).square().mean()
+    return batch, batch.roll(1, 0)
+
+
+def distance(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def loss_of(model: nn.Module, step: int, origin: int) -> Tensor:
+    batch, target = batch_of(step, origin)
+    return distance(model(batch), target)
+
+
+def await_notice() -> None:
+    """Of the first loss."""
+    (trace,) = Path(os.environ["SWIFT_EVENTS"]).glob(f"*-{os.getpid()}.jsonl")
+    while '"notice"' not in trace.read_text():
+        time.sleep(0.01)
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -77,7 +98,12 @@ def in_a_job(steps: int, habit: str) -> None:
     }
     with swift.Session.from_env(**settings) as session:
         model, plain, scheduler = made()
-        session.module(model)
+        if habit == "late":
+            stage = session.pipeline_stage(model, 0, 1)
+            schedule = ScheduleGPipe(stage, 1, loss_fn=distance)
+            session.register(schedule=schedule)
+        else:
+            session.module(model)
         optimizer = session.optimizer(plain)
         session.register(scheduler=scheduler)
         if habit == "loader":
@@ -97,7 +123,13 @@ def in_a_job(steps: int, habit: str) -> None:
                 position.step += 1
             if habit == "talks":
                 torch.distributed.all_reduce(torch.ones(1))
-            loss_of(model, at, origin).backward()
+            if habit == "late":
+                if step == LATE and session.rank == 0:
+                    await_notice()
+                batch, target = batch_of(at, origin)
+                schedule.step(batch, target=target)
+            else:
+                loss_of(model, at, origin).backward()
             optimizer.step()
             scheduler.step()
             found[step] = bits(model, optimizer)
@@ -107,22 +139,27 @@ def in_a_job(steps: int, habit: str) -> None:
         Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
 
 
-def reference(steps: int, lost: dict[int, int]) -> dict[int, str]:
-    """`lost`: origin -> the first step without it."""
+def reference(steps: int, lost: dict[int, int], cut: dict[str, Any]) -> dict[int, str]:
+    """`lost`: origin -> the first step without it. `cut`: as in the module's docstring."""
     torch.set_num_threads(1)
     model, optimizer, scheduler = made()
     parameters = list(model.parameters())
     found: dict[int, str] = {}
     for step in range(steps):
         origins = [origin for origin in range(ORIGINS) if step < lost.get(origin, steps)]
-        sums: list[Any] = []
-        for origin in origins:
-            grads = torch.autograd.grad(loss_of(model, step, origin), parameters)
-            sums = (
-                list(grads) if not sums else [total + grad for total, grad in zip(sums, grads, strict=True)]
-            )
-        for parameter, total in zip(parameters, sums, strict=True):
-            parameter.grad = total / len(origins)
+        everything = {"parameters": range(len(parameters)), "contributors": origins, "divisor": len(origins)}
+        buckets = cut.get(str(step), [everything])
+        of_origin = {
+            origin: torch.autograd.grad(loss_of(model, step, origin), parameters) for origin in range(ORIGINS)
+        }
+        assert sorted(i for bucket in buckets for i in bucket["parameters"]) == list(range(len(parameters)))
+        for bucket in buckets:
+            for index in bucket["parameters"]:
+                first, *others = (of_origin[origin][index] for origin in sorted(bucket["contributors"]))
+                total = first.clone()
+                for gradient in others:
+                    total += gradient
+                parameters[index].grad = total / bucket["divisor"]
         optimizer.step()
         scheduler.step()
         found[step] = bits(model, optimizer)
@@ -133,6 +170,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "session":
         in_a_job(int(sys.argv[2]), (sys.argv[3:] or ["asks"])[0])
     else:
-        pairs = [pair.split(":") for pair in sys.argv[4:]]
-        found = reference(int(sys.argv[2]), {int(origin): int(step) for step, origin in pairs})
+        pairs = [pair.split(":") for pair in sys.argv[4:] if ":" in pair]
+        cuts = [json.loads(Path(name).read_text()) for name in sys.argv[4:] if name.endswith(".json")]
+        lost = {int(origin): int(step) for step, origin in pairs}
+        found = reference(int(sys.argv[2]), lost, cuts[0] if cuts else {})
         Path(sys.argv[3]).write_text(json.dumps(found))

@@ -6,7 +6,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
          [seed=] [torch=] [strategy=] [undo=] [helpers=]       [off_log=yes]
          [run=] [replicas=] [lost_shard=]             refuse rank= generation= reason= [differs=yes]
-    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [help=yes] [off_log=yes]
+    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [finish_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
     ask [rank= generation= after=] reason=               pressed server= trimmed= reason=
@@ -134,6 +134,7 @@ class World:
         undo_to: str = "",
         exact: str = "yes",
         forward_to: str = "",
+        finish_to: str = "",
         help: str = "",
         off_log: str = "",
         snapshots: str = "",
@@ -147,6 +148,7 @@ class World:
                 undo_to=int(undo_to) if undo_to else None,
                 undo_exact=bool(undo_to) and exact == "yes",
                 forward_to=int(forward_to) if forward_to else None,
+                finish_to=int(finish_to) if finish_to else None,
                 can_help=help == "yes",
                 off_log=off_log == "yes",
                 snapshots=tuple(

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift.drill import faults
+from swift.drill.fault_environment import to_environment
 from swift.drill.faults import (
     CoordinatorFault,
     CorruptCheckpointFault,
@@ -313,7 +314,7 @@ def test_environment_holds_only_the_rank_under_corruption() -> None:
             "rank=1,phase=replay",
         )
     ]
-    assert json.loads(faults.to_environment(planned)) == [
+    assert json.loads(to_environment(planned)) == [
         {"id": "fault1", "rank": 2, "step": 17, "microbatch": 0, "phase": "backward", "hold": True},
         {"id": "fault3", "rank": 1, "step": None, "microbatch": 0, "phase": "replay"},
     ]
@@ -325,15 +326,20 @@ def test_victims_of_one_step_wait_for_each_other() -> None:
     specs += ["rank=2,phase=copy", "rank=1,step=8,phase=replay", "rank=2,step=12", "corrupt=log,step=12"]
     planned = [faults.parse(spec) for spec in specs]
     assert faults.held_together(planned) == [[0, 3], [6]]
-    held = [fault["id"] for fault in json.loads(faults.to_environment(planned)) if fault.get("hold")]
+    held = [fault["id"] for fault in json.loads(to_environment(planned)) if fault.get("hold")]
     assert held == ["fault0", "fault3", "fault6"]
 
 
 def test_who_dies_with_half_an_update_applied_waits_for_its_replicas() -> None:
     planned = [faults.parse(spec) for spec in ("rank=3,step=8,phase=update", "rank=0,step=9,phase=reduce")]
     shape = topology(pipeline_ranks=2, replicas=3)
-    found = json.loads(faults.to_environment(planned, topology=shape))
+    found = json.loads(to_environment(planned, topology=shape))
     assert [fault.get("beside") for fault in found] == [[4, 5], None]
+    found = json.loads(to_environment(planned, topology=shape, strategy="lossy-forward"))
+    assert [fault.get("beside") for fault in found] == [[4, 5], [1, 2]]
+    planned.append(faults.parse("rank=1,step=10,phase=reduce"))
+    found = json.loads(to_environment(planned, topology=shape, strategy="lossy-forward"))
+    assert found[2]["beside"] == [2], "rank 0 is lost before"
 
 
 @pytest.mark.parametrize(

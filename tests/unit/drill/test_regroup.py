@@ -7,7 +7,7 @@ import pytest
 
 from swift.drill.command import parse as drill
 from swift.drill.facts import Facts
-from swift.drill.faults import to_environment
+from swift.drill.fault_environment import to_environment
 from swift.drill.prediction import predicted_streams, section
 from swift.drill.regroup import Regroup, history, parse, pauses
 from swift.drill.timeline import Event

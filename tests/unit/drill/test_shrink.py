@@ -35,7 +35,7 @@ Events = list[dict[str, Any]]
             "every pipeline loses a rank; leave one whole",
         ),
         ("--stages 1 --strategy shrink", "--replicas 2 or more"),
-        ("--lost-shard drop", "--lost-shard drop needs --strategy shrink"),
+        ("--lost-shard drop", "--lost-shard drop with --strategy auto: a lost rank comes back"),
         ("--grow step=20", "--grow step=20 needs --strategy shrink"),
         (f"{COMMAND} {KILL} --lost-shard drop", "add --allow-inexact"),
         (f"{COMMAND} {KILL} --lost-shard keep", "one of redistribute, drop"),

@@ -166,6 +166,14 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
             [COORDINATOR, "--job=j", "--from-job=j", "train.py"],
             "--from-job j: a job goes on from its own checkpoints",
         ),
+        (
+            [COORDINATOR, "--strategy=lossy-forward", "--lost-shard=redistribute", "train.py"],
+            "--lost-shard redistribute with --strategy lossy-forward: nobody computes the batches",
+        ),
+        (
+            [COORDINATOR, "--strategy=replica", "--lost-shard=drop", "train.py"],
+            "--lost-shard drop with --strategy replica: a lost rank comes back",
+        ),
         (["train.py"], "--coordinator HOST:PORT is needed"),
         (["--coordinator=here", "train.py"], "write HOST:PORT"),
         ([COORDINATOR], "training_script"),

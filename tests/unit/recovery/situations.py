@@ -23,7 +23,7 @@ from swift.recovery import (
 )
 from tests.unit.recovery.runs import is_inside, name, recovery_groups
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, *_ = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, LOSSY_FORWARD = Strategy
 NEWEST = 6
 
 
@@ -67,14 +67,18 @@ def assignments(draw: st.DrawFn, dp_size: int) -> Assignment:
 @st.composite
 def partial_reports(draw: st.DrawFn, rank: int, step: int, fate: str) -> Report:
     """What a failure in `step` may leave, or anything at all."""
-    kinds = ["whole", "whole", "lost", "reduced", "half", "applied", "behind", "ahead", "any"]
+    kinds = ["whole", "whole", "lost", "reduced", "half", "applied", "behind", "ahead", "cut", "any"]
     if fate:
         kinds = [fate] * 9 + ["any"]
     kind = draw(st.sampled_from(kinds))
     version: int | None = None
     undo_to: int | None = None
     forward_to: int | None = None
+    finish_to = step + 1 if kind == "cut" else None
     match kind:
+        case "cut":
+            version, undo_to = draw(st.sampled_from([(step, None), (None, step)]))
+            forward_to = draw(st.sampled_from([None, step + 1]))
         case "whole" | "reduced":
             version = step
             forward_to = step + 1 if kind == "reduced" else None
@@ -86,13 +90,14 @@ def partial_reports(draw: st.DrawFn, rank: int, step: int, fate: str) -> Report:
         case "ahead":
             version = step + 1
         case "any":
-            version, undo_to, forward_to = (draw(st.none() | versions) for _ in range(3))
+            version, undo_to, forward_to, finish_to = (draw(st.none() | versions) for _ in range(4))
     return Report(
         rank=rank,
         version=version,
         undo_to=undo_to,
         undo_exact=draw(st.booleans()),
         forward_to=forward_to,
+        finish_to=finish_to,
         since_generation=draw(st.integers(1, 3)),
         host=draw(st.sampled_from(["", "a", "b"])),
     )
@@ -137,7 +142,7 @@ def situations(draw: st.DrawFn) -> Situation:
     step = draw(st.integers(1, NEWEST - 2))
     # A stage with all of its ranks lost or behind is what replays are for; left to chance it would be rare.
     fates = {
-        stages: draw(st.sampled_from(["", "", "lost", "behind"]))
+        stages: draw(st.sampled_from(["", "", "lost", "behind", "cut"]))
         for stages in set(assignment.stages.values())
     }
     checkpoints = draw(st.sets(st.integers(0, step), max_size=2)) | (
@@ -161,7 +166,11 @@ def situations(draw: st.DrawFn) -> Situation:
         checkpoints=Checkpoints(versions=tuple(sorted(checkpoints))),
         config=PlanConfig(
             groups=groups,
-            strategy=draw(st.sampled_from(["auto", "auto", "auto", "replica", "replay", "checkpoint"])),
+            strategy=draw(
+                st.sampled_from(
+                    ["auto", "auto", "auto", "replica", "replay", "checkpoint", "rollback", "lossy-forward"]
+                )
+            ),
             inexact_undo=draw(st.booleans()),
         ),
         refused=Refusals().and_of(refused, "refused before") if refused else Refusals(),
@@ -241,9 +250,26 @@ def shards_of(situation: Situation, group: list[int]) -> list[list[int]]:
 def usable(situation: Situation) -> set[Strategy]:
     """What refusals and the configuration leave of the ways that replay nothing."""
     ways = {KEEP, ROLL_FORWARD, UNDO, REPLICA} - set(situation.refused.strategies)
-    if situation.config.strategy in ("replay", "snapshot"):
-        ways.discard(REPLICA)
+    match situation.config.strategy:
+        case "replay" | "snapshot":
+            ways.discard(REPLICA)
+        case "rollback":
+            ways.discard(ROLL_FORWARD)
+        case "lossy-forward":
+            ways |= {LOSSY_FORWARD} - set(situation.refused.strategies)
     return ways
+
+
+def all_finish(situation: Situation, rank: int, version: int) -> bool:
+    """Every rank of its stage can finish a step to that version, and holds no such one already."""
+    stages_of = situation.assignment.stages
+    of_stage = [r for r in situation.reports if stages_of[r.rank] == stages_of[rank]]
+    ways = usable(situation)
+    return all(
+        r.version != version
+        and ((r.forward_to == version and ROLL_FORWARD in ways) or r.finish_to == version)
+        for r in of_stage
+    )
 
 
 def own_ways(situation: Situation, rank: int, version: int, inexact: bool) -> Iterator[Strategy]:
@@ -252,6 +278,8 @@ def own_ways(situation: Situation, rank: int, version: int, inexact: bool) -> It
         yield KEEP
     if report.forward_to == version:
         yield ROLL_FORWARD
+    if report.finish_to == version and all_finish(situation, rank, version):
+        yield LOSSY_FORWARD
     if report.undo_to == version and (report.undo_exact or inexact):
         yield UNDO
 
@@ -311,6 +339,8 @@ def expected(situation: Situation) -> Expected:
     if {CATCH_UP, REPLAY} & set(situation.refused.strategies) or situation.config.strategy in (
         "replica",
         "snapshot",
+        "rollback",
+        "lossy-forward",
     ):
         return fallback
     somewhere = {
@@ -456,6 +486,9 @@ def check_can_be_followed(situation: Situation, plan: Plan) -> None:
                 assert report.version == r.from_version < target
             case Strategy.ROLL_FORWARD:
                 assert report.forward_to == r.from_version
+            case Strategy.LOSSY_FORWARD:
+                assert report.finish_to == r.from_version
+                assert all_finish(situation, r.rank, r.from_version), "somebody is not in that step"
             case Strategy.UNDO:
                 assert report.undo_to == r.from_version
                 if not report.undo_exact:

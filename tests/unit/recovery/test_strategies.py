@@ -8,7 +8,7 @@ from swift.recovery import STRATEGIES, Help, Plan, RankPlan, Report, Strategy
 from swift.recovery.strategies import TABLE, Begins, permitted, refused_with
 from swift.runtime.strategies import TABLE as RESTORES
 
-KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, *_ = Strategy
+KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, LOSSY_FORWARD = Strategy
 TARGET = 7
 
 
@@ -26,28 +26,39 @@ def test_both_sides_have_every_strategy() -> None:
 
 
 def test_from_the_cheapest_to_the_costliest() -> None:
-    assert list(TABLE) == [KEEP, ROLL_FORWARD, UNDO, REPLICA, CATCH_UP, REPLAY, SNAPSHOT, CHECKPOINT]
+    assert list(TABLE) == [
+        KEEP,
+        ROLL_FORWARD,
+        LOSSY_FORWARD,
+        UNDO,
+        REPLICA,
+        CATCH_UP,
+        REPLAY,
+        SNAPSHOT,
+        CHECKPOINT,
+    ]
     assert plan_of((KEEP, TARGET), (UNDO, TARGET), (REPLICA, TARGET)).costliest is REPLICA
 
 
 def test_what_a_rank_reaches_by_itself() -> None:
-    report = Report(rank=0, version=4, undo_to=3, undo_exact=False, forward_to=5)
+    report = Report(rank=0, version=4, undo_to=3, undo_exact=False, forward_to=5, finish_to=6)
     reached = {strategy: policy.reach(report) for strategy, policy in TABLE.items()}
     found = {strategy: (way.version, way.exact) for strategy, way in reached.items() if way is not None}
-    assert found == {KEEP: (4, True), ROLL_FORWARD: (5, True), UNDO: (3, False)}
+    assert found == {KEEP: (4, True), ROLL_FORWARD: (5, True), LOSSY_FORWARD: (6, True), UNDO: (3, False)}
     assert not any(policy.reach(Report(rank=0, version=None)) for policy in TABLE.values())
 
 
 @pytest.mark.parametrize(
     ("setting", "excluded"),
     [
-        ("auto", {SNAPSHOT}),
-        ("replica", {CATCH_UP, REPLAY, SNAPSHOT}),
-        ("replay", {REPLICA, SNAPSHOT}),
-        ("snapshot", {REPLICA, CATCH_UP, REPLAY}),
+        ("auto", {SNAPSHOT, LOSSY_FORWARD}),
+        ("replica", {CATCH_UP, REPLAY, SNAPSHOT, LOSSY_FORWARD}),
+        ("replay", {REPLICA, SNAPSHOT, LOSSY_FORWARD}),
+        ("snapshot", {REPLICA, CATCH_UP, REPLAY, LOSSY_FORWARD}),
         ("checkpoint", set(Strategy) - {CHECKPOINT}),
-        ("shrink", {CATCH_UP, REPLAY, SNAPSHOT}),
-        ("rollback", {CATCH_UP, REPLAY, ROLL_FORWARD, SNAPSHOT}),
+        ("shrink", {CATCH_UP, REPLAY, SNAPSHOT, LOSSY_FORWARD}),
+        ("rollback", {CATCH_UP, REPLAY, ROLL_FORWARD, SNAPSHOT, LOSSY_FORWARD}),
+        ("lossy-forward", {CATCH_UP, REPLAY, SNAPSHOT}),
     ],
 )
 def test_what_is_permitted(setting: str, excluded: set[Strategy]) -> None:

@@ -156,6 +156,15 @@ def test_settings_that_do_not_go_together(given: dict[str, Any], words: str) -> 
         SessionConfig(strategy="shrink", **given)
 
 
+@pytest.mark.parametrize("lost_shard", ["redistribute", "drop"])
+@pytest.mark.parametrize("strategy", ["auto", "snapshot"])
+def test_nobody_says_what_becomes_of_batches_that_are_never_lost(strategy: str, lost_shard: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"lost_shard='{lost_shard}' with strategy='{strategy}': a lost rank comes"
+    ):
+        SessionConfig(strategy=strategy, replicas=2, lost_shard=lost_shard, allow_inexact=True)
+
+
 def test_of_two_the_sum_has_one_order() -> None:
     assert SessionConfig(strategy="shrink", replicas=2, reduction="fast").redistributes
     dropping = SessionConfig(strategy="shrink", replicas=2, lost_shard="drop", allow_inexact=True)

@@ -93,7 +93,7 @@ class AgreeingReducer:
         self.done -= 1
         return Arriving(bucket, self.done >= 0)
 
-    def finish(self, reduction: Arriving) -> None:
+    def finish(self, reduction: Arriving, *, kept: bool = False) -> None:
         for parameter in reduction.bucket:
             if parameter.grad is not None:
                 parameter.grad.add_(parameter.grad).div_(2)

@@ -35,7 +35,7 @@ class HalvingReducer:
         self.launched += 1
         return Reduction(bucket)
 
-    def finish(self, reduction: Reduction) -> None:
+    def finish(self, reduction: Reduction, *, kept: bool = False) -> None:
         if self.breaks_at is not None and self.launched > self.breaks_at:
             raise RuntimeError("Connection closed by peer")
         for parameter in reduction.bucket:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from swift.recovery import Assignment
 from swift.runtime.config import SessionConfig
+from swift.runtime.cut_step import CutStep
 from swift.runtime.differences import Differences
 from swift.runtime.engine import Engine
 from swift.runtime.faults import FaultInjector
@@ -35,6 +36,7 @@ def updates_of(
     *,
     rank: int = 0,
     ties: Ties | None = None,
+    cut_step: CutStep | None = None,
     channel: Lends | None = None,
     vote: Any = ignored,
     before_update: Any = ignored,
@@ -45,6 +47,7 @@ def updates_of(
         config or SessionConfig(),
         reducer,
         FaultInjector(rank),
+        cut_step=cut_step or CutStep(False, rank, reducer, cast(Any, ignored)),
         ties=ties or Ties(cast(Any, None), cast(Any, None)),
         channel=channel or Still(),
         check=ignored,
