@@ -85,6 +85,9 @@ class Questions:
             await self._apply(job.row.job, m.LogsFenced(generation=generation))
 
     async def reset(self, job: Job, generation: int) -> None:
+        trim = self._tasks.get((job.row.job, "trim"))
+        if trim is not None:
+            trim.cancel()  # behind the reset the steps below may come again
         calls = self._calls(job, generation, to_give_up(job))
         if await self._ask_all(job, generation, calls) is not None:
             await self._apply(job.row.job, m.LogsReset(generation=generation))

@@ -55,7 +55,9 @@ def main() -> int:
         if why := install(place / "package"):
             print(f"skipped: {PACKAGE} cannot be installed: {why}", file=sys.stderr)
             return 3
-        found = chaos(place / "package", place / "ours")
+        found = chaos(place / "package", place / "sync")
+        print("\nand where training goes on meanwhile:\n", flush=True)
+        found = chaos(place / "package", place / "async", "--mode", "async", modes="before") or found
         print("\nand what is careless, which is to be found out:\n", flush=True)
         careless = chaos(place / "package", place / "careless", "--careless", points=8, modes="before")
     print(

@@ -1,6 +1,6 @@
 """A trainer in one process with our checkpoints, for ckpt-chaos: it goes on at the newest version that is whole.
 
-    python -m tests.compat.chaos_trainer --out DIRECTORY [--careless]
+    python -m tests.compat.chaos_trainer --out DIRECTORY [--mode MODE] [--careless]
 
 With --careless it writes without a name of its own and believes in the newest version: what must not pass.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from swift.checkpoint import MODES
 from swift.checkpoint.state import split
 from swift.checkpoint.store import CheckpointStore, Unsaved
 from swift.errors import ServiceError
@@ -51,6 +52,7 @@ def failed(unsaved: Unsaved) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mode", choices=MODES, default="sync")
     parser.add_argument("--careless", action="store_true")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ def main() -> None:
         step += 1
         if step % EVERY == 0:
             state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            store.save(step, state, lambda _version: None, failed, sync=True)
+            store.save(step, state, lambda _version: None, failed, sync=arguments.mode == "sync")
     store.close()
     tensors, _ = split({"module": module.state_dict(), "optimizer": optimizer.state_dict()})
     bits = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors.values())

@@ -196,6 +196,31 @@ async def test_a_fall_back_empties_the_logs_first(logs: FakeLogs, store: MemoryS
 
 
 @scenario
+async def test_a_trim_is_not_tried_again_behind_a_reset(logs: FakeLogs, store: MemoryStore) -> None:
+    """All may have gone back to a checkpoint before the one that it was for."""
+
+    def trim(address: str, job: str, below_step: int) -> None:
+        logs.calls.append(("trim", address, job, below_step))
+        raise LogUnavailable("connection refused")
+
+    driver = await driver_of(logs, store)
+    await run_to_running(driver)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(questions_module, "TRIM_ATTEMPTS", 100)
+        patch.setattr(logs, "trim", trim)
+        await driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+        await until(lambda: ("trim", "l0", "j", 5) in logs.calls)
+        await lose_rank_0(driver)
+        await view_with(driver, lambda view: view.state == pb.PLANNING)
+        assert driver._questions.under_way("j", "trim"), "it was still tried"
+        await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+        await view_with(driver, lambda view: view.state == pb.RECOVERING)
+        assert ("reset", "l0") in [call[:2] for call in logs.calls]
+        assert not driver._questions.under_way("j", "trim")
+    driver.stop()
+
+
+@scenario
 async def test_trims_are_tried_a_few_times_and_never_block(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
