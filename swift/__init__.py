@@ -23,11 +23,13 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from swift.checkpoint.dcp import load_dcp as load_dcp
+    from swift.reinitializing import Reinitialize as Reinitialize
+    from swift.reinitializing import reinit as reinit
     from swift.runtime.communicator import Communicator as Communicator
     from swift.runtime.config import SessionConfig as SessionConfig
     from swift.runtime.session import Session as Session
 
-__all__ = ["Communicator", "Session", "SessionConfig", "load_dcp"]
+__all__ = ["Communicator", "Reinitialize", "Session", "SessionConfig", "load_dcp", "reinit"]
 __version__ = "0.1.0"
 
 
@@ -48,4 +50,8 @@ def __getattr__(name: str) -> Any:
         from swift.checkpoint.dcp import load_dcp
 
         return load_dcp
+    if name in ("Reinitialize", "reinit"):
+        from swift import reinitializing
+
+        return getattr(reinitializing, name)
     raise AttributeError(f"module 'swift' has no attribute {name!r}")

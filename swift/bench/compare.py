@@ -1,4 +1,4 @@
-"""`swift-ft bench compare`: one rank of two dies; what it costs under torchrun, torchft and swift.
+"""`swift-ft bench compare`: one rank of two dies; what it costs under torchrun, torchft, and swift's strategies.
 
 Each system trains the same model on the same batches with two replicas, in steps of the same length, by a trainer as
 its user would write it (`compare_torchrun`, `compare_torchft`, `compare_swift`), with its defaults. In one step a
@@ -36,12 +36,17 @@ from swift.drill.cluster import Cluster
 from swift.errors import ServiceError, UsageError
 from swift.runtime.backends import LOOPBACK
 
-TORCHRUN, TORCHFT, TORCHFT_ALL, SWIFT = "torchrun", "torchft", "torchft-all", "swift"
+TORCHRUN, TORCHFT, TORCHFT_ALL = "torchrun", "torchft", "torchft-all"
+STRATEGIES = {
+    f"swift-{name}": name for name in ("checkpoint", "reinit", "snapshot", "rollback", "shrink", "replay")
+} | {"swift": "auto"}
+"""System -> its strategy."""
 SYSTEMS = {
     TORCHRUN: "torchrun, DCP",
     TORCHFT: "torchft, 1 replica is enough",
     TORCHFT_ALL: "torchft, both are needed",
-    SWIFT: "swift",
+    "swift": "swift",
+    **{system: f"swift, {name}" for system, name in STRATEGIES.items() if system != "swift"},
 }
 LIMIT_S = 240.0
 """For a run, beside its steps."""
@@ -158,9 +163,9 @@ def run(system: str, trial: Trial, torchft: str) -> list[dict[str, Any]]:
     """The marks of one run of a system. ServiceError if it does not come to its end in time."""
     directory = Path(trial.directory)
     directory.mkdir()
-    given = json.dumps(dataclasses.asdict(trial))
+    given = json.dumps(dataclasses.asdict(trial) | {"strategy": STRATEGIES.get(system, "")})
     with ExitStack() as stack:
-        if system == SWIFT:
+        if system in STRATEGIES:
             cluster = stack.enter_context(
                 Cluster(
                     directory / "cluster",

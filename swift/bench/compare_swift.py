@@ -7,7 +7,12 @@ from swift.bench.compare_trial import REPLICAS, Trial, make_model, make_optimize
 def main() -> None:
     trial = Trial.given()
     trial.mark("imported", started=started_at())
-    session = swift.Session.from_env(replicas=REPLICAS, checkpoint_every=trial.every)
+    session = swift.Session.from_env(
+        replicas=REPLICAS,
+        checkpoint_every=trial.every,
+        strategy=trial.strategy,
+        snapshot_every=max(1, trial.every // 10),
+    )
     replica = session.dp_rank
     trial.mark("connected", replica)
     model = session.module(make_model())
@@ -15,7 +20,7 @@ def main() -> None:
 
     def train_step(step: int) -> None:
         optimizer.zero_grad()
-        loss = trial.loss(model, replica, step)
+        loss = trial.loss(model, session.dp_rank, step)
         trial.maybe_die(replica, step)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -44,6 +44,8 @@ class Trial:
     """Steps between checkpoints."""
     wait_s: float
     """In each step, in the place of a larger model's computation."""
+    strategy: str = ""
+    """Of swift."""
 
     @classmethod
     def given(cls) -> "Trial":

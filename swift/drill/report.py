@@ -13,6 +13,7 @@ from swift.drill import (
     loss,
     lossy,
     prediction,
+    reinits,
     replaying,
     replicas,
     saving,
@@ -32,6 +33,7 @@ from swift.drill.faults import (
 )
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, all_of
+from swift.recovery import FROM_CHECKPOINT
 from swift.recovery.strategies import TABLE, permitted
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
@@ -61,6 +63,7 @@ def build(facts: Facts) -> dict[str, Any]:
         *snapshots.checks(facts),
         *saving.checks(facts),
         *lossy.checks(facts),
+        *reinits.checks(facts),
         *([loss.check(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),
@@ -96,6 +99,7 @@ def build(facts: Facts) -> dict[str, Any]:
         "snapshot": snapshots.section(facts),
         "checkpoint": saving.section(facts),
         "lossy": lossy.section(facts),
+        "reinit": reinits.section(facts),
         "timeline": timeline.shown(facts.events, facts.recoveries),
         **_cost(facts, facts.recoveries),
         **replicas.copies(facts.recoveries),
@@ -235,7 +239,7 @@ def _strategy_check(facts: Facts) -> Check:
     used = {strategy for recovery in facts.recoveries for strategy, _ in recovery.strategies().values()}
     if facts.recoveries and not used:
         return Check(name, None, "no plan in the trace")
-    if facts.asked.strategy == "checkpoint":
+    if facts.asked.strategy in FROM_CHECKPOINT:
         return Check(name, all(r.fell_back for r in facts.recoveries), "something was replayed")
     if not facts.asked.groups.logs:
         return Check(name, not any(r.replay_expected for r in facts.recoveries), "something was replayed")
@@ -280,7 +284,7 @@ def _negative_control(facts: Facts) -> dict[str, Any]:
 
 def _restores(facts: Facts) -> bool:
     """Going back to the checkpoint is what was asked for."""
-    return facts.asked.strategy in ("checkpoint", "snapshot") or not facts.asked.groups.logs
+    return facts.asked.strategy in FROM_CHECKPOINT | {"snapshot"} or not facts.asked.groups.logs
 
 
 def _negative_control_check(facts: Facts) -> Check:

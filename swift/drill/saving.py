@@ -9,13 +9,12 @@ from typing import Any
 
 from swift.drill.facts import Facts
 from swift.drill.verdict_checks import Check
-
-CHECKPOINT = "checkpoint"
+from swift.recovery import FROM_CHECKPOINT
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Those that a drill of the strategy "checkpoint" needs besides."""
-    return [_newest_check(facts)] if facts.asked.strategy == CHECKPOINT else []
+    """Those that a drill needs besides whose ranks always go back to the checkpoint."""
+    return [_newest_check(facts)] if facts.asked.strategy in FROM_CHECKPOINT else []
 
 
 def _newest_check(facts: Facts) -> Check:

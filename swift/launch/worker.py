@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
-from swift import events
+from swift import events, reinitializing
 from swift.errors import JobFailed, SwiftError, UsageError
 from swift.launch.title import set_title
 from swift.words import tell
@@ -87,11 +87,14 @@ def preload(modules: str) -> None:
 def draw_alike() -> None:
     """What a script draws without a seed, before its first step, a replacement draws as well.
 
-    torch's default generator begins alike in every process; those of `random` and numpy do not.
+    Every process begins with other states of the default generators, torch's among them; those that one fork server
+    has forked begin alike, but a replacement may come from another one.
     """
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def read_assignment(control_fd: int) -> Assignment | None:
@@ -127,6 +130,7 @@ def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     ours = (
         __file__,
         os.path.join(os.path.dirname(__file__), "forkserver.py"),
+        reinitializing.__file__,
         "<frozen runpy>",
         "<frozen importlib._bootstrap>",
         "<frozen importlib._bootstrap_external>",
@@ -150,16 +154,24 @@ def _run_file(path: str) -> None:
     exec(loader.source_to_code(loader.get_data(path), path), vars(main))
 
 
+def _run_as_main(assignment: Assignment) -> None:
+    # Also the second time.
+    os.chdir(assignment.cwd)
+    sys.argv = [assignment.script, *assignment.args]
+    if assignment.module:
+        runpy.run_module(assignment.script, run_name="__main__", alter_sys=True)
+    elif os.path.isfile(assignment.script) and not zipfile.is_zipfile(assignment.script):
+        _run_file(os.path.abspath(assignment.script))
+    else:
+        runpy.run_path(assignment.script, run_name="__main__")
+
+
 def run_script(assignment: Assignment) -> None:
-    """Runs it as __main__. What it raises goes on upwards, except a SwiftError: one line, its exit code."""
+    """Runs it as __main__; again, if its session says so (strategy "reinit"). What it raises goes on upwards, except a
+    SwiftError: one line, its exit code."""
     sys.excepthook = _excepthook
     try:
-        if assignment.module:
-            runpy.run_module(assignment.script, run_name="__main__", alter_sys=True)
-        elif os.path.isfile(assignment.script) and not zipfile.is_zipfile(assignment.script):
-            _run_file(os.path.abspath(assignment.script))
-        else:
-            runpy.run_path(assignment.script, run_name="__main__")
+        reinitializing.call_again_after_losses(lambda: _run_as_main(assignment))
     except SwiftError as error:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

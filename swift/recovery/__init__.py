@@ -13,6 +13,7 @@ from swift.recovery.off_log import plan_off_log
 from swift.recovery.plan import plan
 from swift.recovery.refusals import Refusals
 from swift.recovery.types import (
+    FROM_CHECKPOINT,
     LOST_SHARDS,
     SHRINKING,
     STRATEGIES,
@@ -27,6 +28,7 @@ from swift.recovery.types import (
 )
 
 __all__ = [
+    "FROM_CHECKPOINT",
     "LOST_SHARDS",
     "SHRINKING",
     "STRATEGIES",

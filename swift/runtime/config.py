@@ -35,7 +35,8 @@ class SessionConfig:
     step that was interrupted is always taken back and done again), "lossy-forward" (for replicas of a whole model: as
     "shrink", but a step that was interrupted in the reduction of its gradients is finished with those that are left;
     not exact: `allow_inexact`), "snapshot" (all ranks go back to the newest copies of their states in host memory:
-    each rank keeps its own and another one's)."""
+    each rank keeps its own and another one's), "reinit" (as "checkpoint", but the training function begins again in
+    every process: `swift.reinit`)."""
     lost_shard: str = ""
     """With "shrink" and "rollback": what becomes of the batches of a lost rank. "redistribute" (the default): the
     others compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the

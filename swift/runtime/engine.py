@@ -19,7 +19,7 @@ The loop is here, and the vote, which may have to recover from within a step. Th
 
 import time
 
-from swift import events
+from swift import events, reinitializing
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.errors import Fenced, JobFailed, UsageError
@@ -89,14 +89,13 @@ class Engine:
         self._faults = faults
         self._world = world
         self._lines = lines
+        self._reinits = config.strategy == "reinit"
         self.vote_seconds = 0.0
         self._measures = Measures(channel, store)
         self._adoption = adoption
         self._rehearsal = Rehearsal(config.paranoid, channel, state, witness, differences)
-        beside = state.beside
-        self._script = Script(
-            state.told, beside.transient, differences.say, warns=rank == 0, untellable=beside.untellable
-        )
+        transient, untellable = state.beside.transient, state.beside.untellable
+        self._script = Script(state.told, transient, differences.say, warns=rank == 0, untellable=untellable)
         retries = Retries(rank)
         self._saving = Saving(
             rank, member, state, store, channel.logged_groups, sync=config.checkpoint_mode == "sync"
@@ -212,6 +211,8 @@ class Engine:
             except Exception as error:  # noqa: BLE001  (a lost peer shows as any error; the others are raised again)
                 self._failures.handle(error, self.membership.generation)
             self._freed()
+            if self._reinits:
+                raise reinitializing.hand_on(self._member)
             self._steps.drop()
             self.membership.form()
 
@@ -267,6 +268,8 @@ class Engine:
         """
         self._failures.handle(error, self.membership.generation)
         self._freed()
+        if self._reinits:
+            raise reinitializing.hand_on(self._member)
         self.membership.form()
         published = self.membership.plan
         assert published is not None
@@ -280,9 +283,10 @@ class Engine:
         return any(ranks.policy.together for ranks in published.plan.ranks)
 
     def close(self) -> None:
-        """What is not acknowledged by the log is given up."""
+        """What is not acknowledged by the log is given up. The line to the coordinator stays if it was handed on."""
         self.log.close()
         self._store.close()
         self._lines.close()
-        self._member.close()
+        if not reinitializing.has(self._member):
+            self._member.close()
         self._communicator.tear_down()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
-from swift.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob
+from swift.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob, UsageError
 from swift.recovery import RankMeasured
 from swift.runtime.process_groups import Interrupted
 
@@ -83,7 +83,13 @@ class Member:
         fingerprint: Mapping[str, str],
         holder: Holder,
     ) -> None:
-        """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on."""
+        """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on.
+
+        Who holds it already goes on with another `holder`; raises UsageError if that has other settings.
+        """
+        if self._heart is not None:
+            self._go_on_with(holder, config)
+            return
         run, from_job = os.environ.get(ENV_RUN, ""), os.environ.get(ENV_FROM_JOB, "")
         version = os.environ.get(ENV_FROM_VERSION)
         if os.environ.get(ENV_HAS_RUN):
@@ -97,7 +103,7 @@ class Member:
             from_job=from_job,
             from_version=int(version) if version else None,
         )
-        self._holder = holder
+        self._holder, self._config = holder, dict(config)
         self._entered = self._noticed = generation
         interval_s = self.client.heartbeat(0).interval_s
         self._resay_s = max(RESAY_S, interval_s)
@@ -111,6 +117,18 @@ class Member:
         self.watcher = self.client.watch(self._saw)
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
+
+    def _go_on_with(self, holder: Holder, config: Mapping[str, str]) -> None:
+        other = sorted(
+            name for name in config.keys() | self._config if config.get(name) != self._config.get(name)
+        )
+        if other:
+            raise UsageError(
+                f"the training function was called again, and its session has another {other[0]} "
+                f"({config.get(other[0])}, before: {self._config.get(other[0])}): give it the same settings every time"
+            )
+        self._holder = holder
+        self.version, self.replay = 0, None
 
     def _check_known(self) -> None:
         """Raises UnknownJob: what this process has come for is not there, and must not begin anew in its place."""

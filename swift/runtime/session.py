@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from swift import events
+from swift import events, reinitializing
 from swift.errors import UsageError
 from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_STRATEGY
 from swift.recovery import Assignment
@@ -66,6 +66,9 @@ class Session:
         self._lines = parts.lines
         self._engine = parts.engine
         self._end_metrics = self._show_metrics(member.client.job)
+        self._closed = False
+        if config.strategy == "reinit":
+            reinitializing.begin_session(self)
         member.join(self.world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine)
         self._engine.membership.form()
 
@@ -87,11 +90,19 @@ class Session:
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
         here = from_environment(config)
         place = here.place
+        if config.strategy == "reinit" and not reinitializing.is_called_again():
+            raise UsageError(
+                "strategy='reinit': nobody calls the training function again: start the script with `swift-ft run`, or "
+                "decorate the function with swift.reinit"
+            )
+        member = reinitializing.handed_on() or Member(
+            place.coordinator, place.job, place.rank, place.incarnation
+        )
         events.configure(f"rank{place.rank}")
         return cls(
             rank=place.rank,
             assignment=here.assignment,
-            member=Member(place.coordinator, place.job, place.rank, place.incarnation),
+            member=member,
             checkpoint_dir=here.checkpoint_dir,
             config=config,
         )
@@ -107,8 +118,10 @@ class Session:
     def close(self) -> None:
         """Leaves the job. Records that the log has not acknowledged are dropped: after an error no rank will replay
         them, and after `run` there are none."""
-        self._end_metrics()
-        self._engine.close()
+        if not self._closed:
+            self._closed = True
+            self._end_metrics()
+            self._engine.close()
 
     # --- where this rank stands ---
 

@@ -1,4 +1,4 @@
-"""`swift-ft bench compare` with real processes: a replica dies under torchrun, and under swift."""
+"""`swift-ft bench compare` with real processes: a replica dies under torchrun, and under swift's strategies."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,9 @@ from swift.bench.command import main
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("system", "again", "replaced"), [("torchrun", 2, 2), ("swift", 0, 1)])
+@pytest.mark.parametrize(
+    ("system", "again", "replaced"), [("torchrun", 2, 2), ("swift", 0, 1), ("swift-reinit", 2, 1)]
+)
 def test_it_runs(system: str, again: int, replaced: int, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     words = [

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from swift.recovery.strategies.policy import Policy, Way
-from swift.recovery.types import SHRINKING, Report, Strategy
+from swift.recovery.types import FROM_CHECKPOINT, SHRINKING, Report, Strategy
 
 
 class CatchUp(Policy):
@@ -11,7 +11,7 @@ class CatchUp(Policy):
 
     strategy = Strategy.CATCH_UP
     replays = True
-    excluded_by = SHRINKING | {"checkpoint", "replica", "snapshot"}
+    excluded_by = SHRINKING | FROM_CHECKPOINT | {"replica", "snapshot"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         version = ways[report.rank].version

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from swift.recovery.types import Report, Strategy
+from swift.recovery.types import FROM_CHECKPOINT, Report, Strategy
 
 
 class Begins(enum.Enum):
@@ -41,7 +41,7 @@ class Policy:
     goes_back: ClassVar[bool] = False
     """Planned for all ranks or for none: the run goes back to an older version, and what the log has beyond is given
     up. (`swift.recovery.going_back`)"""
-    excluded_by: ClassVar[frozenset[str]] = frozenset({"checkpoint"})
+    excluded_by: ClassVar[frozenset[str]] = FROM_CHECKPOINT
     """The settings of `PlanConfig.strategy` under which it is not used."""
     verb: ClassVar[str] = ""
     """Of a rank that others copy from, for people: "rank 1 <verb> version 7"."""

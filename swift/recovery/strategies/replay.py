@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from swift.recovery.strategies.policy import Begins, Policy, Way, held
-from swift.recovery.types import SHRINKING, Report, Strategy
+from swift.recovery.types import FROM_CHECKPOINT, SHRINKING, Report, Strategy
 
 
 class Replay(Policy):
@@ -15,7 +15,7 @@ class Replay(Policy):
     strategy = Strategy.REPLAY
     begins = Begins.CHECKPOINT
     replays = True
-    excluded_by = SHRINKING | {"checkpoint", "replica", "snapshot"}
+    excluded_by = SHRINKING | FROM_CHECKPOINT | {"replica", "snapshot"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         way = ways[report.rank]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from swift.recovery.strategies.policy import Begins, Policy, Way, held
-from swift.recovery.types import Report, Strategy
+from swift.recovery.types import FROM_CHECKPOINT, Report, Strategy
 
 
 class Replica(Policy):
@@ -19,7 +19,7 @@ class Replica(Policy):
 
     strategy = Strategy.REPLICA
     begins = Begins.COPY
-    excluded_by = frozenset({"checkpoint", "replay", "snapshot"})
+    excluded_by = FROM_CHECKPOINT | {"replay", "snapshot"}
 
     def share(
         self, own: Mapping[int, Way], replicas: Sequence[int], distance: Callable[[int, int], object]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from swift.recovery.strategies.policy import Policy, Way, held
-from swift.recovery.types import Report, Strategy
+from swift.recovery.types import FROM_CHECKPOINT, Report, Strategy
 
 
 class RollForward(Policy):
@@ -12,7 +12,7 @@ class RollForward(Policy):
     strategy = Strategy.ROLL_FORWARD
     finishes_step = True
     own_step = True
-    excluded_by = frozenset({"checkpoint", "rollback"})
+    excluded_by = FROM_CHECKPOINT | {"rollback"}
     verb = "rolls forward to"
 
     def reach(self, report: Report) -> Way | None:

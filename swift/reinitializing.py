@@ -1,0 +1,149 @@
+"""Reinit: after a loss the training function is called again, in the same processes (strategy "reinit").
+
+    (worker, or a trainer by `swift.reinit`) ``call_again_after_losses(train)``
+    (a session)  is made inside: it says what is to be closed, and hands the line to the coordinator on
+    (its engine) a rank was lost: raises `Reinitialize`, which unwinds the training function
+    (here)       closes what the function has left, draws as at the first call, and calls it again; its next session
+                 goes on with the same line, holds no state, and begins with a checkpoint
+
+After Reinit (Laguna et al., "Evaluating and Extending User-Level Fault Tolerance in MPI Applications", 2016), which the
+study of MPI for deep learning (EuroMPI 2017) sets beside ULFM. Modules stay imported, and the device's context is kept:
+that is what the processes save against a restart.
+"""
+
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from swift import events
+from swift.errors import UsageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Reinitialize(BaseException):
+    """The training function is to be left: it is called again. No `Exception`, as KeyboardInterrupt is none: a trainer
+    that handles its own errors lets it through."""
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class _Process:
+    """This process: whether somebody calls its training function again, and what one call hands on to the next."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.line: Any = None
+        """To the coordinator (`swift.runtime.member.Member`), of the call before."""
+        self.session: Closable | None = None
+        self.asked = False
+        """Reinitialize was raised, and has not come here yet."""
+
+
+_process = _Process()
+
+
+def is_called_again() -> bool:
+    """Whether somebody around the caller does that."""
+    return _process.depth > 0
+
+
+def begin_session(session: Closable) -> None:
+    """It is closed before the function is called again, if that does not do so itself."""
+    _process.session = session
+
+
+def hand_on(line: object) -> Reinitialize:
+    """What to raise. The next call's session gets that line by `handed_on`."""
+    _process.line, _process.asked = line, True
+    return Reinitialize("a rank was lost: the training function is called again")
+
+
+def handed_on() -> Any:
+    """The line that the call before has left; None: this is the first one."""
+    line, _process.line = _process.line, None
+    return line
+
+
+def has(line: object) -> bool:
+    """It was handed on, and waits for the next call's session."""
+    return _process.line is line
+
+
+def call_again_after_losses(train: Callable[[], T]) -> T:
+    """Returns what the last call returns. Raises what it raises; UsageError if it keeps `Reinitialize` to itself."""
+    draws = _draws()
+    _process.depth += 1
+    try:
+        while True:
+            try:
+                result = train()
+                if not _process.asked:
+                    return result
+            except Reinitialize:
+                pass
+            else:
+                raise UsageError(
+                    "a rank was lost, and the training function has caught what tells it to begin again: let "
+                    "swift.Reinitialize through (`except Exception` does)"
+                )
+            _leave()
+            _draw_again(draws)
+    finally:
+        _process.depth -= 1
+        _process.asked = False
+
+
+def _leave() -> None:
+    """Whatever the function has left is gone before it is called again: there may be no room for two of it."""
+    began = time.monotonic()
+    _process.asked = False
+    session, _process.session = _process.session, None
+    if session is not None:
+        session.close()
+    del session
+    gc.collect()
+    rank = int(os.environ.get("RANK", "0"))
+    events.emit("reinit", rank=rank, seconds=time.monotonic() - began)
+
+
+def _draws() -> dict[str, Any]:
+    """The states of the default generators. What is drawn before the first step is drawn alike in every call, as a
+    process that takes a lost one's place draws it."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if "torch" in sys.modules:
+        states["torch"] = sys.modules["torch"].get_rng_state()
+    return states
+
+
+def _draw_again(states: dict[str, Any]) -> None:
+    random.setstate(states["random"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "torch" in states:
+        sys.modules["torch"].set_rng_state(states["torch"])
+
+
+def reinit(train: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a training function that is called again after a loss, with the same arguments, in the same processes
+    (`SessionConfig.strategy` "reinit"). It must make its session, its model and its optimizer itself.
+
+    Without it, `swift-ft run` calls the whole script again. What a module holds outside of the function stays as it
+    is.
+    """
+
+    @wraps(train)
+    def called_again(*args: P.args, **kwargs: P.kwargs) -> T:
+        return call_again_after_losses(lambda: train(*args, **kwargs))
+
+    return called_again

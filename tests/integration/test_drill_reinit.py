@@ -1,0 +1,74 @@
+"""Drills of the strategy "reinit": all ranks begin their script again in place, and end with the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.drill_world import Outcome, Twins, drill, kills, passed
+
+pytestmark = pytest.mark.timeout(300)
+
+MATRIX = pytest.mark.matrix
+EVERY, STEP = 5, 7
+SHAPES = ((1, 2), (1, 4), (2, 2), (4, 2))
+PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
+SHOWN = [(1, 2, "optimizer"), (2, 2, "backward")]
+
+
+def reinit(stages: int, replicas: int, *words: str) -> list[str]:
+    shape = ["--stages", str(stages), "--replicas", str(replicas)]
+    return [*shape, "--strategy", "reinit", "--checkpoint-every", str(EVERY), *words]
+
+
+def spec(rank: int, phase: str, step: int = STEP) -> str:
+    where = ",microbatch=1" if phase in ("forward", "backward") else ""
+    return f"rank={rank},step={step}{where},phase={phase}"
+
+
+def exact(outcome: Outcome, *targets: int) -> dict[str, Any]:
+    """`targets`: to which versions its recoveries went back."""
+    report = passed(outcome)
+    assert report["exact"] is True
+    assert report["survivors_kept"] is True
+    assert [recovery["target_version"] for recovery in report["recoveries"]] == list(targets)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "phase"),
+    [
+        *SHOWN,
+        *(
+            pytest.param(stages, replicas, phase, marks=MATRIX)
+            for stages, replicas in SHAPES
+            for phase in PHASES
+            if (stages, replicas, phase) not in SHOWN
+        ),
+    ],
+)
+def test_all_begin_again(stages: int, replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    words = reinit(stages, replicas)
+    report = exact(drill(*words, *kills(spec(1, phase)), twins=twins, at=tmp_path), EVERY)
+    again = {entry["rank"] for entry in report["reinit"]["begun_again"]}
+    assert again >= set(range(stages * replicas)) - {1}
+
+
+@MATRIX
+def test_while_a_wait_free_step_is_half_applied(twins: Twins, tmp_path: Path) -> None:
+    words = reinit(2, 2, "--updates", "wait_free")
+    exact(drill(*words, *kills(spec(1, "update")), twins=twins, at=tmp_path), EVERY)
+
+
+def test_two_losses_one_after_the_other(twins: Twins, tmp_path: Path) -> None:
+    words = reinit(1, 2)
+    losses = kills(spec(1, "backward"), spec(0, "reduce", STEP + 1))
+    exact(drill(*words, *losses, twins=twins, at=tmp_path), EVERY, EVERY)
+
+
+@MATRIX
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2)])
+def test_two_at_once(ranks: tuple[int, int], twins: Twins, tmp_path: Path) -> None:
+    words = reinit(2, 2)
+    losses = kills(*(spec(rank, "backward") for rank in ranks))
+    exact(drill(*words, *losses, twins=twins, at=tmp_path), EVERY)

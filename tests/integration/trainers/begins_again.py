@@ -1,0 +1,81 @@
+"""A training function that is called again: `begins_again.py MODE STEPS`.
+
+decorated  `swift.reinit` around the function; what the module has read at its import stays
+script     nothing of it: the whole script is run again
+
+Habits of strangers: an `except Exception` around everything, a session that is never closed, a loader whose order is
+shuffled without a seed, a dropout, and a list that holds every model for good.
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import swift
+
+MODE, STEPS = sys.argv[1], int(sys.argv[2])
+WIDTH, BATCH, SAMPLES = 16, 8, 256
+DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+HELD: list[nn.Module] = []
+with Path(os.environ["SWIFT_DIGESTS"], f"imports-{os.getpid()}").open("a") as file:
+    file.write("x")
+
+
+class Order:
+    """Drawn before the first step, with `random`, which nobody seeds."""
+
+    def __init__(self) -> None:
+        self.samples, self.position = random.sample(range(SAMPLES), SAMPLES), 0
+
+    def __next__(self) -> Tensor:
+        chosen = [self.samples[(self.position + i) % SAMPLES] for i in range(BATCH)]
+        self.position += BATCH
+        return DATA[chosen]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def train() -> None:
+    session = swift.Session.from_env(
+        strategy="reinit", replicas=dist_size(), checkpoint_every=4, metrics_listen="127.0.0.1:0"
+    )
+    assert dist.get_world_size() == session.world_size
+    model = session.module(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1)))
+    HELD.append(model)
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    loader = Order()
+    session.register(loader=loader)
+    digests: dict[str, str] = {}
+    session.transient("digests")
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(next(loader)).square().mean().backward()
+        optimizer.step()
+        digests[str(number)] = b"".join(p.detach().numpy().tobytes() for p in model.parameters()).hex()[-64:]
+
+    try:
+        session.run(step, STEPS)
+    except Exception as error:
+        print(f"trainer: {error}", file=sys.stderr)
+        raise
+    out = Path(os.environ["SWIFT_DIGESTS"])
+    (out / f"bits-{session.rank}.json").write_text(json.dumps(digests))
+
+
+def dist_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+if __name__ == "__main__":
+    (swift.reinit(train) if MODE == "decorated" else train)()

@@ -1,0 +1,96 @@
+"""A function that is called again: what one call hands on to the next, and what it must not keep."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import swift
+from swift import reinitializing
+from swift.errors import UsageError
+
+
+class Session:
+    def __init__(self) -> None:
+        self.closed = 0
+        reinitializing.begin_session(self)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_it_is_called_until_it_returns_with_the_line_of_the_call_before() -> None:
+    lines, sessions = [], []
+
+    @swift.reinit
+    def train(last: int) -> str:
+        assert reinitializing.is_called_again()
+        lines.append(reinitializing.handed_on() or object())
+        assert not reinitializing.has(lines[-1])
+        sessions.append(Session())
+        if len(lines) <= last:
+            error = reinitializing.hand_on(lines[-1])
+            assert reinitializing.has(lines[-1])
+            raise error
+        return "done"
+
+    assert train(2) == "done"
+    assert len(lines) == 3
+    assert len(set(map(id, lines))) == 1
+    assert [session.closed for session in sessions] == [1, 1, 0]
+    assert not reinitializing.is_called_again()
+
+
+def test_every_call_draws_the_same() -> None:
+    drawn = []
+
+    @swift.reinit
+    def train() -> None:
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+        torch.manual_seed(len(drawn))
+        if len(drawn) < 3:
+            raise reinitializing.hand_on(object())
+        reinitializing.handed_on()
+
+    train()
+    assert len(set(drawn)) == 1
+
+
+def test_an_exception_handler_lets_it_through() -> None:
+    calls = []
+
+    @swift.reinit
+    def train() -> None:
+        calls.append(reinitializing.handed_on())
+        try:
+            if len(calls) == 1:
+                raise reinitializing.hand_on("line")
+        except Exception:  # noqa: BLE001
+            pytest.fail("it is no Exception")
+
+    train()
+    assert calls == [None, "line"]
+
+
+def test_who_keeps_it_is_told() -> None:
+    @swift.reinit
+    def train() -> None:
+        try:
+            raise reinitializing.hand_on("line")
+        except BaseException:  # noqa: BLE001
+            return
+
+    with pytest.raises(UsageError, match=r"let swift\.Reinitialize through"):
+        train()
+    reinitializing.handed_on()
+
+
+def test_another_error_ends_it() -> None:
+    @swift.reinit
+    def train() -> None:
+        raise ValueError("the trainer's own")
+
+    with pytest.raises(ValueError, match="the trainer's own"):
+        train()
+    assert not reinitializing.is_called_again()
