@@ -165,8 +165,8 @@ class PlanConfig:
     holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
     that is lost, and nothing is replayed; "rollback": the same, but the step that was interrupted is never finished;
     "lossy-forward": the same, but it is finished with the gradients of those that are left; "snapshot": all go back
-    to the newest copies in host memory, and nothing is copied from replicas or replayed; "reinit": as "checkpoint", which
-    ranks load where their training function begins again."""
+    to the newest copies in host memory, and nothing is copied from replicas or replayed; "reinit": as "checkpoint",
+    which ranks load where their training function begins again."""
     inexact_undo: bool = False
     """An undo that is not bit for bit may be used."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
