@@ -113,7 +113,7 @@ class TorchCollectives(_torch.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         def run(collectives: Collectives) -> None:
             for output, own in zip(outputs, inputs, strict=True):
-                collectives.all_gather(self._parts(output.data), own.data.contiguous())
+                collectives.all_gather(self._parts(output.data), own.data.reshape(-1))
 
         return self._collective("all_gather_into_tensor", outputs, run)
 

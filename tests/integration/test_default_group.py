@@ -51,6 +51,12 @@ EVERYTHING = textwrap.dedent(
         check("all_gather", torch.stack(parts), [[1.0, 2.0], [2.0, 2.0], [3.0, 2.0]])
         dist.all_gather_into_tensor(whole := torch.zeros(6), one)
         check("all_gather_into_tensor", whole, [1.0, 2.0, 2.0, 2.0, 3.0, 2.0])
+        matrix = torch.arange(4.0).view(2, 2) + 10.0 * rank
+        rows = [[0.0, 1.0], [2.0, 3.0], [10.0, 11.0], [12.0, 13.0], [20.0, 21.0], [22.0, 23.0]]
+        dist.all_gather_into_tensor(whole := torch.zeros(6, 2), matrix)
+        check("all_gather_into_tensor of matrices", whole, rows)
+        dist.all_gather_into_tensor(whole := torch.zeros(3, 2, 2), matrix.T.contiguous().T)
+        check("all_gather_into_tensor, stacked and transposed", whole.view(6, 2), rows)
         room = [torch.zeros(2) for _ in range(world)] if rank == 0 else None
         dist.gather(one, room, dst=0)
         if rank == 0:
@@ -62,11 +68,15 @@ EVERYTHING = textwrap.dedent(
         check("reduce_scatter", got, [3.0 * rank + 3.0])
         dist.reduce_scatter_tensor(got := torch.zeros(1), torch.arange(3.0) + rank)
         check("reduce_scatter_tensor", got, [3.0 * rank + 3.0])
+        dist.reduce_scatter_tensor(got := torch.zeros(2, 1), torch.arange(6.0).view(6, 1) + rank)
+        check("reduce_scatter_tensor of matrices", got, [[6.0 * rank + 3.0], [6.0 * rank + 6.0]])
         incoming = [torch.zeros(1) for _ in range(world)]
         dist.all_to_all(incoming, [torch.tensor([10.0 * rank + r]) for r in range(world)])
         check("all_to_all", torch.cat(incoming), [10.0 * r + rank for r in range(world)])
         dist.all_to_all_single(got := torch.zeros(3), 10.0 * rank + torch.arange(3.0))
         check("all_to_all_single", got, [10.0 * r + rank for r in range(world)])
+        dist.all_to_all_single(got := torch.zeros(3, 2), (10.0 * rank + torch.arange(3.0)).repeat(2, 1).T.contiguous())
+        check("all_to_all_single of matrices", got, [[10.0 * r + rank] * 2 for r in range(world)])
         dist.barrier()
         dist.monitored_barrier()
         if rank < 2:
