@@ -14,7 +14,7 @@ from swift.checkpoint import command
 from swift.checkpoint.dcp import alone
 from swift.drill.cluster import JOB
 from tests.integration.again_world import Again
-from tests.integration.trainer_world import TRAINERS
+from tests.integration.trainer_world import TRAINERS, run_trainer
 
 STEPS = 5
 DYING = 3
@@ -64,6 +64,34 @@ def test_from_torchs_directory_to_torchs_directory(monkeypatch: pytest.MonkeyPat
     state = after["ranks"]["0"]["optimizers"][0]["state"]  # type: ignore[index]
     for index, kept in optimizer.state_dict()["state"].items():
         assert_equal(state[index], kept)
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_job_that_went_back_is_exported_whole(tmp_path: Path) -> None:
+    """Two replicas of two uneven FSDP2 shards: a rank is lost, all restore their checkpoint; torch opens the end."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    fault = {"rank": 3, "phase": "backward", "step": 5, "microbatch": 1}
+    arguments = (8, 2, 2, "fp32", "checkpoint", whole)
+    run = run_trainer(tmp_path / "job", "hsdp.py", *arguments, ranks=4, faults=[fault])
+    (plan,) = [event["ranks"] for event in run["events"] if event["event"] == "plan"]
+    assert {entry["strategy"] for entry in plan} == {"CHECKPOINT"}
+    words = ["--checkpoint-dir", str(tmp_path / "job" / "checkpoints"), "--job", JOB, str(tmp_path / "out")]
+    assert command.main(words) == 0
+
+    ends = [torch.load(whole / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
+    for end in ends:
+        ours = {
+            "stages": {"0": {name: torch.zeros_like(value) for name, value in end["weights"].items()}},
+            "ranks": {
+                "0": {"objects": {"average": {"values": [torch.zeros_like(v) for v in end["averages"]]}}}
+            },
+        }
+        with alone():
+            load(ours, checkpoint_id=tmp_path / "out", no_dist=True)
+        assert_equal(ours["stages"]["0"], end["weights"])
+        average = ours["ranks"]["0"]["objects"]["average"]["values"]
+        assert all(map(torch.equal, average, end["averages"]))
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION`, world size = stages * REPLICAS * SHARDS.
+"""FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION [STRATEGY [DIRECTORY]]`. The world size is
+stages * REPLICAS * SHARDS. At the end each rank writes its stage's whole weights and averages of them into DIRECTORY.
 
 Every stage is sharded as a whole and layer by layer, in uneven shards (7 rows over 2 ranks). With it come what a
 trainer uses: clipping by the global norm, a schedule of learning rates, dropout, and an average of the weights that
@@ -16,6 +17,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import swift
 
 STEPS, REPLICAS, SHARDS, PRECISION = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+STRATEGY = sys.argv[5] if sys.argv[5:] else "auto"
 WIDTH, BATCH, MICROBATCHES = 7, 12, 3
 
 
@@ -88,7 +90,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def main() -> None:
     session = swift.Session.from_env(
-        seed=5, checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, bucket_bytes=256
+        seed=5, checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, bucket_bytes=256, strategy=STRATEGY
     )
     torch.manual_seed(session.rank)  # replicas are made alike by the session
     module = Part()
@@ -121,6 +123,12 @@ def main() -> None:
         average.update()
 
     session.run(train_step, num_steps=STEPS)
+    if sys.argv[6:]:
+        names = [name for name, _ in module.named_parameters()]
+        weights = [parameter.full_tensor() for parameter in module.parameters()]  # type: ignore[attr-defined]
+        averages = [value.full_tensor() for value in average.values]  # type: ignore[attr-defined]
+        whole = {"weights": dict(zip(names, weights, strict=True)), "averages": averages}
+        torch.save(whole, f"{sys.argv[6]}/rank{session.rank}.pt")
     session.close()
 
 
