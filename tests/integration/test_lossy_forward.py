@@ -104,3 +104,16 @@ def test_who_computes_when_the_notice_comes_joins_the_others_in_the_step(tmp_pat
     (plan,) = named(outcome, "plan")
     assert plan["target_version"] == STEP + 1
     assert set(contributors(outcome)) == {(0, 2)}, "nothing could be averaged before it had computed"
+
+
+@pytest.mark.timeout(240)
+def test_whoever_has_not_heard_of_an_average_is_given_it(tmp_path: Path) -> None:
+    """All had the first one when rank 1 died, but rank 2."""
+    outcome = lossy(tmp_path, habit="deaf")
+
+    compared(outcome, tmp_path, *LEFT)
+    (plan,) = named(outcome, "plan")
+    assert plan["target_version"] == STEP + 1
+    first, *others = contributors(outcome)
+    assert first == (0, 1, 2)
+    assert set(others) <= {(0, 1, 2), (0, 2)}

@@ -4,7 +4,8 @@ without LOST from STEP on. CUT: step -> what became of each bucket of it (event 
 trainer gets at its batches: "asks" in each step for its data-parallel rank, has a "loader", and two that nobody can
 carry out for another rank: "knows" it from before, "talks" before it updates. One that is "hasty" asks, and updates
 while backward runs. One that is "late" asks, computes by a schedule, and rank 0 begins to compute step LATE when the
-others have lost a rank.
+others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is lost once all have the first average, of
+which rank 2 has heard nothing.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -12,6 +13,7 @@ Both write a digest of weights and optimizer state for every step: `{step: diges
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -85,6 +87,32 @@ class Batches(Position):
         return self.step - 1, self.origin
 
 
+def deafen(rank: int, under_way: Position) -> None:
+    """As if a result had not reached rank 2 when the connection broke."""
+    from swift.runtime.reducer import Reduction
+
+    wait, heard = (
+        Reduction.wait,
+        [Path(os.environ["SWIFT_DIGESTS"], f"heard-{each}") for each in range(ORIGINS)],
+    )
+
+    def wait_once(reduction: Reduction) -> None:
+        wait(reduction)
+        if under_way.step != LATE or heard[rank].exists():
+            return
+        heard[rank].touch()
+        while rank == 1:
+            if all(path.exists() for path in heard):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+        if rank == 2:
+            await_notice()
+            reduction._task.error = RuntimeError("Connection closed by peer")
+            raise reduction._task.error
+
+    Reduction.wait = wait_once  # type: ignore[method-assign]
+
+
 def in_a_job(steps: int, habit: str) -> None:
     import swift
 
@@ -111,10 +139,14 @@ def in_a_job(steps: int, habit: str) -> None:
         else:
             position = Position()
             session.register(loader=position)
+        under_way = Position()
+        if habit == "deaf":
+            deafen(session.rank, under_way)
         own = session.dp_rank
         found: dict[int, str] = {}
 
         def train_step(step: int) -> None:
+            under_way.step = step
             optimizer.zero_grad()
             if habit == "loader":
                 at, origin = batches.next_batch()
@@ -134,7 +166,7 @@ def in_a_job(steps: int, habit: str) -> None:
             scheduler.step()
             found[step] = bits(model, optimizer)
 
-        session.transient("found")
+        session.transient("found", "under_way")
         session.run(train_step, num_steps=steps)
         Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
 
