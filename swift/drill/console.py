@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from swift.drill import helped, replaying, saving
+from swift.drill import helped, lossy, replaying, saving
 from swift.recovery.groups import NONE
 
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
@@ -291,6 +291,8 @@ def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if result["survivors_freed_seconds"] is not None:
         kept += f"; out of their step {seconds(result['survivors_freed_seconds'])} after the notice"
     rows.append(("survivors kept", kept))
+    if finished := lossy.words(result["lossy"]):
+        rows.append(("cut short", finished))
     if saved := saving.words(result["checkpoint"]):
         rows.append(("checkpoints", saved))
     megabytes = f"{log['bytes'] / 1e6:.1f} MB" if log["bytes"] is not None else "?"

@@ -4,6 +4,7 @@ Every rank that has finished such a step tells it (event "lossy_step"). The dril
 (`swift.drill.calculation`), so what is told must be what was done, bit for bit, and here it must be what can be.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,3 +110,15 @@ def section(facts: Facts) -> list[dict[str, Any]] | None:
         }
         for step, buckets in sorted(told(facts.events).items())
     ]
+
+
+def words(section: Sequence[Mapping[str, Any]] | None) -> str:
+    """A line for each step that was cut short: of whose gradients its buckets are means."""
+    lines = []
+    for cut in section or ():
+        kinds = Counter(tuple(bucket["contributors"]) for bucket in cut["buckets"])
+        of_ranks = [
+            f"{count} of ranks {', '.join(map(str, contributors))}" for contributors, count in kinds.items()
+        ]
+        lines.append(f"step {cut['step']}: buckets that are means: {'; '.join(of_ranks)}")
+    return "\n".join(lines)

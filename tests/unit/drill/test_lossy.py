@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift.drill import html, report
+from swift.drill import console, html, report
 from swift.drill.calculation import Calculation
 from swift.drill.command import parse
 from swift.drill.config import DrillConfig
@@ -196,6 +196,8 @@ def test_a_step_that_was_cut_short_is_held_against_a_calculation(
     assert cut["step"] == CUT
     assert [(b["contributors"], b["divisor"]) for b in cut["buckets"]] == [([0, 1, 2], 3), ([0, 1], 2)]
     assert "Steps that were cut short" in html.page(result)
+    said = "step 1: buckets that are means: 1 of ranks 0, 1, 2; 1 of ranks 0, 1"
+    assert ("cut short", said) in console.facts(result)
     assert right[STEPS] != full_world[STEPS]
 
 
