@@ -67,7 +67,7 @@ def test_from_torchs_directory_to_torchs_directory(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.timeout(300)
-def test_a_sharded_job_that_went_back_is_exported_whole(tmp_path: Path) -> None:
+def test_a_sharded_job_that_went_back_is_exported_whole_and_another_begins_with_it(tmp_path: Path) -> None:
     """Two replicas of two uneven FSDP2 shards: a rank is lost, all restore their checkpoint; torch opens the end."""
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -92,6 +92,11 @@ def test_a_sharded_job_that_went_back_is_exported_whole(tmp_path: Path) -> None:
         assert_equal(ours["stages"]["0"], end["weights"])
         average = ours["ranks"]["0"]["objects"]["average"]["values"]
         assert all(map(torch.equal, average, end["averages"]))
+
+    begun = (1, 2, 2, "fp32", "auto", whole, tmp_path / "out")
+    run_trainer(tmp_path / "begun", "hsdp.py", *begun, ranks=4, faults=[])
+    on = torch.load(whole / "rank0.pt", weights_only=True)["weights"]
+    assert not any(torch.equal(value, ends[0]["weights"][name]) for name, value in on.items()), "it goes on"
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

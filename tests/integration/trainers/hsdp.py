@@ -1,5 +1,6 @@
-"""FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION [STRATEGY [DIRECTORY]]`. The world size is
-stages * REPLICAS * SHARDS. At the end each rank writes its stage's whole weights and averages of them into DIRECTORY.
+"""FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION [STRATEGY [DIRECTORY [BEGIN]]]`. The world
+size is stages * REPLICAS * SHARDS. At the end each rank writes its stage's whole weights and averages of them into
+DIRECTORY. BEGIN is what was exported of such a job, whose weights are in DIRECTORY: this one goes on with them.
 
 Every stage is sharded as a whole and layer by layer, in uneven shards (7 rows over 2 ranks). With it come what a
 trainer uses: clipping by the global norm, a schedule of learning rates, dropout, and an average of the weights that
@@ -88,6 +89,18 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target)
 
 
+def begin_with(exported: str, module: nn.Module, session: swift.Session) -> None:
+    """Each rank with its own shards, which are those of the whole weights."""
+    stage = str(session.pipeline_rank)
+    state = {"stages": {stage: module.state_dict()}}
+    swift.load_dcp(state, exported)
+    module.load_state_dict(state["stages"][stage])
+    known = torch.load(f"{sys.argv[6]}/rank{session.rank}.pt", weights_only=True)["weights"]
+    for name, parameter in module.named_parameters():
+        local = parameter.to_local()  # type: ignore[attr-defined]
+        assert torch.equal(local, known[name].chunk(SHARDS)[session.rank % SHARDS]), name
+
+
 def main() -> None:
     session = swift.Session.from_env(
         seed=5, checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, bucket_bytes=256, strategy=STRATEGY
@@ -102,6 +115,8 @@ def main() -> None:
     index, stages = session.pipeline_rank, session.pipeline_ranks
     stage = session.pipeline_stage(module, index, stages)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
+    if sys.argv[7:]:
+        begin_with(sys.argv[7], module, session)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.02))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     data, average = Data(session.dp_rank), Average(module)
