@@ -69,9 +69,11 @@ def refused(target: int = OLDER) -> Trace:
     return ends(trace, 3, target)
 
 
-def built(trace: Trace, generation: int, target: int, *specs: str, **changes: Any) -> dict[str, Any]:
+def built(
+    trace: Trace, generation: int, target: int, *specs: str, strategy: str = "checkpoint", **changes: Any
+) -> dict[str, Any]:
     found: Evidence = good(trace, digests=digests((target, generation)), **changes)
-    return report.build(Facts.of(config(*specs, strategy="checkpoint"), found))
+    return report.build(Facts.of(config(*specs, strategy=strategy), found))
 
 
 def test_all_went_back_to_the_newest_one() -> None:
@@ -81,8 +83,9 @@ def test_all_went_back_to_the_newest_one() -> None:
     assert result["steps_lost"] == LOST - NEWER
 
 
-def test_an_older_one_is_not_enough() -> None:
-    result = built(restored(OLDER), 2, OLDER)
+@pytest.mark.parametrize("strategy", ["checkpoint", "reinit"])
+def test_an_older_one_is_not_enough(strategy: str) -> None:
+    result = built(restored(OLDER), 2, OLDER, strategy=strategy)
     assert result["verdict"] == FAIL
     assert "to version 4, and 6 was complete" in result["reason"]
 
