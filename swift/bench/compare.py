@@ -4,7 +4,9 @@ Each system trains the same model on the same batches with two replicas, in step
 its user would write it (`compare_torchrun`, `compare_torchft`, `compare_swift`), with its defaults. In one step a
 replica kills itself with SIGKILL, behind its forward. The marks that the trainers leave (`compare_trial`) say when the
 next new step is done, which steps are done again, which processes were replaced, and whether the final weights are
-bitwise those of the same trainer in a run that did not fail. Every round has each system once, in turn.
+bitwise those of the same trainer in a run that did not fail. Every round has each system once, in turn. Before
+the rounds each system trains once without a failure and without waiting in its steps: what it costs while nothing fails
+(`no wait`: the median step; `peak`: the most memory of a replica, the processes beside it left out).
 
 torchrun does not share its store with the ranks here: those that it starts again find addresses of the dead ones in a
 shared one (torch 2.13, gloo), and fail. https://github.com/pytorch/pytorch/issues/135712
@@ -20,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import metadata
 from itertools import pairwise
@@ -97,6 +99,12 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
         "same_bits": len(digests) == REPLICAS and set(digests) == {reference},
         "replacement_s": _way(marks, kill),
     }
+
+
+def _step_s(marks: Sequence[dict[str, Any]]) -> float:
+    """The median step of replica 0, behind the first tenth, which warms up."""
+    at: list[float] = [mark["at"] for mark in marks if mark["what"] == "stepped" and mark["replica"] == 0]
+    return statistics.median(b - a for a, b in pairwise(at[len(at) // 10 :]))
 
 
 def _way(marks: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, float]:
@@ -225,10 +233,13 @@ def _await_end(trial: Trial, ended: Callable[[], bool]) -> None:
 # --- what comes out ---
 
 
-def summary(system: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds that went on; bits are the same if they were in every round."""
+def summary(
+    system: str, rounds: Sequence[dict[str, Any]], undisturbed: Mapping[str, float]
+) -> dict[str, Any]:
+    """Medians over the rounds that went on; bits are the same if they were in every round. `undisturbed`: of the run
+    that did not fail."""
     done = [measured for measured in rounds if "failed" not in measured]
-    about: dict[str, Any] = {"system": system, "rounds": list(rounds)}
+    about: dict[str, Any] = {"system": system, "rounds": list(rounds), "undisturbed": undisturbed}
     if not done:
         return about | {"failed": rounds[0]["failed"]}
     for name in ("next_step_s", "all_again_s", "steps_again", "steps_with_fewer", "restarted"):
@@ -246,8 +257,8 @@ def summary(system: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 HEAD = (
-    f"{'':<30}{'step':>8}{'next new step':>15}{'both again':>12}{'steps again':>13}{'with fewer':>12}"
-    f"{'replaced':>10}  same bits"
+    f"{'':<30}{'no wait':>9}{'peak':>9}{'step':>9}{'next new step':>15}{'both again':>12}"
+    f"{'steps again':>13}{'with fewer':>12}{'replaced':>10}  same bits"
 )
 
 
@@ -256,9 +267,11 @@ def row(case: dict[str, Any]) -> str:
     front = f"{SYSTEMS[case['system']]:<30}"
     if "missing" in case or "failed" in case:
         return front + str(case.get("missing") or case.get("failed"))
+    quiet = case["undisturbed"]
     both = "never" if case["all_again_s"] is None else f"{case['all_again_s']:.2f} s"
     return (
-        f"{front}{case['step_s'] * 1e3:>5.1f} ms{case['next_step_s']:>13.2f} s{both:>12}"
+        f"{front}{quiet['step_s'] * 1e3:>6.2f} ms{quiet['peak_mib']:>5.0f} MiB"
+        f"{case['step_s'] * 1e3:>6.1f} ms{case['next_step_s']:>13.2f} s{both:>12}"
         f"{case['steps_again']:>13g}{case['steps_with_fewer']:>12g}{case['restarted']:>5g} of {REPLICAS}"
         f"  {'yes' if case['same_bits'] else 'no'}"
     )
@@ -330,8 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     with output.place(arguments.directory) as place:
-        measured = measure(Path(place), systems, arguments)
-    cases = [summary(name, rounds) for name, rounds in measured.items()]
+        cases = measure(Path(place), systems, arguments)
     absent = f"torchft is not installed for {arguments.torchft}: give --torchft"
     cases += [{"system": name, "missing": absent} for name in missing]
     print("\n".join(row(case) for case in cases))
@@ -341,16 +353,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 3 if any("failed" in case for case in cases) else 0
 
 
-def measure(place: Path, systems: Sequence[str], arguments: Any) -> dict[str, list[dict[str, Any]]]:
-    """What `judge` says of each system's rounds. First each runs without a failure, and does not wait in its steps."""
+def measure(place: Path, systems: Sequence[str], arguments: Any) -> list[dict[str, Any]]:
+    """The `summary` of each system. First each runs without a failure, and does not wait in its steps."""
     settings = {"steps": arguments.steps, "every": arguments.checkpoint_every}
-    digests = {}
+    digests, undisturbed = {}, {}
     for name in systems:
         trial = Trial(directory=str(place / f"{name}.sound"), kill_step=None, wait_s=0.0, **settings)
-        ended = [mark for mark in run(name, trial, arguments.torchft) if mark["what"] == "ended"]
+        marks = run(name, trial, arguments.torchft)
+        ended = [mark for mark in marks if mark["what"] == "ended"]
         if len(ended) != REPLICAS:
             raise ServiceError(f"{SYSTEMS[name]} did not come to its end without a failure\n{tail(trial)}")
         digests[name] = ended[0]["digest"]
+        undisturbed[name] = {"step_s": _step_s(marks), "peak_mib": max(mark["peak_mib"] for mark in ended)}
         shutil.rmtree(trial.directory)
     rounds_of: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for number in range(arguments.rounds):
@@ -363,10 +377,10 @@ def measure(place: Path, systems: Sequence[str], arguments: Any) -> dict[str, li
             )
             marks = run(name, trial, arguments.torchft)
             rounds_of[name].append(judge(marks, digests[name]))
-            print(row(summary(name, rounds_of[name][-1:])), flush=True)
+            print(row(summary(name, rounds_of[name][-1:], undisturbed[name])), flush=True)
             shutil.rmtree(trial.directory)
     print()
-    return rounds_of
+    return [summary(name, rounds, undisturbed[name]) for name, rounds in rounds_of.items()]
 
 
 def tail(trial: Trial) -> str:

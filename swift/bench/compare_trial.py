@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -101,11 +102,12 @@ class Trial:
             file.write(json.dumps(line) + "\n")  # one write, behind all others' lines
 
     def end(self, replica: int, model: nn.Module) -> None:
-        """The last mark: which bits the weights have."""
+        """The last mark: which bits the weights have, and the most memory that the process has had."""
         digest = hashlib.sha256()
         for parameter in model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
-        self.mark("ended", replica, digest=digest.hexdigest())
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        self.mark("ended", replica, digest=digest.hexdigest(), peak_mib=peak_mib)
 
 
 def started_at() -> float:

@@ -12,6 +12,9 @@ from swift.bench.command import main
 from swift.bench.compare_trial import Trial, make_model, read
 
 
+QUIET = {"step_s": 0.002, "peak_mib": 300.0}
+
+
 def mark(what: str, at: float, *, pid: int, replica: int | None, step: int | None = None, **more: Any) -> Any:
     return {"what": what, "at": at, "pid": pid, "replica": replica, "step": step, **more}
 
@@ -81,7 +84,7 @@ def test_bits_differ(digests: tuple[str, ...]) -> None:
 def test_a_system_that_does_not_go_on_is_said() -> None:
     assert compare.judge(run_with([], ()), "a") == {"failed": "no step was done after the kill"}
     assert "failed" in compare.judge([], "a")
-    found = compare.summary("torchrun", [{"failed": "no step was done after the kill"}])
+    found = compare.summary("torchrun", [{"failed": "no step was done after the kill"}], QUIET)
     assert compare.row(found).endswith("no step was done after the kill")
 
 
@@ -89,9 +92,10 @@ def test_medians_and_bits_of_all_rounds() -> None:
     marks = run_with([*REPLACED, stepped(12.0, 1, 0, 4), stepped(12.25, 3, 1, 4)])
     rounds = [compare.judge(marks, "a"), compare.judge(marks, "other")]
     rounds[1]["next_step_s"] = 4.0
-    found = compare.summary("swift", rounds)
+    found = compare.summary("swift", rounds, QUIET)
     assert (found["next_step_s"], found["same_bits"]) == (3.0, False)
     assert "3.00 s" in compare.row(found)
+    assert "2.00 ms  300 MiB" in compare.row(found)
     assert compare.way(found).endswith("started +0.50 s, imported +1.00 s, connected +1.50 s")
 
 
