@@ -11,7 +11,6 @@ from swift.bench import compare
 from swift.bench.command import main
 from swift.bench.compare_trial import Trial, make_model, read
 
-
 QUIET = {"step_s": 0.002, "peak_mib": 300.0}
 
 
