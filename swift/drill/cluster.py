@@ -144,6 +144,7 @@ class Cluster:
         digests_every: bool = False,
         settings: Mapping[str, str] | None = None,
         security: Security | None = None,
+        launcher_flags: Sequence[str] = (),
         log_servers: int = 1,
         copies: int = 1,
         log_lost_s: float | None = None,
@@ -159,6 +160,7 @@ class Cluster:
         self._ranks = ranks
         self._spares = spares
         self._max_restarts = max_restarts
+        self._launcher_flags = launcher_flags
         self._trainer = [*trainer, *trainer_arguments]
         self._die_at = list(die_at)
         self._security = security
@@ -240,7 +242,7 @@ class Cluster:
         if self._max_restarts is not None:
             arguments += ["--max-restarts", str(self._max_restarts)]
         arguments += ["--sigterm-checkpoint-s", "0"]  # nobody goes on with it
-        self._spawn(LAUNCHER, [*arguments, *self._trainer])
+        self._spawn(LAUNCHER, [*arguments, *self._launcher_flags, *self._trainer])
 
     def _start_service(self, name: str) -> None:
         """With the address it had before, if it had one."""

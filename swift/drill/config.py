@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.drill import faults as fault_specs
-from swift.drill import options, shrinking
+from swift.drill import gate, options, shrinking
 from swift.drill.faults import Fault
 from swift.drill.options import DEFAULTS, OPTIMIZERS, Reach
 from swift.drill.regroup import Regroup
@@ -40,6 +40,8 @@ class DrillConfig:
     allow_inexact: bool = DEFAULTS["allow_inexact"]
     grow: str = DEFAULTS["grow"]
     """step=N: lost ranks come back behind that step. Empty: never."""
+    unfit: str = DEFAULTS["unfit"]
+    """rank=R,times=N: the place of a lost rank fails its health check. Empty: there is none."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
     """Stages that recover together; empty: every rank by itself."""
     regroups: tuple[Regroup, ...] = ()
@@ -104,6 +106,7 @@ class DrillConfig:
             groups=self.groups,
         )
         shrinking.check(self)
+        gate.check(self)
         if self.strategy != fault_specs.SNAPSHOT and self.snapshot_every != DEFAULTS["snapshot_every"]:
             raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot")
 

@@ -15,6 +15,7 @@ from swift.checkpoint import MODES as CHECKPOINT_MODES
 from swift.drill.sizes import MODELS
 from swift.drill.topology import SCHEDULES
 from swift.errors import UsageError
+from swift.launch.decisions import CHECKS_MAX
 from swift.recovery import STRATEGIES
 from swift.recovery.types import LOST_SHARDS
 
@@ -195,6 +196,12 @@ OPTIONS = (
         help="with a strategy that goes on without a lost rank, it comes back when the others have done step N; these "
         "wait for it (default: never)",
         reach=Reach.RUN,
+    ),
+    Option(
+        name="unfit",
+        metavar="SPEC",
+        help="rank=R,times=N: once rank R is lost, its place fails the launcher's health check N times (default 1; "
+        f"after {CHECKS_MAX} it is given up)",
     ),
     Option(
         name="groups",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.drill import (
+    gate,
     helped,
     logs,
     loss,
@@ -64,6 +65,7 @@ def build(facts: Facts) -> dict[str, Any]:
         *saving.checks(facts),
         *lossy.checks(facts),
         *reinits.checks(facts),
+        *gate.checks(facts),
         *([loss.check(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),
@@ -100,6 +102,7 @@ def build(facts: Facts) -> dict[str, Any]:
         "checkpoint": saving.section(facts),
         "lossy": lossy.section(facts),
         "reinit": reinits.section(facts),
+        "gate": gate.section(facts),
         "timeline": timeline.shown(facts.events, facts.recoveries),
         **_cost(facts, facts.recoveries),
         **replicas.copies(facts.recoveries),

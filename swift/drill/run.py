@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swift import events
-from swift.drill import control, faults, loss, lossy, prediction, regroup, shrinking, timeline
+from swift.drill import control, faults, gate, loss, lossy, prediction, regroup, shrinking, timeline
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.facts import Evidence, Measured
@@ -163,7 +163,9 @@ class FaultedRun:
                 if isinstance(fault, CoordinatorFault)
             ],
             # Costs copies of what is in flight: a drill wants to know how far an undo is off.
+            launcher_flags=gate.launcher_flags(config),
             settings={
+                **gate.environment(config),
                 **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
                 **({"SWIFT_PARANOID": "1"} if config.paranoid else {}),
                 **({"SWIFT_PROFILE": "1"} if config.groups.starts or config.helpers else {}),

@@ -112,7 +112,7 @@ def moves(config: "DrillConfig") -> bool:
 
 def is_replaced(config: "DrillConfig") -> bool:
     """The launcher starts another process for a lost rank."""
-    return not config.shrinks or config.grown_at is not None
+    return not config.shrinks or config.grown_at is not None or bool(config.unfit)
 
 
 def victims(config: "DrillConfig") -> frozenset[int]:

@@ -99,9 +99,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._nursery = nursery
         self._link = link
         self._gate = gate
-        self._waiting = WaitingPlaces(
-            health_check, nursery, lambda local_rank: place_env(spec, local_rank, job)
-        )
+        self._waiting = WaitingPlaces(health_check, nursery, lambda place: place_env(spec, place, job))
         self._leaving = Leaving(gate, link, last_checkpoint_s)
         self._machines = machines
         self._ranks: dict[int, Child] = {}
@@ -247,7 +245,6 @@ class ReplacingAgent(SimpleElasticAgent):
         env = rank_env(
             group,
             local_rank,
-            restart_count=0,
             job=self._job,
             incarnation=child.incarnation,
             device_of=self._host.get(local_rank),
@@ -458,6 +455,8 @@ class ReplacingAgent(SimpleElasticAgent):
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()
         self._check_vacated(view)
+        if view.state == pb.FINISHED:  # without those whose places are vacant
+            self._waiting.leave(set(view.vacant), self._worker_group.workers)
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
 
     def _check_vacated(self, view: pb.View) -> None:

@@ -8,13 +8,14 @@ A place is known by its local rank.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from swift import events
 from swift.errors import ServiceError
 from swift.launch.children import Nursery
 from swift.launch.health import Check, HealthCheck, Result, stop_all
+from swift.launch.torch_names import Worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,12 @@ class WaitingPlaces:
     def drop(self, local_rank: int) -> Waiting:
         """It gets no process."""
         return self._waiting.pop(local_rank)
+
+    def leave(self, vacant: Container[int], workers: Iterable[Worker]) -> None:
+        """The places of those ranks get no process, if they wait for one."""
+        for worker in workers:
+            if worker.global_rank in vacant:
+                self._waiting.pop(worker.local_rank, None)
 
     def clear(self) -> None:
         """None of them gets one."""

@@ -95,7 +95,6 @@ def rank_env(
     group: WorkerGroup,
     local_rank: int,
     *,
-    restart_count: int,
     job: RankProgram,
     incarnation: str,
     device_of: int | None = None,
@@ -113,7 +112,7 @@ def rank_env(
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
         "MASTER_ADDR": str(group.master_addr),
         "MASTER_PORT": str(group.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_RESTART_COUNT": "0",  # nobody's group is restarted
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
