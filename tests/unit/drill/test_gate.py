@@ -14,7 +14,7 @@ from tests.unit.drill.evidence import Trace
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ("--unfit rank=1 --kill rank=0,step=3", "is not killed: add --kill rank=1,step=3"),
+        ("--unfit rank=1 --kill rank=0,step=3", "is not killed: add --kill rank=1"),
         ("--unfit one --kill rank=1,step=3", "write rank=R"),
         ("--unfit rank=1,times=0 --kill rank=1,step=3", "write rank=R"),
         ("--unfit rank=1,times=7 --kill rank=1,step=3", "write rank=R"),
