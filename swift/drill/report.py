@@ -40,6 +40,15 @@ from swift.recovery.strategies import TABLE, permitted
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
 
+_PARTS = {
+    "shrink": shrunk,
+    "snapshot": snapshots,
+    "checkpoint": saving,
+    "lossy": lossy,
+    "reinit": reinits,
+    "gate": gate,
+}
+"""What strategies and options add: each has `checks(facts)`, and a `section(facts)` under that name."""
 # A stage that got back in different ways (its ranks, or several recoveries) shows the one that cost most.
 _COST = tuple(strategy.lower() for strategy in TABLE)
 
@@ -60,12 +69,7 @@ def build(facts: Facts) -> dict[str, Any]:
         *_run_checks(facts),
         *(comparison.check() for comparison in facts.comparisons),
         *replicas.checks(facts),
-        *shrunk.checks(facts),
-        *snapshots.checks(facts),
-        *saving.checks(facts),
-        *lossy.checks(facts),
-        *reinits.checks(facts),
-        *gate.checks(facts),
+        *(check for part in _PARTS.values() for check in part.checks(facts)),
         *([loss.check(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),
@@ -97,12 +101,7 @@ def build(facts: Facts) -> dict[str, Any]:
             "recovery": [comparison.as_json() for comparison in facts.at_recovery],
             "end": facts.at_end.as_json(),
         },
-        "shrink": shrunk.section(facts),
-        "snapshot": snapshots.section(facts),
-        "checkpoint": saving.section(facts),
-        "lossy": lossy.section(facts),
-        "reinit": reinits.section(facts),
-        "gate": gate.section(facts),
+        **{name: part.section(facts) for name, part in _PARTS.items()},
         "timeline": timeline.shown(facts.events, facts.recoveries),
         **_cost(facts, facts.recoveries),
         **replicas.copies(facts.recoveries),
