@@ -1,8 +1,8 @@
 """Directories of `torch.distributed.checkpoint` (DCP), read without running anything that they say.
 
 DCP's index, the file ``.metadata``, is a pickle, and torch unpickles whatever is in it. Here it may name DCP's own data
-classes and nothing else, and all that is in its other files goes through torch's `weights_only` unpickler. Files are
-those of the directory itself.
+classes and nothing else, and it may change nothing but the data that it makes. All that is in its other files goes
+through torch's `weights_only` unpickler. Files are those of the directory itself.
 """
 
 import io
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -39,22 +39,20 @@ def _layout(name: str) -> torch.layout:
     return torch.strided
 
 
-_CLASSES: Mapping[tuple[str, str], Any] = MappingProxyType(
+_DATA = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    filesystem._StorageInfo,
+)
+"""What is made of the file, and belongs to whoever loads it alone."""
+_NAMED: Mapping[tuple[str, str], Any] = MappingProxyType(
     {
-        **{
-            (cls.__module__, cls.__qualname__): cls
-            for cls in (
-                metadata.Metadata,
-                metadata.MetadataIndex,
-                metadata.StorageMeta,
-                metadata.TensorStorageMetadata,
-                metadata.BytesStorageMetadata,
-                metadata.ChunkStorageMetadata,
-                metadata.TensorProperties,
-                metadata._MEM_FORMAT_ENCODING,
-                filesystem._StorageInfo,
-            )
-        },
+        **{(cls.__module__, cls.__qualname__): cls for cls in (*_DATA, metadata._MEM_FORMAT_ENCODING)},
         **{
             ("torch", str(dtype).removeprefix("torch.")): dtype
             for dtype in vars(torch).values()
@@ -71,12 +69,26 @@ _CLASSES: Mapping[tuple[str, str], Any] = MappingProxyType(
 )
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Finds what DCP names, and gives attributes to DCP's data alone. What was found is the process's own: if the file
+    gave attributes to a class, the class would have them everywhere. (pickle's in Python; that in C lets nobody look.)
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _CLASSES[module, name]
+            return _NAMED[module, name]
         except KeyError:
             raise pickle.UnpicklingError(f"it names {module[:80]}.{name[:80]}") from None
+
+    def load_build(self) -> None:
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if type(target) not in _DATA:
+            raise pickle.UnpicklingError(f"it gives attributes to {str(target)[:80]}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 class Reader(filesystem.FileSystemReader):

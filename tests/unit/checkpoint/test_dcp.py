@@ -2,13 +2,14 @@
 
 import os
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
@@ -87,6 +88,30 @@ def test_no_index_of_a_stranger_runs_anything(written: tuple[Path, dict[str, Any
     ):
         swift.load_dcp({}, written[0])
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        b"cpathlib\nPosixPath\n",
+        b"ctorch\nSize\n",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(K\x00tR",
+    ],
+    ids=["PurePath", "a function of ours", "a class of DCP's", "a member of an enumeration"],
+)
+def test_no_index_of_a_stranger_changes_what_others_use(
+    owner: bytes, written: tuple[Path, dict[str, Any]]
+) -> None:
+    """With another `PurePath.name` any file would be one of the directory's."""
+    path = written[0] / METADATA
+    index = pickle.dumps(FileSystemReader(written[0]).read_metadata(), protocol=2)
+    change = b"(N}U\x04nameU\x05otherstb0"  # (None, {"name": "other"}), BUILD, POP
+    path.write_bytes(index[:2] + owner + change + index[2:])
+    with pytest.raises(UsageError, match="it gives attributes to"):
+        swift.load_dcp(written[1], written[0])
+    assert isinstance(PurePath.__dict__["name"], property)
+    assert not hasattr(Metadata, "name")
 
 
 def test_no_value_of_a_stranger_runs_anything(tmp_path: Path) -> None:
