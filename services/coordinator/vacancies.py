@@ -6,7 +6,8 @@
     (a plan)      `named`: if nobody computes the batches of that data-parallel rank (`lost_shard` "drop") it is not
                   exact, with that reason; so the log is given up, and the target saved
     (RUNNING)     `settle`: since that version
-    (a Join)      `fill`: another process holds the slot, in a generation of its own
+    (a Join)      `fill`: another process holds the slot, in a generation of its own; if nobody has computed its
+                  batches, the log is given up again: what is logged of the step under way lacks its part
 
 A checkpoint that was made while a slot was vacant has no part of it. Whoever holds the slot later loads the part of a
 replica, which has the same state; that is a part of such a strategy, so it takes a job with one.
@@ -46,6 +47,7 @@ def fill(row: JobRow, slot: int) -> str:
     del row.vacant[slot]
     row.shards = {}  # nothing that was begun without this slot becomes complete
     row.rolled_back_in = row.generation + 1
+    row.log_ends = row.log_ends or _drops(row)
     return f"rank {slot} has come back"
 
 

@@ -47,6 +47,19 @@ def test_the_others_compute_its_batches_and_the_bits_are_those_of_a_run_that_nev
 
 
 @pytest.mark.timeout(240)
+def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logged_without_it(
+    tmp_path: Path,
+) -> None:
+    """The step that its return interrupts has a collective, which has another result then."""
+    faults = [{"rank": LOST, "step": 6, "phase": "reduce"}]
+    outcome = run(tmp_path, "drop", faults, max_restarts=1, habit="lingers")
+
+    assert not named(outcome, "refused")
+    assert [len(pids(outcome, rank)) for rank in range(RANKS)] == [1, 2, 1]
+    assert len({outcome["digests"][f"rank{rank}-v{STEPS}.json"]["parameters"] for rank in range(RANKS)}) == 1
+
+
+@pytest.mark.timeout(240)
 def test_one_that_comes_back_makes_the_world_full_again(tmp_path: Path) -> None:
     outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 6, "phase": "reduce"}], max_restarts=1)
 

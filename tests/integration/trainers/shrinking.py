@@ -5,7 +5,8 @@ trainer gets at its batches: "asks" in each step for its data-parallel rank, has
 carry out for another rank: "knows" it from before, "talks" before it updates. One that is "hasty" asks, and updates
 while backward runs. One that is "late" asks, computes by a schedule, and rank 0 begins to compute step LATE when the
 others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is lost once all have the first average, of
-which rank 2 has heard nothing.
+which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the lost
+rank has come back.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -49,10 +50,10 @@ def loss_of(model: nn.Module, step: int, origin: int) -> Tensor:
     return distance(model(batch), target)
 
 
-def await_notice() -> None:
-    """Of the first loss."""
+def await_notices(count: int) -> None:
+    """The first one is of the first loss."""
     (trace,) = Path(os.environ["SWIFT_EVENTS"]).glob(f"*-{os.getpid()}.jsonl")
-    while '"notice"' not in trace.read_text():
+    while trace.read_text().count('"notice"') < count:
         time.sleep(0.01)
 
 
@@ -106,7 +107,7 @@ def deafen(rank: int, under_way: Position) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
         if rank == 2:
-            await_notice()
+            await_notices(1)
             reduction._task.error = RuntimeError("Connection closed by peer")
             raise reduction._task.error
 
@@ -116,6 +117,14 @@ def deafen(rank: int, under_way: Position) -> None:
 def in_a_job(steps: int, habit: str) -> None:
     import swift
 
+    lingers, was_here = (
+        Path(os.environ["SWIFT_DIGESTS"], name) for name in ("lingers", f"was-here-{os.environ['RANK']}")
+    )
+    while habit == "lingers" and was_here.exists() and not lingers.exists():
+        time.sleep(
+            0.5
+        )  # what the others have logged of that step is to be in the log when this rank comes back
+    was_here.touch()
     updates = "wait_free" if habit == "hasty" else "after_backward"
     settings = {
         "seed": 1,
@@ -153,11 +162,14 @@ def in_a_job(steps: int, habit: str) -> None:
             else:
                 at, origin = position.step, own if habit == "knows" else session.dp_rank
                 position.step += 1
-            if habit == "talks":
+            if habit in ("talks", "lingers"):
                 torch.distributed.all_reduce(torch.ones(1))
+            if habit == "lingers" and step == LATE + 1 and session.rank == 0:
+                lingers.touch()
+                await_notices(2)
             if habit == "late":
                 if step == LATE and session.rank == 0:
-                    await_notice()
+                    await_notices(1)
                 batch, target = batch_of(at, origin)
                 schedule.step(batch, target=target)
             else:
