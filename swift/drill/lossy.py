@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.drill.facts import Facts
+from swift.drill.faults import RankFault
 from swift.drill.timeline import Event
 from swift.drill.verdict_checks import Check
 
@@ -30,20 +31,37 @@ def checks(facts: Facts) -> list[Check]:
     if not facts.asked.finishes_cut_steps:
         return []
     return [
+        _finished_check(facts),
         _told_check(facts),
         _alike_check(facts),
         *(_possible_check(step, facts) for step in told(facts.events)),
     ]
 
 
-def _told_check(facts: Facts) -> Check:
-    """Whoever has finished a step that was cut short has told of it, and nobody has told of another one."""
-    finished = {
+def _finished(facts: Facts) -> set[tuple[int, int]]:
+    """(rank, step)"""
+    return {
         (rank, recovery.target_version - 1)
         for recovery in facts.recoveries
         for rank, (strategy, _) in recovery.strategies().items()
         if strategy in ("lossy_forward", "roll_forward") and recovery.target_version is not None
     }
+
+
+def _finished_check(facts: Facts) -> Check:
+    """A rank that is killed in a reduction waits until the others are in it (`swift.drill.fault_environment`)."""
+    cut = {
+        fault.step
+        for fault in facts.asked.faults
+        if isinstance(fault, RankFault) and fault.phase in ("reduce", "update")
+    }
+    dropped = cut - {step for _, step in _finished(facts)}
+    return Check("steps whose reductions were cut short are finished", not dropped, f"not: {dropped}")
+
+
+def _told_check(facts: Facts) -> Check:
+    """Whoever has finished a step that was cut short has told of it, and nobody has told of another one."""
+    finished = _finished(facts)
     have_told = {(int(e["rank"]), int(e["step"])) for e in facts.events if e["event"] == "lossy_step"}
     return Check(
         "whoever has finished a step that was cut short tells of its buckets",

@@ -257,3 +257,14 @@ def test_what_cannot_be_told_fails(
     result = result_of(right, full_world, right, events)
     assert result["verdict"] == FAIL
     assert wrong(result) == {name}
+
+
+@pytest.mark.timeout(300)
+def test_a_step_that_was_dropped_instead_fails(
+    full_world: dict[int, dict[str, Any]], right: dict[int, dict[str, Any]]
+) -> None:
+    events = [event for event in trace_of(told_buckets()) if event["event"] != "lossy_step"]
+    (plan,) = (event for event in events if event["event"] == "plan")
+    plan["ranks"] = [{**entry, "strategy": "KEEP"} for entry in plan["ranks"]]
+    result = result_of(right, full_world, right, events)
+    assert "steps whose reductions were cut short are finished" in wrong(result)
