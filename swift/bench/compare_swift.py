@@ -11,7 +11,7 @@ def main() -> None:
         replicas=REPLICAS,
         checkpoint_every=trial.every,
         strategy=trial.strategy,
-        snapshot_every=max(1, trial.every // 10),
+        snapshot_every=max(1, trial.every // 10) if trial.strategy == "snapshot" else 0,
     )
     replica = session.dp_rank
     trial.mark("connected", replica)

@@ -18,11 +18,15 @@ from swift.drill.regroup import check as check_regroups
 from swift.drill.topology import Topology
 from swift.errors import UsageError
 from swift.log.placement import COPIES_MAX
-from swift.recovery import shrinks
+from swift.recovery import SNAPSHOTTING, shrinks
 from swift.recovery.groups import RecoveryGroups
 
 TOKEN_LIFETIME_S = 4.0
 """Of `--secure`: the run's ranks rest for longer than this once, and every connection's token has expired."""
+
+
+SNAPSHOT_EVERY = 4
+"""With --strategy snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +40,7 @@ class DrillConfig:
     lost_shard: str = DEFAULTS["lost_shard"]
     """Of a strategy that shrinks. Empty: "redistribute"."""
     snapshot_every: int = DEFAULTS["snapshot_every"]
-    """Steps, of the strategy "snapshot"."""
+    """Steps, of the strategies "snapshot" and "auto"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]
     grow: str = DEFAULTS["grow"]
     """step=N: lost ranks come back behind that step. Empty: never."""
@@ -79,6 +83,8 @@ class DrillConfig:
 
     def __post_init__(self) -> None:
         options.check(self._values())
+        if self.strategy == fault_specs.SNAPSHOT and not self.snapshot_every:
+            object.__setattr__(self, "snapshot_every", SNAPSHOT_EVERY)
         if self.paranoid and self.updates == "wait_free":
             raise UsageError(
                 "--paranoid: with --updates wait_free half a step is applied before it is compared"
@@ -107,8 +113,8 @@ class DrillConfig:
         )
         shrinking.check(self)
         gate.check(self)
-        if self.strategy != fault_specs.SNAPSHOT and self.snapshot_every != DEFAULTS["snapshot_every"]:
-            raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot")
+        if self.snapshot_every and self.strategy not in SNAPSHOTTING:
+            raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto")
 
         corrupt = next((f for f in self.faults if isinstance(f, fault_specs.CorruptFault)), None)
         if corrupt is not None and self.copies > 1:

@@ -177,10 +177,10 @@ OPTIONS = (
     Option(
         name="snapshot-every",
         metavar="K",
-        help="with --strategy snapshot, steps between copies in host memory",
+        help="with --strategy snapshot (there 4, if 0) and auto, steps between copies in host memory; 0: none",
         kind=int,
-        default=4,
-        bounds=(1, 10**6),
+        default=0,
+        bounds=(0, 10**6),
         reach=Reach.RUN,
     ),
     Option(

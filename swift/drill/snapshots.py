@@ -16,14 +16,14 @@ from swift.drill.verdict_checks import Check, all_of
 
 def checks(facts: Facts) -> list[Check]:
     """Those that a drill of this strategy needs besides."""
-    if facts.asked.strategy != SNAPSHOT:
+    if not facts.asked.snapshot_every:
         return []
     return [_newest_check(facts), _same_check(facts), _lost_check(facts)]
 
 
 def may_fall_back(facts: Facts) -> bool:
     """(to a checkpoint) No snapshot is whole any more, the checkpoint is newer, or a snapshot was refused."""
-    if facts.asked.strategy != SNAPSHOT:
+    if not facts.asked.snapshot_every:
         return False
     corrupt = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
     return corrupt or all(_had_to(facts, recovery) for recovery in facts.recoveries if recovery.fell_back)
@@ -74,7 +74,8 @@ def _newest_check(facts: Facts) -> Check:
         if newest is not None and (recovery.target_version is None or recovery.target_version < newest):
             wrong.append(f"recovery {number}: to version {recovery.target_version}, and {newest} was whole")
     if not seen and not any(recovery.fell_back for recovery in facts.recoveries):
-        return Check(name, None, "no plan went back")
+        chosen = facts.asked.strategy != SNAPSHOT  # another way was as good
+        return Check(name, True if chosen else None, "no plan went back")
     return Check(name, not wrong, "; ".join(wrong))
 
 
@@ -113,7 +114,7 @@ def _lost_check(facts: Facts) -> Check:
 
 def section(facts: Facts) -> dict[str, Any] | None:
     """`snapshot` of the report: bytes and seconds; None with another strategy."""
-    if facts.asked.strategy != SNAPSHOT:
+    if not facts.asked.snapshot_every:
         return None
     taken = [event for event in facts.events if event["event"] == "snapshot_taken"]
     # The first one of a process makes its memory, and optimizers have no state before their first step.

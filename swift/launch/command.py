@@ -41,7 +41,14 @@ from swift.launch.torch_names import (
     parse_rendezvous_endpoint,
     to_map,
 )
-from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_STRATEGY, JOB_GRAMMAR, JOB_PATTERN
+from swift.names import (
+    ENV_ALLOW_INEXACT,
+    ENV_LOST_SHARD,
+    ENV_SNAPSHOT_EVERY,
+    ENV_STRATEGY,
+    JOB_GRAMMAR,
+    JOB_PATTERN,
+)
 from swift.recovery.types import LOST_SHARDS, STRATEGIES, lost_shard_problem
 from swift.words import tell
 
@@ -170,6 +177,13 @@ def _add_recovery(ours: "argparse._ArgumentGroup") -> None:
         "default), or nobody does ('drop', not exact).",
     )
     ours.add_argument(
+        "--snapshot-every",
+        "--snapshot_every",
+        type=int,
+        metavar="K",
+        help="With --strategy snapshot, and auto: steps between two copies of the state in host memory.",
+    )
+    ours.add_argument(
         "--allow-inexact",
         "--allow_inexact",
         action="store_true",
@@ -256,6 +270,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     for name, value in (
         (ENV_STRATEGY, args.strategy),
         (ENV_LOST_SHARD, args.lost_shard),
+        (ENV_SNAPSHOT_EVERY, None if args.snapshot_every is None else str(args.snapshot_every)),
         (ENV_ALLOW_INEXACT, "1" if args.allow_inexact else None),
     ):
         if value is not None:
@@ -331,6 +346,8 @@ def _check(args: argparse.Namespace) -> None:
     for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
         if count < 0:
             raise UsageError(f"run: --{flag} {count}: 0 or more")
+    if args.snapshot_every is not None and args.snapshot_every < 1:
+        raise UsageError(f"run: --snapshot-every {args.snapshot_every}: 1 or more")
     if not 0 <= args.sigterm_checkpoint_s < 86400:
         raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
     if args.spares < 0:

@@ -35,7 +35,7 @@ from swift.recovery.assignment import Assignment
 from swift.recovery.cost import StageCost, costs_of
 from swift.recovery.coverage import collective_source, uncovered
 from swift.recovery.decision import Plan, RankPlan
-from swift.recovery.going_back import go_back
+from swift.recovery.going_back import go_back, sooner
 from swift.recovery.helping import helps, words
 from swift.recovery.measured import RankMeasured
 from swift.recovery.prediction import Predictor, predicted_words
@@ -72,7 +72,9 @@ def plan(
     if lost := assignment.lost_stages():
         return None, f"no rank is left that runs stage {lost[0]}"
     usable = permitted(config.strategy)
-    snapshots = Strategy.SNAPSHOT in usable.difference(refused.strategies)
+    # Where they are only one way among others, it is no news that there are none.
+    snapshots = config.strategy == "snapshot" or any(report.snapshots for report in reports)
+    snapshots = snapshots and Strategy.SNAPSHOT in usable.difference(refused.strategies)
     restore = partial(go_back, reports, checkpoints, snapshots=snapshots)
     if refused.everything:
         return restore(refused.reason)
@@ -102,6 +104,8 @@ def plan(
     chosen, reason = situation.with_replay(reach, inexact=config.inexact_undo, helpers=at_most)
     if chosen is None:
         return restore(_but(refused, reason))
+    if snapshots and (why := sooner(reports, chosen, measured)):
+        return restore(_but(refused, why))
     return chosen, reason
 
 

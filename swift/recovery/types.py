@@ -133,6 +133,8 @@ STRATEGIES = (
 )
 FROM_CHECKPOINT = frozenset({"checkpoint", "reinit"})
 """Those under which all go back to the checkpoint, whatever is left."""
+SNAPSHOTTING = frozenset({"auto", "snapshot"})
+"""Those under which all may go back to snapshots, if there are any."""
 SHRINKING = frozenset({"shrink", "rollback", "lossy-forward"})
 """Those under which the others go on without a rank that is lost, in a smaller world."""
 LOST_SHARDS = ("redistribute", "drop")
@@ -160,7 +162,8 @@ class PlanConfig:
     """What the operator wants."""
 
     strategy: str = "auto"
-    """"auto": without replay if every stage reaches one version so, else by replay, else the checkpoint;
+    """"auto": without replay if every stage reaches one version so, else by replay, or by snapshots if there are any
+    and that takes less time, else the checkpoint;
     "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
     holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
     that is lost, and nothing is replayed; "rollback": the same, but the step that was interrupted is never finished;

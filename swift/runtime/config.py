@@ -9,11 +9,12 @@ from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import LOST_SHARDS, STRATEGIES, lost_shard_problem, shrinks
+from swift.recovery.types import LOST_SHARDS, SNAPSHOTTING, STRATEGIES, lost_shard_problem, shrinks
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
 REDUCTIONS = ("auto", "ordered", "fast")
+SNAPSHOT_EVERY = 10
 NON_FINITE = ("warn", "fail", "ignore")
 
 
@@ -42,8 +43,9 @@ class SessionConfig:
     others compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the
     learning rate stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always
     dropped."""
-    snapshot_every: int = 10
-    """With strategy="snapshot": optimizer steps between two copies of the state in host memory."""
+    snapshot_every: int = 0
+    """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
+    which goes back to them where that takes less time than a replay (0: there are none)."""
     allow_inexact: bool = False
     """Strategies may be used that do not lead to the bits of a run that never failed."""
     groups: str = ""
@@ -104,8 +106,13 @@ class SessionConfig:
     def __post_init__(self) -> None:
         if self.checkpoint_every < 1:
             raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
-        if self.snapshot_every < 1:
-            raise UsageError(f"snapshot_every={self.snapshot_every}; give at least 1")
+        if self.snapshot_every < 0:
+            raise UsageError(f"snapshot_every={self.snapshot_every}; give 0 or more")
+        if self.snapshot_every and self.strategy not in SNAPSHOTTING:
+            raise UsageError(
+                f"snapshot_every={self.snapshot_every} with strategy={self.strategy!r}: nobody goes back to snapshots; "
+                f"use strategy='snapshot' or 'auto'"
+            )
         if self.strategy not in STRATEGIES:
             raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
         try:
@@ -186,6 +193,11 @@ class SessionConfig:
             )
 
     @property
+    def steps_to_snapshot(self) -> int:
+        """Steps between two snapshots; 0: none is taken."""
+        return self.snapshot_every or (SNAPSHOT_EVERY if self.strategy == "snapshot" else 0)
+
+    @property
     def shrinks(self) -> bool:
         """The job goes on without a rank that is lost."""
         return shrinks(self.strategy)
@@ -221,6 +233,6 @@ class SessionConfig:
             "helpers": str(self.helpers),
             "last_checkpoint": str(self.last_checkpoint),
             **({"paranoid": "True"} if self.paranoid else {}),
-            **({"snapshot_every": str(self.snapshot_every)} if self.strategy == "snapshot" else {}),
+            **({"snapshot_every": str(self.steps_to_snapshot)} if self.steps_to_snapshot else {}),
             **({"lost_shard": "drop" if self.drops else "redistribute"} if self.shrinks else {}),
         }

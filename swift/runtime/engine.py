@@ -103,8 +103,7 @@ class Engine:
         self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
         self._failures = Failures(rank, member, communicator, retries, config.suspicion_timeout_s)
         self.log = OwnLog(rank, config, member, channel)
-        every = config.snapshot_every if config.strategy == "snapshot" else 0
-        groups = RecoveryGroups.parse(config.groups)
+        groups, every = RecoveryGroups.parse(config.groups), config.steps_to_snapshot
         self._snapshots = Snapshots(rank, every, member, state, world, faults, groups)
         self._restorer = Restorer(
             rank, member, channel, state, store, faults, world, config.replay_stall_s, self._snapshots

@@ -76,9 +76,10 @@ def from_environment(config: SessionConfig) -> Launched:
             f"lost_shard='drop' with {assignment.stage_groups} pipeline ranks: the other ranks of a lost one's "
             "pipeline would have nothing to do; use lost_shard='redistribute'"
         )
-    if config.strategy == "snapshot" and place.world_size == 1:
+    if config.steps_to_snapshot and place.world_size == 1:
         raise UsageError(
-            "strategy='snapshot' with one rank: no other one can keep a copy of its state; start more ranks, or use "
+            f"strategy={config.strategy!r} with snapshots and one rank: no other one can keep a copy of its state; "
+            "start more ranks, or use "
             "strategy='checkpoint'"
         )
     return Launched(place=place, assignment=assignment, checkpoint_dir=os.path.join(checkpoints, place.job))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift import events, reinitializing
 from swift.errors import UsageError
-from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_STRATEGY
+from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_SNAPSHOT_EVERY, ENV_STRATEGY
 from swift.recovery import Assignment
 from swift.runtime import sharded
 from swift.runtime.config import SessionConfig
@@ -395,15 +395,16 @@ def _launchers(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, flag, variable in (
         ("strategy", "--strategy", ENV_STRATEGY),
         ("lost_shard", "--lost-shard", ENV_LOST_SHARD),
+        ("snapshot_every", "--snapshot-every", ENV_SNAPSHOT_EVERY),
     ):
         value = os.environ.get(variable)
         if not value:
             continue
-        if settings.get(name, value) != value:
+        if str(settings.get(name, value)) != value:
             raise UsageError(
                 f"swift-ft run was given {flag} {value}, and the script says {name}={settings[name]!r}: leave one out"
             )
-        told[name] = value
+        told[name] = int(value) if name == "snapshot_every" else value
     if os.environ.get(ENV_ALLOW_INEXACT):
         told["allow_inexact"] = True
     return told

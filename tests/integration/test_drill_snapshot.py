@@ -1,5 +1,6 @@
 """Drills of the strategy "snapshot": all ranks go back to copies in host memory, and end with the same bits."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,25 @@ def test_all_go_back_to_the_newest_one(
     sources = {entry["rank"]: entry["source"] for entry in shown["restored"]}
     assert sources.pop(1) in report["snapshot"]["partners"]["1"]
     assert all(source == rank for rank, source in sources.items())
+
+
+def test_auto_goes_back_to_one_where_a_replay_takes_longer(twins: Twins, tmp_path: Path) -> None:
+    """Two steps, and a replay of seventeen; a step of all ranks takes less than nine of one."""
+    words = [
+        "--stages",
+        "2",
+        "--replicas",
+        "1",
+        "--steps",
+        "20",
+        "--checkpoint-every",
+        "40",
+        "--snapshot-every",
+        "3",
+    ]
+    report = exact(drill(*words, *kills(spec(1, "backward", 17)), twins=twins, at=tmp_path), 15)
+    assert set(report["strategy"].values()) == {"snapshot"}
+    assert re.search(r"2 steps again take [0-9.]+ s, and a replay [0-9.]+ s", str(report["recoveries"]))
 
 
 @MATRIX

@@ -1,7 +1,7 @@
 """SNAPSHOT: everybody goes back to copies in host memory."""
 
 from swift.recovery.strategies.policy import Begins, Policy
-from swift.recovery.types import STRATEGIES, Strategy
+from swift.recovery.types import SNAPSHOTTING, STRATEGIES, Strategy
 
 
 class Snapshot(Policy):
@@ -10,4 +10,4 @@ class Snapshot(Policy):
     strategy = Strategy.SNAPSHOT
     begins = Begins.SNAPSHOT
     goes_back = True
-    excluded_by = frozenset(STRATEGIES) - {"snapshot"}
+    excluded_by = frozenset(STRATEGIES) - SNAPSHOTTING

@@ -22,10 +22,10 @@ Events = list[dict[str, Any]]
     ("arguments", "word"),
     [
         (
-            "--stages 2 --snapshot-every 5 --kill rank=1,step=3",
-            "--snapshot-every 5 needs --strategy snapshot",
+            "--stages 2 --strategy replay --snapshot-every 5 --kill rank=1,step=3",
+            "--snapshot-every 5 needs --strategy snapshot or auto",
         ),
-        ("--stages 2 --strategy snapshot --snapshot-every 0 --kill rank=1,step=3", "must be 1 to"),
+        ("--stages 2 --strategy snapshot --snapshot-every -1 --kill rank=1,step=3", "must be 0 to"),
         ("--stages 2 --kill rank=1,step=3,phase=snapshot", "--strategy snapshot takes them"),
         ("--stages 2 --strategy snapshot --kill rank=1,phase=copy", "nothing copies unless another --kill"),
         ("--stages 2 --strategy snapshot --kill rank=1,step=3 --kill rank=0,phase=replay", "replays nothing"),

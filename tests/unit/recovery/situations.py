@@ -179,7 +179,7 @@ def situations(draw: st.DrawFn) -> Situation:
 
 @st.composite
 def snapshot_situations(draw: st.DrawFn) -> Situation:
-    """Under the strategy "snapshot": any copies of any ranks' states, in any rank's memory."""
+    """Under a strategy that goes back to snapshots: any copies of any ranks' states, in any rank's memory."""
     situation = draw(situations())
     ranks = sorted(situation.assignment.stages)
     copies = st.builds(HeldSnapshot, st.sampled_from(ranks), st.integers(0, 2))
@@ -196,7 +196,7 @@ def snapshot_situations(draw: st.DrawFn) -> Situation:
             replace(report, snapshots=tuple(sorted(copies)))
             for report, copies in zip(situation.reports, held, strict=True)
         ),
-        config=replace(situation.config, strategy="snapshot"),
+        config=replace(situation.config, strategy=draw(st.sampled_from(["snapshot", "snapshot", "auto"]))),
         refused=Refusals().and_of(refused, "refused before") if refused else Refusals(),
     )
 
@@ -321,7 +321,7 @@ class Expected:
 def expected(situation: Situation) -> Expected:
     newest = max(situation.checkpoints.versions, default=None)
     fallback = Expected("none") if newest is None else Expected("checkpoint", newest)
-    if situation.config.strategy == "snapshot" and SNAPSHOT not in situation.refused.strategies:
+    if situation.config.strategy in ("snapshot", "auto") and SNAPSHOT not in situation.refused.strategies:
         whole = [v for v in range(NEWEST + 2) if is_whole(situation, v)]
         if whole and (newest is None or max(whole) >= newest):
             fallback = Expected("snapshot", max(whole))

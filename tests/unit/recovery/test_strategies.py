@@ -51,11 +51,12 @@ def test_what_a_rank_reaches_by_itself() -> None:
 @pytest.mark.parametrize(
     ("setting", "excluded"),
     [
-        ("auto", {SNAPSHOT, LOSSY_FORWARD}),
+        ("auto", {LOSSY_FORWARD}),
         ("replica", {CATCH_UP, REPLAY, SNAPSHOT, LOSSY_FORWARD}),
         ("replay", {REPLICA, SNAPSHOT, LOSSY_FORWARD}),
         ("snapshot", {REPLICA, CATCH_UP, REPLAY, LOSSY_FORWARD}),
         ("checkpoint", set(Strategy) - {CHECKPOINT}),
+        ("reinit", set(Strategy) - {CHECKPOINT}),
         ("shrink", {CATCH_UP, REPLAY, SNAPSHOT, LOSSY_FORWARD}),
         ("rollback", {CATCH_UP, REPLAY, ROLL_FORWARD, SNAPSHOT, LOSSY_FORWARD}),
         ("lossy-forward", {CATCH_UP, REPLAY, SNAPSHOT}),
