@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from swift import events
 from swift.errors import UsageError
+from swift.words import one_line, tell
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,6 +91,10 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
                     return result
             except Reinitialize:
                 pass
+            except Exception as error:
+                if not _came_over(error):
+                    raise
+                tell(f"while the training function was left: {type(error).__name__}: {one_line(str(error))}")
             else:
                 raise UsageError(
                     "a rank was lost, and the training function has caught what tells it to begin again: let "
@@ -100,6 +105,14 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
     finally:
         _process.depth -= 1
         _process.asked = False
+
+
+def _came_over(error: BaseException) -> bool:
+    """It was raised while Reinitialize was on its way: by a trainer's `finally`, which asks for ranks that are gone."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, Reinitialize):
+        seen = seen.__context__
+    return _process.asked and seen is not None
 
 
 def _leave() -> None:

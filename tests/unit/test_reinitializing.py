@@ -86,6 +86,39 @@ def test_who_keeps_it_is_told() -> None:
     reinitializing.handed_on()
 
 
+def test_what_a_finally_raises_on_the_way_does_not_end_it(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+
+    @swift.reinit
+    def train() -> None:
+        calls.append(reinitializing.handed_on())
+        try:
+            if len(calls) == 1:
+                raise reinitializing.hand_on("line")
+        finally:
+            if len(calls) == 1:
+                raise RuntimeError("Connection closed by peer")  # a barrier of the trainer's
+
+    train()
+    assert calls == [None, "line"]
+    assert "while the training function was left: RuntimeError: Connection closed" in capsys.readouterr().err
+
+
+def test_an_error_behind_it_ends_it() -> None:
+    calls = []
+
+    @swift.reinit
+    def train() -> None:
+        calls.append(reinitializing.handed_on())
+        if len(calls) == 1:
+            raise reinitializing.hand_on("line")
+        raise ValueError("the trainer's own")
+
+    with pytest.raises(ValueError, match="the trainer's own"):
+        train()
+    assert len(calls) == 2
+
+
 def test_another_error_ends_it() -> None:
     @swift.reinit
     def train() -> None:

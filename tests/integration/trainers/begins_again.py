@@ -3,8 +3,9 @@
 decorated  `swift.reinit` around the function; what the module has read at its import stays
 script     nothing of it: the whole script is run again
 
-Habits of strangers: an `except Exception` around everything, a session that is never closed, a loader whose order is
-shuffled without a seed, a dropout, and a list that holds every model for good.
+Habits of strangers: an `except Exception` around everything, a barrier and destroy_process_group at the end, a session
+that is never closed, a loader whose order is shuffled without a seed, a dropout, and a list that holds every model for
+good.
 """
 
 import json
@@ -69,6 +70,11 @@ def train() -> None:
     except Exception as error:
         print(f"trainer: {error}", file=sys.stderr)
         raise
+    finally:
+        try:
+            dist.barrier()  # the others may be gone
+        finally:
+            dist.destroy_process_group()
     out = Path(os.environ["SWIFT_DIGESTS"])
     (out / f"bits-{session.rank}.json").write_text(json.dumps(digests))
 
