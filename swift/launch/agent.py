@@ -330,8 +330,9 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _leave_vacant(self, verdict: Verdict) -> None:
         say(verdict.reason)
-        if not self._ranks and not self._done and not self._waiting:  # nobody of this launcher's is left
+        if not self._ranks and not self._done and not self._waiting:
             self._lost_code = 1
+            say("no rank is left on this machine: the same command goes on from the newest checkpoint")
 
     def _local_rank_of(self, child: Child) -> int | None:
         return next((local for local, held in self._ranks.items() if held is child), None)

@@ -150,3 +150,23 @@ def test_a_job_that_was_left_smaller_can_be_started_again_in_full(tmp_path: Path
             bits = json.loads((job.directory / "digests" / f"bits-{rank}.json").read_text())
             assert set(bits) == {str(step) for step in range(8, STEPS)}
             assert bits.items() <= wanted.items()
+
+
+@pytest.mark.timeout(240)
+def test_where_all_are_lost_the_launcher_says_how_to_go_on(tmp_path: Path) -> None:
+    faults = [
+        {"id": f"f{rank}", "rank": rank, "step": 5 + n, "phase": "reduce"} for n, rank in enumerate((1, 2, 0))
+    ]
+    settings = {"SWIFT_STRATEGY": "shrink", "SWIFT_FAULTS": json.dumps(faults)}
+    with Again(tmp_path / "job", ranks=RANKS, **settings) as job:
+        assert job.run("shrinking.py", "session", STEPS, flags=["--max-restarts", "0"]) == 1, job.said
+        assert (
+            "no rank is left on this machine: the same command goes on from the newest checkpoint" in job.said
+        )
+        assert job.run("shrinking.py", "session", STEPS) == 0, job.said
+        assert not job.events("not_exact")
+        wanted = reference(tmp_path)
+        for rank in range(RANKS):
+            bits = json.loads((job.directory / "digests" / f"bits-{rank}.json").read_text())
+            assert str(STEPS - 1) in bits
+            assert bits.items() <= wanted.items()
