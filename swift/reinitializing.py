@@ -21,11 +21,15 @@ from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from swift import events
-from swift.errors import UsageError
+from swift.errors import ServiceError, UsageError
 from swift.words import one_line, tell
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_COLLECTIONS_MAX = 4
+_SETTINGS = "swift.runtime.settings"
 
 
 class Reinitialize(BaseException):
@@ -62,6 +66,11 @@ def begin_session(session: Closable) -> None:
     _process.session = session
 
 
+def is_open(session: Closable) -> bool:
+    """It was made in this call of the function."""
+    return _process.session is session
+
+
 def hand_on(line: object) -> Reinitialize:
     """What to raise. The next call's session gets that line by `handed_on`."""
     _process.line, _process.asked = line, True
@@ -81,7 +90,7 @@ def has(line: object) -> bool:
 
 def call_again_after_losses(train: Callable[[], T]) -> T:
     """Returns what the last call returns. Raises what it raises; UsageError if it keeps `Reinitialize` to itself."""
-    draws = _draws()
+    first = _state()
     _process.depth += 1
     try:
         while True:
@@ -92,6 +101,11 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
             except Reinitialize:
                 pass
             except Exception as error:
+                if _process.line is not None and not _process.asked and not isinstance(error, UsageError):
+                    raise ServiceError(
+                        "the training function was called again after a loss, and cannot begin a second time in one "
+                        f"process: {type(error).__name__}: {one_line(str(error))}"
+                    ) from error
                 if not _came_over(error):
                     raise
                 tell(f"while the training function was left: {type(error).__name__}: {one_line(str(error))}")
@@ -101,10 +115,11 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
                     "swift.Reinitialize through (`except Exception` does)"
                 )
             _leave()
-            _draw_again(draws)
+            _put_back(first)
     finally:
         _process.depth -= 1
         _process.asked = False
+        _process.session = None
 
 
 def _came_over(error: BaseException) -> bool:
@@ -123,28 +138,37 @@ def _leave() -> None:
     if session is not None:
         session.close()
     del session
-    gc.collect()
+    for _ in range(_COLLECTIONS_MAX):  # what torch holds in C++ is seen to be free once its graph is
+        if not gc.collect():
+            break
     rank = int(os.environ.get("RANK", "0"))
     events.emit("reinit", rank=rank, seconds=time.monotonic() - began)
 
 
-def _draws() -> dict[str, Any]:
-    """The states of the default generators. What is drawn before the first step is drawn alike in every call, as a
-    process that takes a lost one's place draws it."""
+def _state() -> dict[str, Any]:
+    """The states of the default generators, and torch's settings: what the function begins with. What it draws before
+    its first step it draws alike in every call, as a process that takes a lost one's place draws it."""
     states: dict[str, Any] = {"random": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     if "torch" in sys.modules:
         states["torch"] = sys.modules["torch"].get_rng_state()
+        states["seed"] = sys.modules["torch"].initial_seed()
+    if _SETTINGS in sys.modules:  # with torch, where a session can be made
+        states["settings"] = sys.modules[_SETTINGS].read()
     return states
 
 
-def _draw_again(states: dict[str, Any]) -> None:
+def _put_back(states: dict[str, Any]) -> None:
     random.setstate(states["random"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "torch" in states:
         sys.modules["torch"].set_rng_state(states["torch"])
+        if sys.modules["torch"].cuda.is_initialized():
+            sys.modules["torch"].cuda.manual_seed_all(states["seed"])
+    if "settings" in states:
+        sys.modules[_SETTINGS].put(states["settings"])
 
 
 def reinit(train: Callable[P, T]) -> Callable[P, T]:

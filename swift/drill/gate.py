@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.drill import shrinking
 from swift.drill.faults import ENV_FAULTS_DIR, RankFault
 from swift.drill.verdict_checks import Check
 from swift.errors import UsageError
@@ -57,6 +58,10 @@ def check(config: "DrillConfig") -> None:
     if not any(isinstance(fault, RankFault) and fault.rank == unfit.rank for fault in config.faults):
         raise UsageError(
             f"--unfit {config.unfit}: rank {unfit.rank} is not killed: add --kill rank={unfit.rank}"
+        )
+    if shrinking.moves(config):
+        raise UsageError(
+            f"--unfit {config.unfit}: the lost stage moves beside another rank: give --replicas 2 or more"
         )
     if unfit.given_up and not config.shrinks:
         raise UsageError(

@@ -158,12 +158,16 @@ def _run_as_main(assignment: Assignment) -> None:
     # Also the second time.
     os.chdir(assignment.cwd)
     sys.argv = [assignment.script, *assignment.args]
-    if assignment.module:
-        runpy.run_module(assignment.script, run_name="__main__", alter_sys=True)
-    elif os.path.isfile(assignment.script) and not zipfile.is_zipfile(assignment.script):
-        _run_file(os.path.abspath(assignment.script))
-    else:
-        runpy.run_path(assignment.script, run_name="__main__")
+    try:
+        if assignment.module:
+            runpy.run_module(assignment.script, run_name="__main__", alter_sys=True)
+        elif os.path.isfile(assignment.script) and not zipfile.is_zipfile(assignment.script):
+            _run_file(os.path.abspath(assignment.script))
+        else:
+            runpy.run_path(assignment.script, run_name="__main__")
+    except reinitializing.Reinitialize:
+        sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
+        raise
 
 
 def run_script(assignment: Assignment) -> None:

@@ -374,6 +374,12 @@ def make_iterators_by(call: Any) -> None:
     DataLoader.__iter__ = make  # type: ignore[method-assign]
 
 
+def let_go() -> None:
+    """torch is as it was before `make_iterators_by` and `before_pickling`."""
+    DataLoader.__iter__ = _iter  # type: ignore[method-assign]
+    _c10d._object_to_tensor = _object_to_tensor
+
+
 _iter = DataLoader.__iter__
 
 

@@ -96,6 +96,8 @@ class Engine:
         self._rehearsal = Rehearsal(config.paranoid, channel, state, witness, differences)
         transient, untellable = state.beside.transient, state.beside.untellable
         self._script = Script(state.told, transient, differences.say, warns=rank == 0, untellable=untellable)
+        if member.joined:
+            self._script.begin_again()
         retries = Retries(rank)
         self._saving = Saving(
             rank, member, state, store, channel.logged_groups, sync=config.checkpoint_mode == "sync"
@@ -286,6 +288,9 @@ class Engine:
         self.log.close()
         self._store.close()
         self._lines.close()
-        if not reinitializing.has(self._member):
+        handed_on = reinitializing.has(self._member)
+        if not handed_on:
             self._member.close()
         self._communicator.tear_down()
+        if handed_on:
+            self._member.let_go()

@@ -28,6 +28,7 @@ ENV_FROM_JOB = "SWIFT_FROM_JOB"
 ENV_FROM_VERSION = "SWIFT_FROM_VERSION"
 """The checkpoint with which the job is to begin."""
 _MEASURED_EVERY_S = 2.0
+_FREEING_S = 5.0
 RESAY_S = 0.5
 """How long a statement to the coordinator stands before it is said again, unless heartbeats are further apart."""
 
@@ -43,6 +44,19 @@ class Holder(Protocol):
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
         """A checkpoint that this rank could not write yet."""
+
+
+class _Nobody:
+    """Between two holders."""
+
+    def interrupt(self, generation: int) -> None:
+        pass
+
+    def measured(self) -> None:
+        return None
+
+    def unsaved(self) -> None:
+        return None
 
 
 class Member:
@@ -103,7 +117,8 @@ class Member:
             from_job=from_job,
             from_version=int(version) if version else None,
         )
-        self._holder, self._config = holder, dict(config)
+        self._holder: Holder = holder
+        self._config = dict(config)
         self._entered = self._noticed = generation
         interval_s = self.client.heartbeat(0).interval_s
         self._resay_s = max(RESAY_S, interval_s)
@@ -117,6 +132,17 @@ class Member:
         self.watcher = self.client.watch(self._saw)
         self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
         self._heart.start()
+
+    @property
+    def joined(self) -> bool:
+        """It holds the rank already, for a session that was there before."""
+        return self._heart is not None
+
+    def let_go(self) -> None:
+        """Its holder is gone; another one follows (`join`). Until then nobody is freed, and nothing is measured."""
+        self._holder, self.replay = _Nobody(), None
+        if self._freeing is not None:
+            self._freeing.join(_FREEING_S)  # it has the old one until it sees that there is nothing to free
 
     def _go_on_with(self, holder: Holder, config: Mapping[str, str]) -> None:
         other = sorted(

@@ -86,6 +86,10 @@ class Script:
         self._amiss: set[str] = set()
         self._to_say: list[tuple[int, str]] = []
 
+    def begin_again(self) -> None:
+        """(before the first step) This process has done steps before: what it has of them is not that of a new one."""
+        self._next = -1
+
     def begin(
         self, step: int, train_step: Callable[[int], object], besides: Callable[[], Iterable[Any]]
     ) -> None:

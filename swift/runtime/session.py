@@ -19,7 +19,7 @@ from swift import events, reinitializing
 from swift.errors import UsageError
 from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_SNAPSHOT_EVERY, ENV_STRATEGY
 from swift.recovery import Assignment
-from swift.runtime import sharded
+from swift.runtime import _torch, sharded
 from swift.runtime.config import SessionConfig
 from swift.runtime.fingerprint import determinism_fingerprint
 from swift.runtime.gradients import accumulating
@@ -122,6 +122,8 @@ class Session:
             self._closed = True
             self._end_metrics()
             self._engine.close()
+            if self._config.strategy == "reinit":  # the next session is made where this one's parts are gone
+                _torch.let_go()
 
     # --- where this rank stands ---
 
@@ -287,6 +289,11 @@ class Session:
         """
         if num_steps < 0:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")
+        if self._config.strategy == "reinit" and not reinitializing.is_open(self):
+            raise UsageError(
+                "the training function was called again, and the session is the one of before: with strategy='reinit' "
+                "make the session in that function"
+            )
         if self._gate.over:
             raise UsageError(
                 "session.run was called before, and with it the job has finished: call it once, with all steps, and do "

@@ -62,16 +62,14 @@ class Settings:
 
     def remember(self) -> None:
         """What a new process begins with."""
-        self._first = self._now = _read()
+        self._first = self._now = read()
 
     def begin_step(self) -> None:
         """As the last step has left them, or the state that was loaded."""
-        for name, value in _read().items():
-            if name in self._now and self._now[name] != value:
-                _SETTINGS[name].put(self._now[name])
+        put(self._now)
 
     def end_step(self) -> None:
-        self._now = _read()
+        self._now = read()
 
     def state(self) -> dict[str, Any]:
         """What is not as in a new process."""
@@ -86,9 +84,17 @@ class Settings:
         self._now = {**self._first, **state}
 
 
-def _read() -> dict[str, Any]:
+def read() -> dict[str, Any]:
+    """All of them, as they are."""
     settings = {}
     for name, setting in _SETTINGS.items():
         with suppress(RuntimeError):
             settings[name] = setting.get()
     return settings
+
+
+def put(settings: Mapping[str, Any]) -> None:
+    """Those that are other ones now."""
+    for name, value in read().items():
+        if name in settings and settings[name] != value:
+            _SETTINGS[name].put(settings[name])

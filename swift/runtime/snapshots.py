@@ -165,7 +165,7 @@ class Snapshots:
         except ReplayRefused as error:  # there is no room
             raise UsageError(
                 f"no room for a snapshot of rank {kept[0]} on rank {self._rank}: {error}; or use "
-                "strategy='checkpoint', which keeps nothing in memory"
+                "strategy='checkpoint', or 'auto' without snapshot_every: they keep nothing in memory"
             ) from None
         return Copy(state=received.state, digest=received.digest, bytes=received.bytes)
 

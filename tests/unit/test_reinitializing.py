@@ -8,7 +8,7 @@ import torch
 
 import swift
 from swift import reinitializing
-from swift.errors import UsageError
+from swift.errors import ServiceError, UsageError
 
 
 class Session:
@@ -102,6 +102,43 @@ def test_what_a_finally_raises_on_the_way_does_not_end_it(capsys: pytest.Capture
     train()
     assert calls == [None, "line"]
     assert "while the training function was left: RuntimeError: Connection closed" in capsys.readouterr().err
+
+
+def test_a_function_that_cannot_begin_twice_ends_the_process_so_that_it_is_replaced() -> None:
+    calls = []
+
+    @swift.reinit
+    def train() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("context has already been set")  # before it has made a session
+        raise reinitializing.hand_on("line")
+
+    with pytest.raises(
+        ServiceError, match="cannot begin a second time in one process: RuntimeError: context"
+    ) as caught:
+        train()
+    assert caught.value.exit_code == 3
+    reinitializing.handed_on()
+
+
+def test_settings_of_torch_are_those_of_the_first_call() -> None:
+    import swift.runtime.settings  # as it is imported where there are sessions
+
+    seen = []
+
+    @swift.reinit
+    def train() -> None:
+        reinitializing.handed_on()
+        seen.append((torch.get_default_dtype(), torch.is_grad_enabled()))
+        if len(seen) == 1:
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
+            raise reinitializing.hand_on("line")
+
+    train()
+    assert swift.runtime.settings.read()["default_dtype"] == "float32"
+    assert seen == [(torch.float32, True)] * 2
 
 
 def test_an_error_behind_it_ends_it() -> None:

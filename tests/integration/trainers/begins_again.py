@@ -4,14 +4,14 @@ decorated  `swift.reinit` around the function; what the module has read at its i
 script     nothing of it: the whole script is run again
 
 Habits of strangers: an `except Exception` around everything, a barrier and destroy_process_group at the end, a session
-that is never closed, a loader whose order is shuffled without a seed, a dropout, and a list that holds every model for
-good.
+that is never closed, a loader whose order is shuffled without a seed, a dropout, and a precision that a step sets.
 """
 
 import json
 import os
 import random
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -23,7 +23,8 @@ import swift
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH, SAMPLES = 16, 8, 256
 DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
-HELD: list[nn.Module] = []
+BEFORE: list[weakref.ref[object]] = []
+"""The model and the optimizer of each call: there may be no room for two of them."""
 with Path(os.environ["SWIFT_DIGESTS"], f"imports-{os.getpid()}").open("a") as file:
     file.write("x")
 
@@ -47,13 +48,16 @@ class Order:
 
 
 def train() -> None:
+    assert not any(made() for made in BEFORE), "what was before is still there"
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
     session = swift.Session.from_env(
         strategy="reinit", replicas=dist_size(), checkpoint_every=4, metrics_listen="127.0.0.1:0"
     )
     assert dist.get_world_size() == session.world_size
     model = session.module(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1)))
-    HELD.append(model)
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    BEFORE.extend(weakref.ref(made) for made in (model, optimizer))
     loader = Order()
     session.register(loader=loader)
     digests: dict[str, str] = {}
@@ -61,6 +65,7 @@ def train() -> None:
 
     def step(number: int) -> None:
         optimizer.zero_grad()
+        torch.set_float32_matmul_precision("high" if number >= 5 else "highest")
         model(next(loader)).square().mean().backward()
         optimizer.step()
         digests[str(number)] = b"".join(p.detach().numpy().tobytes() for p in model.parameters()).hex()[-64:]

@@ -19,6 +19,7 @@ from tests.unit.drill.evidence import Trace
         ("--unfit rank=1,times=0 --kill rank=1,step=3", "write rank=R"),
         ("--unfit rank=1,times=7 --kill rank=1,step=3", "write rank=R"),
         ("--unfit rank=1,times=6 --kill rank=1,step=3", "the place is given up then"),
+        ("--replicas 1 --strategy shrink --unfit rank=1 --kill rank=1,step=3", "the lost stage moves"),
         ("--replicas 2 --strategy shrink --unfit rank=1 --kill rank=1,step=3", "add --grow step=N"),
         (
             "--replicas 2 --strategy shrink --unfit rank=1,times=6 --grow step=9 --kill rank=1,step=3",
