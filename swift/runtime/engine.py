@@ -96,8 +96,6 @@ class Engine:
         self._rehearsal = Rehearsal(config.paranoid, channel, state, witness, differences)
         transient, untellable = state.beside.transient, state.beside.untellable
         self._script = Script(state.told, transient, differences.say, warns=rank == 0, untellable=untellable)
-        if member.joined:
-            self._script.begin_again()
         retries = Retries(rank)
         self._saving = Saving(
             rank, member, state, store, channel.logged_groups, sync=config.checkpoint_mode == "sync"
@@ -158,6 +156,10 @@ class Engine:
             lines=self._lines,
             snapshots=self._snapshots,
         )
+
+    def begin_again(self) -> None:
+        """(before the first step) This process has done steps before, under another engine."""
+        self._script.begin_again()
 
     def help_replay(self, make_module: MakeModule) -> None:
         """This rank can build any stage."""

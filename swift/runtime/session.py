@@ -69,6 +69,8 @@ class Session:
         self._closed = False
         if config.strategy == "reinit":
             reinitializing.begin_session(self)
+            if member.joined:
+                self._engine.begin_again()
         member.join(self.world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine)
         self._engine.membership.form()
 

@@ -44,6 +44,5 @@ def test_it_ends_with_the_same_bits_in_the_same_processes(
         bits, wanted = (each["digests"][f"bits-{rank}.json"] for each in (found, twin))
         assert str(STEPS - 1) in bits
         assert bits.items() <= wanted.items()
-    print(found["output"][-6000:])
     assert imports(tmp_path / "lost") == counts, "a process more for each loss"
     assert len(named(found, "reinit")) == len(faults), "one survivor each time"
