@@ -133,7 +133,7 @@ def _checked(facts: "Facts", rank: int) -> list[dict[str, Any]]:
 
 
 def _used_unfit(facts: "Facts", unfit: Unfit) -> tuple[bool | None, str]:
-    given = [e for e in facts.events if e["event"] == "spare_assigned" and e["rank"] == unfit.rank][1:]
+    given = _given(facts, unfit.rank)
     checked = _checked(facts, unfit.rank)
     if not given:
         return (unfit.given_up, "" if unfit.given_up else "it got no process")
@@ -142,6 +142,11 @@ def _used_unfit(facts: "Facts", unfit: Unfit) -> tuple[bool | None, str]:
         if not before or not before[-1]["fit"]:
             return False, f"process {process['pid']} got the place of rank {unfit.rank} unchecked, or unfit"
     return True, ""
+
+
+def _given(facts: "Facts", rank: int) -> list[dict[str, Any]]:
+    """The processes that have got that rank after its first one."""
+    return [e for e in facts.events if e["event"] == "spare_assigned" and e["rank"] == rank][1:]
 
 
 def section(facts: "Facts") -> dict[str, Any] | None:
@@ -153,5 +158,5 @@ def section(facts: "Facts") -> dict[str, Any] | None:
     return {
         "rank": unfit.rank,
         "checks": [{name: event[name] for name in shown} for event in _checked(facts, unfit.rank)],
-        "used": not unfit.given_up,
+        "used": bool(_given(facts, unfit.rank)),
     }

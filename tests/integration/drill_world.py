@@ -20,6 +20,8 @@ from tests.integration.trainer_world import until_over
 STEPS, CHECKPOINT_EVERY = 15, 5
 LEASE_S = 10.0
 """Of a rank, as the coordinator has it: 20 heartbeats."""
+KILL_STEP = 7
+"""Unless a test says another one."""
 SHAPE = ["--model", "tiny", "--microbatches", "4"]
 SHAPE += ["--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
 COMMAND = [sys.executable, "-m", "swift.cli", "drill", *SHAPE]
@@ -121,4 +123,19 @@ def passed(outcome: Outcome) -> dict[str, Any]:
     assert report["survivors_kept"] is True
     assert report["negative_control"]["caught"] is True
     assert all(fault["fired"] for fault in report["faults"])
+    return report
+
+
+def spec(rank: int, phase: str, step: int = KILL_STEP) -> str:
+    """A loss in that phase, in the second microbatch if it is of one."""
+    where = ",microbatch=1" if phase in ("forward", "backward") else ""
+    return f"rank={rank},step={step}{where},phase={phase}"
+
+
+def exact(outcome: Outcome, *targets: int) -> dict[str, Any]:
+    """`targets`: to which versions its recoveries went back."""
+    report = passed(outcome)
+    assert report["exact"] is True
+    assert report["survivors_kept"] is True
+    assert [recovery["target_version"] for recovery in report["recoveries"]] == list(targets)
     return report

@@ -1,16 +1,15 @@
 """Drills of the strategy "reinit": all ranks begin their script again in place, and end with the same bits."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.drill_world import Outcome, Twins, drill, kills, passed
+from tests.integration.drill_world import KILL_STEP, Twins, drill, exact, kills, spec
 
 pytestmark = pytest.mark.timeout(300)
 
 MATRIX = pytest.mark.matrix
-EVERY, STEP = 5, 7
+EVERY, STEP = 5, KILL_STEP
 SHAPES = ((1, 2), (1, 4), (2, 2), (4, 2))
 PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
 SHOWN = [(1, 2, "optimizer"), (2, 2, "backward")]
@@ -19,20 +18,6 @@ SHOWN = [(1, 2, "optimizer"), (2, 2, "backward")]
 def reinit(stages: int, replicas: int, *words: str) -> list[str]:
     shape = ["--stages", str(stages), "--replicas", str(replicas)]
     return [*shape, "--strategy", "reinit", "--checkpoint-every", str(EVERY), *words]
-
-
-def spec(rank: int, phase: str, step: int = STEP) -> str:
-    where = ",microbatch=1" if phase in ("forward", "backward") else ""
-    return f"rank={rank},step={step}{where},phase={phase}"
-
-
-def exact(outcome: Outcome, *targets: int) -> dict[str, Any]:
-    """`targets`: to which versions its recoveries went back."""
-    report = passed(outcome)
-    assert report["exact"] is True
-    assert report["survivors_kept"] is True
-    assert [recovery["target_version"] for recovery in report["recoveries"]] == list(targets)
-    return report
 
 
 @pytest.mark.parametrize(
