@@ -29,6 +29,12 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def together(communicator: Communicator) -> None:
+    """All have come here before any goes on. A barrier is not enough: others may still stand in it when the first to
+    leave it dies, and then it fails for them."""
+    communicator.agree()
+
+
 def total(communicator: Communicator, group: Any = None) -> float:
     """A sum of 1, 2, 4, ... by slot: it tells who has taken part."""
     tensor = torch.tensor([float(1 << communicator.slot)])
@@ -61,7 +67,7 @@ def err_returns(communicator: Communicator, seen: Seen) -> None:
     """The last one dies. A barrier of all fails at each survivor, now and later; a group of survivors is in use."""
     last = communicator.size - 1
     survivors = None if communicator.rank == last else communicator.group(range(last))
-    dist.barrier()
+    together(communicator)
     if communicator.rank == last:
         die()
     seen["first"] = fails(dist.barrier)
@@ -75,7 +81,7 @@ def err_any(communicator: Communicator, seen: Seen) -> None:
     """Rank 0 takes messages of all others, of whom some die before they have sent all: those that live are heard."""
     rank, size = communicator.rank, communicator.size
     pairs = {other: communicator.group([0, other]) for other in range(1, size) if rank in (0, other)}
-    dist.barrier()
+    together(communicator)
     message = torch.zeros(1)
     if rank:
         for number in range(5):
@@ -102,7 +108,7 @@ def err_insulation(communicator: Communicator, seen: Seen) -> None:
     """Two halves. The last one dies: only its half sees an error."""
     rank, half = communicator.rank, communicator.size // 2
     group = communicator.group(range(half) if rank < half else range(half, communicator.size))
-    dist.barrier(group=group)
+    together(communicator)
     if rank == communicator.size - 1:
         die()
     until_lost(communicator)
@@ -112,7 +118,7 @@ def err_insulation(communicator: Communicator, seen: Seen) -> None:
 def getack(communicator: Communicator, seen: Seen) -> None:
     """One dies, and is acknowledged; then another one. `agree` tells all the same, whatever each has acknowledged."""
     rank, size = communicator.rank, communicator.size
-    dist.barrier()
+    together(communicator)
     if rank == size - 1:
         die()
     until_lost(communicator)
@@ -252,7 +258,7 @@ def shrink_middle(communicator: Communicator, seen: Seen) -> None:
 
 def _shrink_without(communicator: Communicator, seen: Seen, excluded: int) -> None:
     """It leaves; the others renumber, and reduce, broadcast and pass a ring of messages."""
-    dist.barrier()
+    together(communicator)
     if communicator.rank == excluded:
         return
     until_lost(communicator)
@@ -283,7 +289,7 @@ def identity(communicator: Communicator, seen: Seen) -> None:
 def down_and_up(communicator: Communicator, seen: Seen) -> None:
     """Down to one, and up to all again: two die, and their replacements are let in."""
     if communicator.generation == 1:
-        dist.barrier()
+        together(communicator)
         if communicator.rank:
             die()
         until_lost(communicator, communicator.size - 1)
@@ -326,6 +332,7 @@ def split_and_merge(communicator: Communicator, seen: Seen) -> None:
 
 def after_abort(communicator: Communicator, seen: Seen) -> None:
     """All have revoked, and nothing works; another generation does."""
+    together(communicator)  # nobody is in an operation of the scenario before
     communicator.revoke("one of several")
     seen["failed"] = fails(dist.barrier)
     communicator.shrink()
@@ -349,7 +356,7 @@ def _refused(communicator: Communicator, group: Any) -> bool:
 
 def consistent(communicator: Communicator, seen: Seen) -> None:
     """The first, or whoever it may be, dies inside a collective; all others see an error, and agree on one answer."""
-    dist.barrier()
+    together(communicator)
     victim = int(os.environ["VICTIM"])
     if communicator.rank == victim:
         tensor = torch.ones(1 << 20)
@@ -366,7 +373,7 @@ def consistent(communicator: Communicator, seen: Seen) -> None:
 
 def dies_in(communicator: Communicator, seen: Seen) -> None:
     """One dies in `agree`, `revoke`, `shrink` or `grow`, before or after it has told the coordinator."""
-    dist.barrier()
+    together(communicator)
     where, victim = os.environ["WHERE"], communicator.size - 1
     if communicator.rank == victim:
         client = communicator._member.client
