@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from swift.runtime.communicator import Communicator as Communicator
     from swift.runtime.config import SessionConfig as SessionConfig
     from swift.runtime.session import Session as Session
+    from swift.warm_up import is_warming_up as is_warming_up
 
-__all__ = ["Communicator", "Reinitialize", "Session", "SessionConfig", "load_dcp", "reinit"]
+__all__ = ["Communicator", "Reinitialize", "Session", "SessionConfig", "is_warming_up", "load_dcp", "reinit"]
 __version__ = "0.1.0"
 
 
@@ -54,4 +55,8 @@ def __getattr__(name: str) -> Any:
         from swift import reinitializing
 
         return getattr(reinitializing, name)
+    if name == "is_warming_up":
+        from swift.warm_up import is_warming_up
+
+        return is_warming_up
     raise AttributeError(f"module 'swift' has no attribute {name!r}")

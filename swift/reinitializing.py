@@ -6,6 +6,8 @@
     (here)       closes what the function has left, draws as at the first call, and calls it again; its next session
                  goes on with the same line, holds no state, and begins with a checkpoint
 
+A spare that is warmed up (`swift.warm_up`) leaves its training function in the same way, and then waits.
+
 After Reinit (Laguna et al., "Evaluating and Extending User-Level Fault Tolerance in MPI Applications", 2016), which the
 study of MPI for deep learning (EuroMPI 2017) sets beside ULFM. Modules stay imported, and the device's context is kept:
 that is what the processes save against a restart.
@@ -71,6 +73,17 @@ def is_open(session: Closable) -> bool:
     return _process.session is session
 
 
+def asked() -> bool:
+    """Its session has raised Reinitialize, whatever has become of that."""
+    return _process.asked
+
+
+def over() -> Reinitialize:
+    """(a warm-up) What to raise: the training function has come as far as it is to."""
+    _process.asked = True
+    return Reinitialize("this spare is warm: the training function is left, until there is a rank for it")
+
+
 def hand_on(line: object) -> Reinitialize:
     """What to raise. The next call's session gets that line by `handed_on`."""
     _process.line, _process.asked = line, True
@@ -90,7 +103,7 @@ def has(line: object) -> bool:
 
 def call_again_after_losses(train: Callable[[], T]) -> T:
     """Returns what the last call returns. Raises what it raises; UsageError if it keeps `Reinitialize` to itself."""
-    first = _state()
+    first = state()
     _process.depth += 1
     try:
         while True:
@@ -99,7 +112,8 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
                 if not _process.asked:
                     return result
             except Reinitialize:
-                pass
+                if _process.line is None:  # a warm-up (`over`)
+                    raise
             except Exception as error:
                 if _process.line is not None and not _process.asked and not isinstance(error, UsageError):
                     raise ServiceError(
@@ -114,8 +128,11 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
                     "a rank was lost, and the training function has caught what tells it to begin again: let "
                     "swift.Reinitialize through (`except Exception` does)"
                 )
-            _leave()
-            _put_back(first)
+            began = time.monotonic()
+            leave()
+            put_back(first)
+            rank = int(os.environ.get("RANK", "0"))
+            events.emit("reinit", rank=rank, seconds=time.monotonic() - began)
     finally:
         _process.depth -= 1
         _process.asked = False
@@ -130,9 +147,8 @@ def _came_over(error: BaseException) -> bool:
     return _process.asked and seen is not None
 
 
-def _leave() -> None:
+def leave() -> None:
     """Whatever the function has left is gone before it is called again: there may be no room for two of it."""
-    began = time.monotonic()
     _process.asked = False
     session, _process.session = _process.session, None
     if session is not None:
@@ -141,11 +157,9 @@ def _leave() -> None:
     for _ in range(_COLLECTIONS_MAX):  # what torch holds in C++ is seen to be free once its graph is
         if not gc.collect():
             break
-    rank = int(os.environ.get("RANK", "0"))
-    events.emit("reinit", rank=rank, seconds=time.monotonic() - began)
 
 
-def _state() -> dict[str, Any]:
+def state() -> dict[str, Any]:
     """The states of the default generators, and torch's settings: what the function begins with. What it draws before
     its first step it draws alike in every call, as a process that takes a lost one's place draws it."""
     states: dict[str, Any] = {"random": random.getstate()}
@@ -159,7 +173,8 @@ def _state() -> dict[str, Any]:
     return states
 
 
-def _put_back(states: dict[str, Any]) -> None:
+def put_back(states: dict[str, Any]) -> None:
+    """What `state` has given."""
     random.setstate(states["random"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])

@@ -265,10 +265,13 @@ class Driver:
     def measurements(self, name: str) -> pb.MeasurementsReply:
         return measurements_of(self._job(name))
 
-    def sharing(self, name: str, sender: m.Sender, generation: int) -> Sharing | None:
-        """What the members of that generation share; None: it is over. Refusal, NoSuchJob."""
+    def sharing(self, name: str, sender: m.Sender, generation: int, *, changes: bool) -> Sharing | None:
+        """What the members of that generation share; None: it is over. Who is no member and says so (a spare) may only
+        ask. Refusal, NoSuchJob."""
         job = self._job(name)
-        if is_stale(job.row, sender, generation) or job.row.state.is_over:
+        asks = not (changes or sender.incarnation)
+        stale = generation != job.row.generation if asks else is_stale(job.row, sender, generation)
+        if stale or job.row.state.is_over:
             return None
         if name not in self._sharing:
             self._sharing[name] = Sharing(generation, job.row.wanted)

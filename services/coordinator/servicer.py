@@ -216,7 +216,11 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
         sender = _sender(request)
         sharing = await self._answer_now(
-            context, request.job, lambda: self._driver.sharing(request.job, sender, request.generation)
+            context,
+            request.job,
+            lambda: self._driver.sharing(
+                request.job, sender, request.generation, changes=bool(request.changes)
+            ),
         )
         if sharing is None:
             return pb.ShareReply(generation=self._driver.generation_of(request.job))

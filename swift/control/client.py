@@ -257,12 +257,14 @@ class CoordinatorClient(PatientLine):
         until: Iterable[str] = (),
         wait_s: float = 0.0,
     ) -> pb.ShareReply:
-        """What the ranks of a generation tell each other: see `swift.control.shared`, which is how it is used."""
+        """What the ranks of a generation tell each other: see `swift.control.shared`, which is how it is used. Who has
+        not joined may only ask."""
+        me: _Me = {"rank": 0, "incarnation": ""} if self.member is None else self._me()
         return self._call(
             self._stub.Share,
             pb.ShareRequest(
                 job=self.job,
-                **self._me(),
+                **me,
                 generation=generation,
                 epoch=epoch,
                 seen=seen,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.drill import faults as fault_specs
-from swift.drill import gate, options, shrinking
+from swift.drill import gate, options, shrinking, warming
 from swift.drill.faults import Fault
 from swift.drill.options import DEFAULTS, OPTIMIZERS, Reach
 from swift.drill.regroup import Regroup
@@ -57,6 +57,8 @@ class DrillConfig:
     """Of every record, on as many log servers."""
     spares: int = DEFAULTS["spares"]
     """Warm spare processes the launcher keeps."""
+    warm_up: bool = DEFAULTS["warm_up"]
+    """Each victim waits until one has been warmed up as its rank."""
     model: str = DEFAULTS["model"]
     updates: str = DEFAULTS["updates"]
     data_parallel: str = DEFAULTS["data_parallel"]
@@ -113,6 +115,7 @@ class DrillConfig:
         )
         shrinking.check(self)
         gate.check(self)
+        warming.check(self)
         if self.snapshot_every and self.strategy not in SNAPSHOTTING:
             raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto")
 

@@ -20,11 +20,13 @@ def to_environment(
     *,
     paused: int = 0,
     strategy: str = "auto",
+    each_held: bool = False,
 ) -> str:
     """`pauses`: id -> the step before which rank `paused` waits for ``<id>.go``. `topology`: who dies with half an
-    update applied waits for its replicas; so does who dies in a reduction that these are to finish."""
+    update applied waits for its replicas; so does who dies in a reduction that these are to finish. `each_held`: every
+    victim waits for the drill's word."""
     waits = {"update", "reduce"} if may_finish(strategy) else {"update"}
-    held = {index for group in held_together(faults) for index in group}
+    held = {index for group in held_together(faults, each=each_held) for index in group}
 
     def beside(fault: RankFault) -> dict[str, list[int]]:
         if topology is None or fault.phase not in waits:

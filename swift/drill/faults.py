@@ -456,15 +456,16 @@ def fault_id(index: int) -> str:
     return f"fault{index}"
 
 
-def held_together(faults: Sequence[Fault]) -> list[list[int]]:
+def held_together(faults: Sequence[Fault], *, each: bool = False) -> list[list[int]]:
     """Indices of rank faults that wait for the drill's word, those that get it at the same moment together: the
-    victims of one step, if they are several, or if their log is corrupted or a log server lost before."""
+    victims of one step, if they are several, or if their log is corrupted or a log server lost before. `each`: in any
+    case."""
     by_step: dict[int, list[int]] = {}
     for index, fault in enumerate(faults):
         if isinstance(fault, RankFault) and fault.step is not None and fault.phase not in RECOVERY_PHASES:
             by_step.setdefault(fault.step, []).append(index)
     beside = {fault.step for fault in faults if isinstance(fault, BEFORE_A_LOSS)}
-    return [group for step, group in by_step.items() if len(group) > 1 or step in beside]
+    return [group for step, group in by_step.items() if each or len(group) > 1 or step in beside]
 
 
 def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:

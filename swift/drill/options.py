@@ -237,6 +237,12 @@ OPTIONS = (
     Option(name="copies", metavar="C", help="copies of every record", kind=int, default=1),
     Option(name="spares", metavar="N", help="warm spare processes", kind=int, default=1, bounds=(0, 64)),
     Option(
+        name="warm-up",
+        metavar="",
+        help="a spare for each rank has run the script as that rank, up to one forward and backward, before its loss",
+        default=False,
+    ),
+    Option(
         name="helpers",
         metavar="N",
         help="ranks that share a replay",

@@ -22,6 +22,7 @@ from swift.drill import (
     shrunk,
     snapshots,
     timeline,
+    warming,
 )
 from swift.drill.config import versions
 from swift.drill.facts import Facts
@@ -47,6 +48,7 @@ _PARTS = {
     "lossy": lossy,
     "reinit": reinits,
     "gate": gate,
+    "warm_up": warming,
 }
 """What strategies and options add: each has `checks(facts)`, and a `section(facts)` under that name."""
 # A stage that got back in different ways (its ranks, or several recoveries) shows the one that cost most.

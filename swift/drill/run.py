@@ -11,13 +11,14 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from swift import events
-from swift.drill import control, faults, gate, loss, lossy, prediction, regroup, shrinking, timeline
+from swift.drill import control, faults, gate, loss, lossy, prediction, regroup, shrinking, timeline, warming
 from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.facts import Evidence, Measured
@@ -88,6 +89,8 @@ class _Watch:
         """Ranks that have joined, and were not lost since then with nobody in their slot."""
         self.saved = -1
         """The newest version of which every rank's checkpoint is durable."""
+        self.warmed: Counter[int] = Counter()
+        """By rank: spares that have been warmed up as it."""
         self.settled = True
         """No other recovery groups are wanted than those in force."""
         self.stalled = False
@@ -119,6 +122,7 @@ class _Watch:
             self.present |= {int(event["rank"])}
         if event["event"] == "left_vacant":
             self.present -= {int(event["rank"])}
+        warming.count(event, self.warmed)
         if event["event"] == "groups":
             self.settled = not event["wanted"]
         if event["event"] not in _NO_PROGRESS:
@@ -136,7 +140,7 @@ class FaultedRun:
         self._progress = progress
         self._done: set[int] = set()
         self._held_since: dict[int, float] = {}
-        self._held = faults.held_together(config.faults)
+        self._held = faults.held_together(config.faults, each=config.warm_up)
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
@@ -147,7 +151,7 @@ class FaultedRun:
         self._cluster = Cluster(
             directory,
             ranks=config.topology.ranks,
-            spares=config.spares if shrinking.is_replaced(config) else 0,
+            spares=warming.spares(config) if shrinking.is_replaced(config) else 0,
             max_restarts=None if shrinking.is_replaced(config) else 0,
             trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
             faults=to_environment(
@@ -156,6 +160,7 @@ class FaultedRun:
                 config.topology,
                 paused=shrinking.first_survivor(config),
                 strategy=config.strategy,
+                each_held=config.warm_up,
             ),
             die_at=[
                 (fault_id(index), fault.state.upper())
@@ -163,7 +168,7 @@ class FaultedRun:
                 if isinstance(fault, CoordinatorFault)
             ],
             # Costs copies of what is in flight: a drill wants to know how far an undo is off.
-            launcher_flags=gate.launcher_flags(config),
+            launcher_flags=[*gate.launcher_flags(config), *warming.launcher_flags(config)],
             settings={
                 **gate.environment(config),
                 **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
@@ -322,6 +327,12 @@ class FaultedRun:
                 return False
         waited = time.monotonic() - min(self._held_since[index] for index in there)
         victims = [self._config.faults[index] for index in group]
+        if (
+            self._config.warm_up
+            and not warming.are_there(victims, self._watch.warmed)
+            and waited < warming.HOLD_S
+        ):
+            return False
         all_come = faults.all_get_there(victims, self._config.topology)
         if len(there) < len(group) and waited < (ALL_THERE_S if all_come else TOGETHER_S):
             return False

@@ -14,6 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -38,6 +39,7 @@ from swift.launch.place_checks import WaitingPlaces
 from swift.launch.ranks import Output, RankProgram, make_assignment, place_env, rank_env, workers_of
 from swift.launch.rendezvous import Rendezvous
 from swift.launch.signals import SignalGate
+from swift.launch.spares import Spares
 from swift.launch.torch_names import (
     RunResult,
     SimpleElasticAgent,
@@ -46,13 +48,12 @@ from swift.launch.torch_names import (
     WorkerSpec,
     WorkerState,
 )
+from swift.launch.worker import Assignment
 from swift.views import end_words, state_name
 from swift.words import tell
 
 SPARE_DELAY_S_MAX = 30.0
 """A new spare is started this long after a death, even if no View says that the job runs again."""
-SPARE_FAILURES_MAX = 3
-"""Spares that may die in a row before they are warm; then there are none any more."""
 LEFT_S = 5.0
 """A rank that has ended with 0 is looked for in the View this long: it may show that the job has just finished."""
 SETTLE_S = 0.5
@@ -84,6 +85,7 @@ class ReplacingAgent(SimpleElasticAgent):
         job: RankProgram,
         output: Output,
         spare_count: int,
+        warms_up: bool = False,
         grace_s: float,
         nursery: Nursery,
         link: CoordinatorLink,
@@ -94,7 +96,7 @@ class ReplacingAgent(SimpleElasticAgent):
         super().__init__(spec)
         self._job = job
         self._output = output
-        self._spare_count = spare_count
+        self._spares = Spares(nursery, spare_count, warm_up=self._warming if warms_up else None)
         self._grace_s = grace_s
         self._nursery = nursery
         self._link = link
@@ -117,7 +119,6 @@ class ReplacingAgent(SimpleElasticAgent):
         """The generation in which a life of the job ended that was not this launcher's."""
         self._known = False
         """The coordinator has named this launcher."""
-        self._spare_failures = 0
         self._has_run = False
         self._looked_at: pb.View | None = None
         self._told = Told()
@@ -156,16 +157,15 @@ class ReplacingAgent(SimpleElasticAgent):
         """Blocks until something happens, at most for the monitor interval, and deals with it."""
         now = events.now()
         patience_s = self._waiting.patience_s(worker_group.spec.monitor_interval)
-        warmed, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
+        spoke, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
         if self._leaving.begins(self._view):
             say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
         self._leaving.check(self._view)
-        # Deaths first: that is what the time counts for.
+        for child in spoke:  # first: a spare that has just become warm is one to be used
+            self._spares.heard(child)
+        # Then deaths: that is what the time counts for.
         for child in ended:
             self._on_exit(child)
-        for child in warmed:
-            self._spare_failures = 0
-            events.emit("worker_warm", pid=child.pid, rank=child.rank)
         self._on_view(self._view)
         self._miss_those_who_left(now)
         for local_rank, why, failures in self._waiting.failed():
@@ -180,7 +180,8 @@ class ReplacingAgent(SimpleElasticAgent):
         if not self._ranks and not self._waiting and not self._awaits_its_end():
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
-        self._top_up_spares()
+        if self._is_quiet():
+            self._spares.tend(self._view, [worker.global_rank for worker in worker_group.workers])
         return RunResult(state=WorkerState.HEALTHY)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
@@ -190,8 +191,8 @@ class ReplacingAgent(SimpleElasticAgent):
         self._check_all_places()
         with self._gate.raising():
             self._nursery.prepare()
-        for _ in range(group.spec.local_world_size + self._spare_count):
-            self._spawn()
+        for _ in range(group.spec.local_world_size + self._spares.count):
+            self._spares.spawn()
         began = events.now()
         self._join_rendezvous()
         if events.now() - began > CHECK_HOLDS_S:
@@ -233,38 +234,35 @@ class ReplacingAgent(SimpleElasticAgent):
 
     # Ranks and spares.
 
-    def _spawn(self) -> Child:
-        child = self._nursery.spawn()
-        events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation, forked=child.forked)
-        return child
-
-    def _give_rank(self, local_rank: int) -> Child:
-        spares = self._nursery.spares
-        child = spares[0] if spares else self._spawn()
-        group = self._worker_group
+    def _program(self, local_rank: int, incarnation: str) -> Assignment:
+        """What a child is to run for that place."""
+        device_of = self._host.get(local_rank)
         env = rank_env(
-            group,
-            local_rank,
-            job=self._job,
-            incarnation=child.incarnation,
-            device_of=self._host.get(local_rank),
+            self._worker_group, local_rank, job=self._job, incarnation=incarnation, device_of=device_of
         )
         # Then it is not to begin anew, whoever has lost it.
         env["SWIFT_HAS_RUN"] = "1" if self._has_run else ""
+        return make_assignment(self._job, self._output, local_rank, env)
+
+    def _warming(self, local_rank: int, incarnation: str) -> Assignment:
+        return replace(self._program(local_rank, incarnation), warm_up=True)
+
+    def _give_rank(self, local_rank: int) -> Child:
+        group = self._worker_group
         rank = group.workers[local_rank].global_rank
-        child.assign(rank, make_assignment(self._job, self._output, local_rank, env))
+        child = self._spares.take(rank)
+        child.assign(rank, self._program(local_rank, child.incarnation))
         events.emit(
-            "spare_assigned", rank=rank, pid=child.pid, incarnation=child.incarnation, warm=child.warm
+            "spare_assigned",
+            rank=rank,
+            pid=child.pid,
+            incarnation=child.incarnation,
+            warm=child.warm,
+            warmed_for=child.warmed_for,
         )
         self._ranks[local_rank] = child
         group.workers[local_rank].id = child.pid
         return child
-
-    def _top_up_spares(self) -> None:
-        wanted = self._spare_count if self._spare_failures < SPARE_FAILURES_MAX else 0
-        # Also without spares: the next replacement should find a fork server.
-        if self._is_quiet() and self._nursery.tend() and len(self._nursery.spares) < wanted:
-            self._spawn()
 
     def _is_quiet(self) -> bool:
         """No recovery is going on, as far as the launcher can tell."""
@@ -283,7 +281,7 @@ class ReplacingAgent(SimpleElasticAgent):
     def _on_exit(self, child: Child) -> None:
         assert child.exit_code is not None
         if child.rank is None:
-            self._on_spare_exit(child)
+            self._spares.ended(child)
             return
         local_rank = self._local_rank_of(child)
         if local_rank is None:  # ended together with one because of which `_settle` has counted it
@@ -352,8 +350,7 @@ class ReplacingAgent(SimpleElasticAgent):
         for local_rank, waiting in self._waiting.ready():
             self._last_death = (events.now(), waiting.generation)
             child = self._give_rank(local_rank)
-            kind = "a warm spare" if child.warm else "a fork" if child.forked else "a cold start"
-            say(f"{waiting.reason}: replaced by process {child.pid} ({kind})")
+            say(f"{waiting.reason}: replaced by process {child.pid} ({child.kind})")
 
     def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
         """The place has failed its health check: so often since its last process has ended."""
@@ -376,13 +373,6 @@ class ReplacingAgent(SimpleElasticAgent):
             case _:
                 self._lost_code = verdict.exit_code
                 say(verdict.reason)
-
-    def _on_spare_exit(self, child: Child) -> None:
-        events.emit("spare_exit", pid=child.pid, code=child.exit_code)
-        if not child.warm:
-            self._spare_failures += 1
-            if self._spare_failures == SPARE_FAILURES_MAX:
-                say(f"{SPARE_FAILURES_MAX} spares died while they started: no more of them are made")
 
     def _notify(self, child: Child) -> None:
         if child.rank is not None and child.exit_code is not None:

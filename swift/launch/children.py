@@ -24,10 +24,9 @@ from typing import Protocol
 from swift import events
 from swift.errors import UsageError
 from swift.launch.forkserver import ForkFailed, ForkServer, own_children
-from swift.launch.worker import ENV_WORD_FD, Assignment
+from swift.launch.worker import CONTROL_PIPE_BYTES, ENV_WORD_FD, Assignment
 
-CONTROL_PIPE_BYTES = 1 << 20
-"""An assignment fits, so writing it never waits for a child that is not reading yet."""
+_SAID_BYTES = 1 << 16
 KILL_WAIT_S = 10.0
 """How long a SIGKILLed child may take to go (uninterruptible sleep) before it is named and left."""
 SERVER_FAILURES_MAX = 3
@@ -63,22 +62,52 @@ class Child:
         self.forked = process is None
         self.incarnation = uuid.uuid4().hex
         self.warm = False
+        self.warming_for: int | None = None
+        """The rank as which it runs the script to be warmed up, if it does so now."""
+        self.warmed_for: int | None = None
+        """The rank as which it has done so, and is warm."""
+        self.said = b""
+        """What it has written to `warm_fd` and nobody has taken yet."""
         self.rank: int | None = None
         self.exit_code: int | None = None
         """None while it lives; negative: killed by that signal."""
 
+    @property
+    def kind(self) -> str:
+        """In words."""
+        if self.warmed_for is not None:
+            return "a spare that was warmed up"
+        return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
+
     def assign(self, rank: int, assignment: Assignment) -> None:
         """Hands the rank over. The child may have died already: its pidfd tells."""
+        self._tell(assignment)
+        self.rank = rank
+        os.close(self._control_fd)
+        self._control_fd = -1
+
+    def warm_up(self, rank: int, assignment: Assignment) -> None:
+        """Lets a spare run the script as that rank would. It writes a line when it is done."""
+        self._tell(assignment)
+        self.warming_for = rank
+
+    def _tell(self, assignment: Assignment) -> None:
         line = assignment.to_line()
         if len(line) > CONTROL_PIPE_BYTES:
             raise UsageError(
                 f"the script's arguments take {len(line)} bytes: at most {CONTROL_PIPE_BYTES} fit"
             )
-        self.rank = rank
         with contextlib.suppress(BrokenPipeError):
             os.write(self._control_fd, line)
-        os.close(self._control_fd)
-        self._control_fd = -1
+
+    def hear(self) -> bool:
+        """(`warm_fd` is readable) Whether it has said something; not that nothing more comes."""
+        heard = os.read(self.warm_fd, _SAID_BYTES)
+        if heard and not self.warm:
+            self.warm, heard = True, heard[1:]
+            return True
+        self.said += heard
+        return bool(heard)
 
     def send(self, signum: int) -> None:
         if self.exit_code is None:
@@ -157,9 +186,11 @@ class Nursery:
 
     @property
     def spares(self) -> list[Child]:
-        """The best one first: warm, then the one that was started earliest."""
+        """The best one first: warmed up, then warm, then the one that was started earliest. Those that are being warmed
+        up come last."""
         return sorted(
-            (child for child in self.children if child.rank is None), key=lambda child: not child.warm
+            (child for child in self.children if child.rank is None),
+            key=lambda child: (child.warming_for is not None, child.warmed_for is None, not child.warm),
         )
 
     def attend(self, what: HasFileno, hear: Callable[[], None]) -> None:
@@ -292,18 +323,17 @@ class Nursery:
             os.read(self._wake_read, 4096)
 
     def wait(self, timeout_s: float) -> tuple[list[Child], list[Child]]:
-        """Blocks until something happens or the time is up: (children now warm, children that ended)."""
-        warmed, ended = [], []
+        """Blocks until something happens or the time is up: (children that have said something, see `Child.hear`;
+        children that ended)."""
+        spoke, ended = [], []
         for key, _ in self._selector.select(timeout_s):
             child = key.data
             if not isinstance(child, Child):
                 child()
             elif key.fd == child.pidfd:
                 ended.append(child)
-            elif os.read(child.warm_fd, 1):
-                child.warm = True
-                warmed.append(child)
-                self._drop_warm_fd(child)
+            elif child.hear():
+                spoke.append(child)
             else:
                 self._drop_warm_fd(child)
         for child in ended:
@@ -312,7 +342,7 @@ class Nursery:
                 self._selector.unregister(child.warm_fd)
             child.reap()
             self.children.remove(child)
-        return warmed, ended
+        return spoke, ended
 
     def _drop_warm_fd(self, child: Child) -> None:
         self._selector.unregister(child.warm_fd)

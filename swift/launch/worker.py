@@ -10,11 +10,15 @@ A child that the fork server has forked (`swift.launch.forkserver`) comes in at 
            CONTROL_FD.
 (launcher) writes the line, see `Assignment`; end of file instead means that nobody needs this spare.
 (worker)   sets environment and arguments as `python SCRIPT` would, and runs the script as __main__.
+
+An assignment may be one to warm up (`swift.warm_up`). Then the worker writes one line of JSON to WARM_FD when it is
+done, and waits for the next assignment.
 """
 
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -24,17 +28,31 @@ import signal
 import sys
 import traceback
 import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
+from typing import BinaryIO, NoReturn
 
-from swift import events, reinitializing
+from swift import events, reinitializing, warm_up
 from swift.errors import JobFailed, SwiftError, UsageError
 from swift.launch.title import set_title
-from swift.words import tell
+from swift.words import one_line, tell
 
 ENV_WORD_FD = "SWIFT_WORD_FD"
+CONTROL_PIPE_BYTES = 1 << 20
+"""An assignment fits, so writing it never waits for a child that is not reading yet."""
 _PR_SET_PDEATHSIG = 1
+_NOT_FOR_A_WARM_UP = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SWIFT_EVENTS",
+    "SWIFT_FAULTS",
+    "SWIFT_METRICS_LISTEN",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""Variables by which the script would reach peers, or be taken for the rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +70,8 @@ class Assignment:
     stdout: str | None = None
     """File that takes the output; None: the launcher's own."""
     stderr: str | None = None
+    warm_up: bool = False
+    """It does not become the rank. It runs the script as that rank would, to be warm."""
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -97,10 +117,9 @@ def draw_alike() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
-def read_assignment(control_fd: int) -> Assignment | None:
+def read_assignment(control: BinaryIO) -> Assignment | None:
     """Waits for the line. None: the launcher closed the pipe."""
-    with os.fdopen(control_fd, "rb") as control:
-        line = control.readline()
+    line = control.readline()
     return Assignment.from_line(line) if line.endswith(b"\n") else None
 
 
@@ -176,12 +195,33 @@ def run_script(assignment: Assignment) -> None:
     sys.excepthook = _excepthook
     try:
         reinitializing.call_again_after_losses(lambda: _run_as_main(assignment))
-    except SwiftError as error:
+    except Exception as error:
+        if warm_up.cannot_begin_again():
+            _begin_anew(assignment, error)
+        if not isinstance(error, SwiftError):
+            raise
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         if _has_word(error):
             tell(" ".join(str(error).split()))
         sys.exit(error.exit_code)
+
+
+def _begin_anew(assignment: Assignment, error: Exception) -> NoReturn:
+    """The script has run here to warm this process up, and cannot begin a second time: a new interpreter takes this
+    process, with the same number."""
+    why = f"{type(error).__name__}: {one_line(str(error))}"
+    events.emit("warm_up_in_vain", rank=int(assignment.env.get("RANK", "0")), reason=why)
+    tell(f"the script cannot begin again in a process that was warmed up, and begins in a new one: {why}")
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, CONTROL_PIPE_BYTES)
+    os.write(write, assignment.to_line())
+    os.close(write)
+    warm = os.open(os.devnull, os.O_WRONLY)
+    for fd in (read, warm, *([int(os.environ[ENV_WORD_FD])] if ENV_WORD_FD in os.environ else [])):
+        os.set_inheritable(fd, True)
+    worker = [sys.executable, "-u", "-P", "-m", "swift.launch.worker"]
+    os.execv(sys.executable, [*worker, str(read), str(warm), str(os.getppid()), sys.path[0], ""])
 
 
 def _has_word(error: SwiftError) -> bool:
@@ -222,17 +262,73 @@ def begin_path(path0: str) -> None:
 def work(control_fd: int, warm_fd: int) -> None:
     """Of a process that is warm: waits for its assignment and becomes that rank."""
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
-    with contextlib.suppress(BrokenPipeError):  # nobody needs it: the control pipe says so too
-        os.write(warm_fd, b"w")
+    _say(warm_fd, b"w")
+    with os.fdopen(control_fd, "rb") as control:
+        assignment = read_assignment(control)
+        while assignment is not None and assignment.warm_up:
+            _say(warm_fd, json.dumps(asdict(_warm_up(assignment))).encode() + b"\n")
+            assignment = read_assignment(control)
     os.close(warm_fd)
-    assignment = read_assignment(control_fd)
     if assignment is None:
         return
     _become(assignment)
     draw_alike()
     events.configure(f"rank{assignment.env.get('RANK', '?')}")
     events.emit("script_start", incarnation=assignment.env.get("SWIFT_INCARNATION"))
+    warm_up.begin_script()
     run_script(assignment)
+
+
+def _say(warm_fd: int, words: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody needs this spare: the control pipe says so too
+        os.write(warm_fd, words)
+
+
+def _warm_up(assignment: Assignment) -> warm_up.Warmed:
+    """Nothing is left of it in this process's environment, and nothing that the script prints is seen."""
+    set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}, being warmed up")
+    with _environment_kept(), _silent():
+        os.environ.update(assignment.env)
+        for name in _NOT_FOR_A_WARM_UP:
+            os.environ.pop(name, None)
+        draw_alike()
+        warmed = warm_up.warm_up(lambda: _run_as_main(assignment))
+    set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
+    return warmed
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    environment, arguments, path, cwd = dict(os.environ), sys.argv, list(sys.path), os.getcwd()
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv, sys.path[:] = arguments, path
+        os.chdir(cwd)
+        for signum, handler in handlers.items():
+            if handler is not None and signal.getsignal(signum) != handler:
+                signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    kept = [os.dup(fd) for fd in (1, 2)]
+    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for fd in (1, 2):
+            os.dup2(nothing, fd)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        for fd, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, fd)
+            os.close(before)
+        os.close(nothing)
 
 
 if __name__ == "__main__":

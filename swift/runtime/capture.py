@@ -64,6 +64,18 @@ class _Lent(NamedTuple):
             )
 
 
+class NoCapture:
+    """Where no record is made."""
+
+    def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
+        raise AssertionError(f"{stream} {key} was to be logged, and there is no log")
+
+    def settle(self) -> None:
+        """Nothing was lent."""
+
+    drop = settle
+
+
 class CopyCapture:
     """Into a writer of this process."""
 

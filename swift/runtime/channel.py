@@ -27,7 +27,7 @@ from swift.log.writers import Writer
 from swift.recovery.assignment import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
-from swift.runtime.capture import Capture, capture_for
+from swift.runtime.capture import Capture, NoCapture, capture_for
 from swift.runtime.faults import FaultInjector
 from swift.runtime.process_groups import Interrupted
 from swift.runtime.profiling import StepProfile
@@ -172,6 +172,10 @@ class Channel:
         if self._opened is not None:
             raise AssertionError("Channel.open: the log is open already")
         self._opened = capture_for(writer, self._device)
+
+    def keep_nothing(self) -> None:
+        """(a warm-up, once) As `open`, without a log."""
+        self._opened = NoCapture()
 
     @property
     def _capture(self) -> Capture:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import xxhash
 from torch._C._distributed_c10d import PrefixStore
 
-from swift import events
+from swift import events, warm_up
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import Fenced, JobFailed, MembersLost, ServiceError, SwiftError, UsageError
 from swift.recovery import RankMeasured
@@ -67,6 +67,8 @@ class Communicator:
 
     def __init__(self, place: Place) -> None:
         """Joins, and returns once all members are connected. Use `from_env`."""
+        if warm_up.is_warming_up():
+            raise UsageError("a script with a swift.Communicator cannot be warmed up: leave --warm-up out")
         self.slot = place.rank
         """The number that this process was started with (`RANK`)."""
         self._member = Member(place.coordinator, place.job, place.rank, place.incarnation)

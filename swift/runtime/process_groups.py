@@ -18,6 +18,7 @@ from swift import events
 from swift.names import LASTING_KEYS
 from swift.runtime import _torch
 from swift.runtime.backends.base import Backend, Connections, Fabric
+from swift.runtime.backends.stand_in import StandIn
 from swift.runtime.errors import is_communication
 from swift.runtime.groups import ReconfigurableGroup
 
@@ -144,6 +145,14 @@ class ProcessGroups:
         """
         for group in self._groups:
             group.stand_alone()
+        self._register()
+
+    def stand_in(self, store: Store) -> None:
+        """(a warm-up) Groups in which this process answers for all others. `store`: what ranks have told each other
+        about the job."""
+        self._generations_store = store
+        for group in self._groups:
+            group.attach(StandIn(group.ranks.index(self._rank)), group.ranks)
         self._register()
 
     def _register(self) -> None:

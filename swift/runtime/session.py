@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from swift import events, reinitializing
+from swift import events, reinitializing, warm_up
 from swift.errors import UsageError
 from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_SNAPSHOT_EVERY, ENV_STRATEGY
 from swift.recovery import Assignment
@@ -67,12 +67,22 @@ class Session:
         self._engine = parts.engine
         self._end_metrics = self._show_metrics(member.client.job)
         self._closed = False
+        self._warming = parts.warming if warm_up.is_warming_up() else None
+        if self._warming is not None:
+            reinitializing.begin_session(self)
+            self._warming.stand_in()
+            return
+        warm_up.begin_session()
+        if warm_up.was_warmed_up():
+            self._engine.begin_again()
         if config.strategy == "reinit":
             reinitializing.begin_session(self)
             if member.joined:
                 self._engine.begin_again()
-        member.join(self.world_size, config.agreed(), determinism_fingerprint(config.undo), self._engine)
-        self._engine.membership.form()
+        fingerprint = determinism_fingerprint(config.undo)
+        with warm_up.waiting():
+            member.join(self.world_size, config.agreed(), fingerprint, self._engine)
+            self._engine.membership.form()
 
     @classmethod
     def from_env(
@@ -92,7 +102,8 @@ class Session:
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
         here = from_environment(config)
         place = here.place
-        if config.strategy == "reinit" and not reinitializing.is_called_again():
+        alone = not (reinitializing.is_called_again() or warm_up.is_warming_up())
+        if config.strategy == "reinit" and alone:
             raise UsageError(
                 "strategy='reinit': nobody calls the training function again: start the script with `swift-ft run`, or "
                 "decorate the function with swift.reinit"
@@ -124,7 +135,8 @@ class Session:
             self._closed = True
             self._end_metrics()
             self._engine.close()
-            if self._config.strategy == "reinit":  # the next session is made where this one's parts are gone
+            # The next session of this process is made where this one's parts are gone.
+            if self._config.strategy == "reinit" or self._warming is not None:
                 _torch.let_go()
 
     # --- where this rank stands ---
@@ -303,6 +315,9 @@ class Session:
             )
         self._state.check_complete()
         self._state.remember()
+        if self._warming is not None:
+            self._warming.run(self._gate.around(train_step))
+        events.emit("run_begin", rank=self.rank, script_seconds=warm_up.script_seconds())
         self._engine.run(self._gate.around(train_step), num_steps)
         self._gate.over = True
 
@@ -389,7 +404,7 @@ class Session:
 
     def _show_metrics(self, job: str) -> Callable[[], None]:
         listen = self._config.metrics_listen or os.environ.get(ENV_METRICS_LISTEN, "")
-        if not listen:
+        if not listen or warm_up.is_warming_up():
             return lambda: None
         from swift.runtime import metrics
 

@@ -39,6 +39,7 @@ from swift.runtime.reducer import Reducer, Shares, is_ordered
 from swift.runtime.state import TrainerState
 from swift.runtime.ties import Ties
 from swift.runtime.updates import Updates
+from swift.runtime.warming import Warming
 from swift.runtime.witness import Witness
 
 
@@ -58,6 +59,7 @@ class Parts:
     lines: Lines
     model_parts: ModelParts
     engine: Engine
+    warming: Warming
 
     @classmethod
     def wired(
@@ -84,8 +86,7 @@ class Parts:
         groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
         world = _own_world(groups["world"].ranks, rank, backend)
         faults = FaultInjector(rank)
-        twins = assignment.peers(rank) if config.shrinks else ()
-        store = _checked_store(checkpoint_dir, rank, member, twins, faults)
+        store = _checked_store(checkpoint_dir, rank, member, _twins(assignment, config, rank), faults)
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
@@ -134,6 +135,7 @@ class Parts:
             lines=lines,
             model_parts=ModelParts(rank, assignment, backend, gate, groups, channel, updates, state),
             engine=engine,
+            warming=Warming(rank, member.client, communicator, channel, state, store, witness),
         )
 
 
@@ -214,13 +216,15 @@ def _audit_of(
     return Audit(groups.get("replicate", groups["data"]), state)
 
 
+def _twins(assignment: Assignment, config: SessionConfig, rank: int) -> Sequence[int]:
+    """Ranks from whose checkpoints this one may begin."""
+    return assignment.peers(rank) if config.shrinks else ()
+
+
 def _checked_store(
     checkpoint_dir: str, rank: int, member: Member, twins: Sequence[int], faults: FaultInjector
 ) -> CheckpointStore:
-    """`twins`: ranks from whose checkpoints this one may begin.
-
-    Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without.
-    """
+    """Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without."""
     store = CheckpointStore(
         checkpoint_dir, rank, member, twins, lambda version: faults.at("save", version - 1)
     )

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ TRAINERS = Path(__file__).parent / "trainers"
 _PATIENCE_S = 150.0
 
 Run = dict[str, Any]
+Event = dict[str, Any]
 
 
 def run_trainer(
@@ -26,11 +27,13 @@ def run_trainer(
     spares: int | None = None,
     make: type[Cluster] = Cluster,
     saved: int = 0,
+    launcher_flags: Sequence[str] = (),
+    ready: Callable[[list[Event]], bool] = lambda _seen: True,
 ) -> Run:
     """``digests`` by file name, ``events`` and ``output`` of one run; a warm spare for every fault.
 
-    Faults with "hold" die at the same moment, once all of them stand where they are to die and the checkpoint of
-    version `saved` is complete.
+    Faults with "hold" die at the same moment, once all of them stand where they are to die, the checkpoint of version
+    `saved` is complete, and `ready` says so of all events so far.
     """
     cluster = make(
         directory,
@@ -40,10 +43,11 @@ def run_trainer(
         trainer_arguments=[str(argument) for argument in arguments],
         faults=json.dumps([{"id": f"f{index}", **fault} for index, fault in enumerate(faults)]),
         digests_every=True,
+        launcher_flags=launcher_flags,
     )
     with cluster:
         held = [f"f{index}" for index, fault in enumerate(faults) if fault.get("hold")]
-        output = until_over(cluster, code_wanted, held, saved)
+        output = until_over(cluster, code_wanted, held, saved, ready)
     return found_in(directory, output)
 
 
@@ -62,18 +66,24 @@ def undisturbed(forks: Forks, directory: Path, trainer: str, *arguments: object,
     return found_in(directory, output)
 
 
-def until_over(cluster: Cluster, code_wanted: int = 0, held: Sequence[str] = (), saved: int = 0) -> str:
-    """What its processes have said last. `held`: faults that are let go when all of them wait and that checkpoint is
-    complete."""
+def until_over(
+    cluster: Cluster,
+    code_wanted: int = 0,
+    held: Sequence[str] = (),
+    saved: int = 0,
+    ready: Callable[[list[Event]], bool] = lambda _seen: True,
+) -> str:
+    """What its processes have said last. `held`: faults that are let go when all of them wait, that checkpoint is
+    complete and all is ready."""
     deadline = time.monotonic() + _PATIENCE_S
-    complete = 0
+    complete, seen = 0, list[Event]()
     while (code := cluster.poll()) is None:
         assert time.monotonic() < deadline, cluster.output_tail()
         if held:
-            found = [e["version"] for e in cluster.tail.read() if e["event"] == "checkpoint_complete"]
-            complete = max(complete, *found, 0)
+            seen += cluster.tail.read()
+            complete = max((e["version"] for e in seen if e["event"] == "checkpoint_complete"), default=0)
             there = all((cluster.fault_directory / f"{name}.reached").exists() for name in held)
-            if there and complete >= saved:
+            if there and complete >= saved and ready(seen):
                 for name in held:
                     (cluster.fault_directory / f"{name}.go").touch()
                 held = ()

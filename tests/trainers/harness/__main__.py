@@ -18,9 +18,9 @@ _JOB_NAME_MAX = 64
 
 
 def judge(
-    services: Services, place: Path, trainer: header.Trainer, world: int
+    services: Services, place: Path, trainer: header.Trainer, world: int, *, warm_up: bool
 ) -> tuple[verdict.Verdict, Path]:
-    """Undisturbed, then killed at three places."""
+    """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up."""
     place.mkdir(parents=True, exist_ok=True)
     name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
     calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm")
@@ -29,13 +29,17 @@ def judge(
         return found, calm.directory
     if trainer.verdict == verdict.SAME and (line := verdict.advised(calm)):
         return verdict.Verdict(word=verdict.MISS, why=f"advised without need: {line}"), calm.directory
-    kills = run.three_kills(trainer, world)
-    killed = run.run(services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed")
+    kills = (run.two_kills if warm_up else run.three_kills)(trainer, world)
+    killed = run.run(
+        services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed", warm_up=warm_up
+    )
     found = verdict.of_killed(calm, killed, len(kills))
     if found.word == verdict.SAME and killed.fired < len(kills):
         found = verdict.Verdict(
             word=verdict.MISS, why=f"only {killed.fired} of {len(kills)} kills came about"
         )
+    if warm_up:
+        print(f"     {verdict.warmed(killed)}", flush=True)
     return found, killed.directory
 
 
@@ -44,6 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="trainers (default: all)")
     parser.add_argument("--world", type=int, help="number of ranks (default: those in the header)")
     parser.add_argument("--table", action="store_true", help="write the table of docs/trainers.md and stop")
+    parser.add_argument("--warm-up", action="store_true", help="spares are warmed up before each kill")
     parser.add_argument("--keep", metavar="DIR", help="keep what the runs leave there")
     arguments = parser.parse_args(argv)
     if arguments.table:
@@ -60,7 +65,7 @@ def main(argv: list[str]) -> int:
             for trainer in wanted:
                 for world in [arguments.world] if arguments.world else trainer.worlds:
                     began = time.monotonic()
-                    found, where = judge(services, place / "runs", trainer, world)
+                    found, where = judge(services, place / "runs", trainer, world, warm_up=arguments.warm_up)
                     took = time.monotonic() - began
                     good = found.word == trainer.verdict and trainer.says in found.why
                     known = world in trainer.misses

@@ -9,6 +9,7 @@ from typing import Any
 
 from swift import events
 from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR
+from swift.launch.spares import WARM_UP_FAILURES_MAX
 from tests.integration.forked import Forked
 from tests.trainers import probe
 from tests.trainers.harness.header import Trainer
@@ -56,6 +57,8 @@ class Outcome:
     fired: int = 0
     plans: list[dict[str, Any]] = field(default_factory=list)
     """The coordinator's, of this job."""
+    warm_ups: list[dict[str, Any]] = field(default_factory=list)
+    """What the spares say of theirs, and what the launcher has used."""
     ended_early: int = 0
     """1: its trainer has ended it before its last step, for which there may be one plan."""
 
@@ -71,7 +74,11 @@ class Running:
         world: int,
         kills: Sequence[Kill],
         job: str,
+        *,
+        warm_up: bool = False,
     ) -> None:
+        """`warm_up`: spares are warmed up, and each kill waits for one."""
+        self._held = [(f"k{number}", kill.rank) for number, kill in enumerate(kills)] if warm_up else []
         self._services = services
         self._directory = directory
         self._job = job
@@ -81,7 +88,14 @@ class Running:
         (directory / "events").mkdir()
         named = [(f"k{number}", kill) for number, kill in enumerate(kills)]
         faults = [
-            {"id": n, "rank": k.rank, "step": k.step, "microbatch": k.microbatch, "phase": k.place}
+            {
+                "id": n,
+                "rank": k.rank,
+                "step": k.step,
+                "microbatch": k.microbatch,
+                "phase": k.place,
+                "hold": warm_up,
+            }
             for n, k in named
             if k.place not in _IN_PROBE
         ]
@@ -101,7 +115,9 @@ class Running:
             probe.ENV_SLOW: "1" if kills else "",
         }
         words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
-        words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]
+        spares = world if warm_up else min(1, len(kills))
+        words += ["--spares", str(spares), "--checkpoint-dir", str(directory / "checkpoints")]
+        words += ["--warm-up"] if warm_up else []
         assert services.forks is not None
         self._process: Forked = services.forks.run(
             "tests.trainers.harness.launcher",
@@ -113,6 +129,8 @@ class Running:
 
     def poll(self) -> Outcome | None:
         """Once it is over."""
+        if self._held:
+            self._let_go()
         code = self._process.poll()
         seconds = time.monotonic() - self._began
         if code is None and seconds < self._patience_s:
@@ -120,6 +138,19 @@ class Running:
         if code is None:
             self._process.kill()
         return self._collect(code, seconds)
+
+    def _let_go(self) -> None:
+        """The next victim, once it waits and a spare is warmed up as its rank, or cannot be."""
+        fault, rank = self._held[0]
+        if not (self._directory / f"{fault}.reached").exists():
+            return
+        trace = events.read(self._directory / "events")
+        used = sum(event["event"] == "spare_assigned" and event["warmed_for"] == rank for event in trace)
+        warmed = sum(e["event"] == "warmed_up" and e["rank"] == rank and not e["why_not"] for e in trace)
+        failed = sum(event["event"] == "warmed_up" and bool(event["why_not"]) for event in trace)
+        if warmed > used or failed >= WARM_UP_FAILURES_MAX:
+            (self._directory / f"{fault}.go").touch()
+            self._held.pop(0)
 
     def kill(self) -> None:
         self._process.kill()
@@ -147,16 +178,27 @@ class Running:
             for line in path.read_bytes().splitlines()
             if f'"{self._job}"'.encode() in line
         ]
+        told_here = events.read(self._directory / "events")
+        outcome.warm_ups = [
+            e for e in told_here if e["event"] in ("warmed_up", "spare_assigned", "warm_up_in_vain")
+        ]
         outcome.plans = [event for event in told if event["event"] == "plan"]
         outcome.ended_early = int(any(event["event"] == "ends_early" for event in told))
         return outcome
 
 
 def run(
-    services: Services, directory: Path, trainer: Trainer, world: int, kills: Sequence[Kill], job: str
+    services: Services,
+    directory: Path,
+    trainer: Trainer,
+    world: int,
+    kills: Sequence[Kill],
+    job: str,
+    *,
+    warm_up: bool = False,
 ) -> Outcome:
     """To its end."""
-    running = Running(services, directory, trainer, world, kills, job)
+    running = Running(services, directory, trainer, world, kills, job, warm_up=warm_up)
     try:
         while (outcome := running.poll()) is None:
             time.sleep(0.005)
@@ -164,6 +206,15 @@ def run(
     except BaseException:
         running.kill()
         raise
+
+
+def two_kills(trainer: Trainer, world: int) -> list[Kill]:
+    """At places where a victim can wait until a spare is warmed up."""
+    place = "backward" if "backward" in trainer.kills else "optimizer"
+    return [
+        Kill(place=place, rank=(world - 1 - number) % world, step=step)
+        for number, step in enumerate((2, trainer.steps - 3))
+    ]
 
 
 def three_kills(trainer: Trainer, world: int) -> list[Kill]:

@@ -42,6 +42,20 @@ def advised(run: Outcome) -> str:
     return next((line for line in _OURS.findall(run.stderr) if line.startswith(_ADVICE)), "")
 
 
+def warmed(run: Outcome) -> str:
+    """What came of the warm-ups of a run, in one line."""
+    done = [event for event in run.warm_ups if event["event"] == "warmed_up"]
+    used = [
+        event
+        for event in run.warm_ups
+        if event["event"] == "spare_assigned" and event["warmed_for"] is not None
+    ]
+    in_vain = [event["reason"] for event in run.warm_ups if event["event"] == "warm_up_in_vain"]
+    why_not = sorted({event["why_not"] for event in done if event["why_not"]} | set(in_vain))
+    words = f"{sum(not event['why_not'] for event in done)} warm-ups, {len(used)} of them used"
+    return "; ".join([words, *why_not])
+
+
 def of_undisturbed(run: Outcome) -> Verdict:
     """A run without kills, whose replicas must hold the same."""
     if run.code == USAGE or (run.code == FAILURE and _says_what_to_do(run)):

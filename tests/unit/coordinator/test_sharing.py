@@ -209,14 +209,32 @@ def test_what_is_about_the_job_outlives_generations_and_deleted_keys_are_forgott
 async def test_only_the_holder_of_a_rank_shares(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
-    with pytest.raises(Refusal) as refused:
-        driver.sharing("j", sender("b"), 1)
-    assert refused.value.kind is Refused.FENCED
-    with pytest.raises(Refusal, match="not there yet"):
-        driver.sharing("j", sender(), 2)
-    with pytest.raises(NoSuchJob):
-        driver.sharing("other", sender(), 1)
+    for changes in (False, True):
+        with pytest.raises(Refusal) as refused:
+            driver.sharing("j", sender("b"), 1, changes=changes)
+        assert refused.value.kind is Refused.FENCED
+        with pytest.raises(Refusal, match="not there yet"):
+            driver.sharing("j", sender(), 2, changes=changes)
+        with pytest.raises(NoSuchJob):
+            driver.sharing("other", sender(), 1, changes=changes)
     assert not driver._sharing
+    driver.stop()
+
+
+@scenario
+async def test_who_is_no_member_asks_and_changes_nothing(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = await driver_of(logs, store)
+    await run_to_running(driver)
+    share = Service(driver)
+    await share(number=1, changes=[put("swift/shapes", b"[2]"), put("built-0", b"")])
+
+    reply = await share(incarnation="")
+    assert shown(list(reply.news)) == {"swift/shapes": b"[2]", "built-0": b""}
+    with pytest.raises(Refusal) as refused:
+        driver.sharing("j", sender(""), 1, changes=True)
+    assert refused.value.kind is Refused.FENCED
+    for other in (0, 2):  # a coordinator's first question must not make keys of another generation
+        assert driver.sharing("j", sender(""), other, changes=False) is None
     driver.stop()
 
 

@@ -1,0 +1,136 @@
+"""A spare computes one forward and backward of a rank's stage before it is needed (`swift.warm_up`).
+
+    (session is made)  ``stand_in``: groups in which this process answers for all others, and the shapes that the job's
+                       stages have told each other
+    (trainer)          makes its stages and optimizers, as ever
+    (session.run)      ``run``: the rank's newest checkpoint, then one step of the trainer's, whose inputs come from the
+                       log, until all gradients are there; the optimizers' steps; `swift.Reinitialize`
+
+The job does not notice: nothing is joined, written or logged. Of the coordinator only what everybody may see is asked,
+and what ranks have told each other about shapes.
+"""
+
+import time
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import HashStore, Store
+
+from swift import reinitializing, warm_up
+from swift._pb import coordinator_pb2 as pb
+from swift.checkpoint.store import CheckpointStore
+from swift.control.client import CoordinatorClient
+from swift.control.shared import SharedKeys
+from swift.errors import ReplayRefused
+from swift.log.reader import LogReader
+from swift.log.streams import collectives
+from swift.recovery.groups import RecoveryGroups
+from swift.runtime.channel import BACKWARD, FORWARD, Channel
+from swift.runtime.member import own_servers
+from swift.runtime.process_groups import ProcessGroups
+from swift.runtime.rehearsal import Rehearsed
+from swift.runtime.state import TrainerState
+from swift.runtime.step_runner import TrainStep
+from swift.runtime.strategies.load import load_checkpoint
+from swift.runtime.witness import Witness
+
+
+class Warming:
+    """Of a process that runs the script as rank `rank` would, and is not that rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        client: CoordinatorClient,
+        communicator: ProcessGroups,
+        channel: Channel,
+        state: TrainerState,
+        store: CheckpointStore,
+        witness: Witness,
+    ) -> None:
+        self._rank = rank
+        self._client = client
+        self._communicator = communicator
+        self._channel = channel
+        self._state = state
+        self._store = store
+        self._witness = witness
+
+    def stand_in(self) -> None:
+        """Raises ServiceError: the job is not running, or no coordinator answers."""
+        generation = self._running().generation
+        self._communicator.stand_in(_told(self._client, generation))
+        self._channel.keep_nothing()
+
+    def run(self, train_step: TrainStep) -> NoReturn:
+        """Raises `Reinitialize`, or why the step cannot be computed."""
+        warmed = warm_up.came_to_run()
+        view = self._running()
+        warmed.version = max(view.checkpoints)
+        self._state.present = False
+        load_checkpoint(self._state, self._store, warmed.version)
+        began = time.monotonic()
+        reader = LogReader(self._sources(view), self._client.job)
+        self._channel.rehearsing = True
+        try:
+            self._channel.begin_replay(reader, warmed.version, (self._rank,))
+            self._compute(train_step, warmed.version)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()
+        finally:
+            self._channel.rehearsing = False
+            self._channel.end_replay()
+            reader.close()
+        warmed.step_seconds = time.monotonic() - began
+        self._step_optimizers()
+        raise reinitializing.over()
+
+    def _running(self) -> pb.View:
+        view = self._client.status().view
+        if view.state != pb.RUNNING or not view.checkpoints:
+            raise ReplayRefused("the job does not run at the moment")
+        return view
+
+    def _sources(self, view: pb.View) -> dict[str, list[str]]:
+        """Stream -> the servers that keep it, of what this rank's stages read. Raises ReplayRefused: it is not
+        logged."""
+        servers = {rank: list(own_servers(view, rank)) for rank in range(view.world_size)}
+        sources = {collectives(self._rank): servers[self._rank]}
+        groups = self._channel.groups = RecoveryGroups.parse(view.groups)
+        for stage in self._state.stages:
+            index, homes = stage.stage_index, stage.stage_index_to_group_rank
+            for other, direction in ((index - 1, FORWARD), (index + 1, BACKWARD)):
+                if not 0 <= other < stage.num_stages:
+                    continue
+                if not groups.crosses(other, index):
+                    raise ReplayRefused(
+                        f"what stage {other} sends to stage {index} is not logged (recovery groups)"
+                    )
+                sources[self._channel.stream(other, direction)] = servers[self._channel.rank_at(homes[other])]
+        return sources
+
+    def _compute(self, train_step: TrainStep, step: int) -> None:
+        self._channel.begin_step(step)
+        self._witness.begin(step)
+        self._state.begin_step()
+        try:
+            train_step(step)
+        except Rehearsed:
+            pass
+        spoiled = self._state.updates.spoiled  # which the trainer may have caught
+        if spoiled is not None and not isinstance(spoiled, Rehearsed):
+            raise spoiled
+
+    def _step_optimizers(self) -> None:
+        with torch.enable_grad():
+            for journal in self._state.updates.journals:
+                if not journal.whole:
+                    journal.apply_rest()
+
+
+def _told(client: CoordinatorClient, generation: int) -> Store:
+    """A copy of what ranks have told each other about the job."""
+    store = HashStore()
+    for key, value in SharedKeys(client, generation).lasting().items():
+        store.set(key, value.decode())
+    return store

@@ -1,0 +1,133 @@
+"""`swift-ft run --warm-up` with scripts of strangers (trainers/warmed_up.py): real processes, real SIGKILL."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift.launch.spares import WARM_UP_FAILURES_MAX
+from tests.integration.forked import Forks
+from tests.integration.trainer_world import Run, run_trainer, undisturbed
+
+TRAINER, STEPS, RANKS, VICTIM = "warmed_up.py", 12, 2, 1
+Event = dict[str, Any]
+
+
+def run(directory: Path, mode: str, ready: Any) -> Run:
+    """Rank 1 is lost in the middle of a step, once `ready` says so."""
+    fault = {"rank": VICTIM, "step": 6, "phase": "backward", "microbatch": 1, "hold": True}
+    return run_trainer(
+        directory,
+        TRAINER,
+        mode,
+        STEPS,
+        ranks=RANKS,
+        faults=[fault],
+        spares=RANKS,
+        saved=4,
+        launcher_flags=["--warm-up"],
+        ready=ready,
+    )
+
+
+def named(seen: list[Event], event: str) -> list[Event]:
+    return [each for each in seen if each["event"] == event]
+
+
+def warm(seen: list[Event]) -> bool:
+    return any(event["rank"] == VICTIM and not event["why_not"] for event in named(seen, "warmed_up"))
+
+
+def replacement(found: Run) -> Event:
+    """Of the lost rank."""
+    first, second = (event for event in named(found["events"], "spare_assigned") if event["rank"] == VICTIM)
+    assert first["pid"] != second["pid"]
+    return second
+
+
+def runs(directory: Path, pid: int) -> list[dict[str, Any]]:
+    """What the script has found each time that this process ran it."""
+    return [json.loads(line) for line in (directory / "digests" / f"found-{pid}").read_text().splitlines()]
+
+
+def check_bits(found: Run, twin: Run) -> None:
+    assert not named(found["events"], "not_exact")
+    for rank in range(RANKS):
+        bits, wanted = (each["digests"][f"bits-{rank}.json"] for each in (found, twin))
+        assert str(STEPS - 1) in bits
+        assert bits.items() <= wanted.items()
+
+
+@pytest.fixture(scope="module")
+def twin(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run in which nothing fails and no spare is warmed up."""
+    return undisturbed(forks, tmp_path_factory.mktemp("twin"), TRAINER, "plain", STEPS, ranks=RANKS)
+
+
+@pytest.mark.timeout(240)
+def test_the_process_is_as_new_and_the_run_ends_with_the_same_bits(twin: Run, tmp_path: Path) -> None:
+    found = run(tmp_path, "plain", warm)
+
+    used = replacement(found)
+    assert used["warmed_for"] == VICTIM
+    rehearsed, real = runs(tmp_path, used["pid"])
+    assert rehearsed.pop("warming")
+    assert not real.pop("warming")
+    assert not rehearsed.pop("master"), "it is told of no peer"
+    assert real.pop("master")
+    assert rehearsed == real, "the second time the script finds what it has found the first time"
+    check_bits(found, twin)
+    assert "trainer: warming=True" not in found["output"]
+    assert len([e for e in named(found["events"], "joined") if e["rank"] == VICTIM]) == 2, "it joins once"
+
+
+@pytest.mark.timeout(240)
+def test_a_script_that_cannot_begin_again_begins_in_a_new_interpreter(twin: Run, tmp_path: Path) -> None:
+    found = run(tmp_path, "once", warm)
+
+    used = replacement(found)
+    assert used["warmed_for"] == VICTIM
+    assert [each["warming"] for each in runs(tmp_path, used["pid"])] == [True, False, False]
+    (told,) = named(found["events"], "warm_up_in_vain")
+    assert "stranger::op" in told["reason"]
+    check_bits(found, twin)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("raises", "ValueError: not without the others"),
+        ("ends", "the script has ended with exit code 0"),
+        ("exits", "the script has ended its process (exit code 7)"),
+    ],
+)
+def test_after_three_that_fail_there_are_no_more_and_the_job_goes_on(
+    mode: str, why: str, twin: Run, tmp_path: Path
+) -> None:
+    line = f"swift: spares are not warmed up any more, after {WARM_UP_FAILURES_MAX} that could not be: {why}"
+
+    def given_up(seen: list[Event]) -> bool:
+        failed = [event for event in named(seen, "warmed_up") if event["why_not"]]
+        return len(failed) + len(named(seen, "spare_exit")) >= WARM_UP_FAILURES_MAX
+
+    found = run(tmp_path, mode, given_up)
+
+    assert replacement(found)["warmed_for"] is None
+    assert found["output"].count(line) == 1
+    assert len(named(found["events"], "warm_up_begin")) == WARM_UP_FAILURES_MAX
+    check_bits(found, twin)
+
+
+@pytest.mark.timeout(240)
+def test_a_loss_does_not_wait_for_a_warm_up(twin: Run, tmp_path: Path) -> None:
+    found = run(tmp_path, "hangs", lambda seen: named(seen, "warm_up_begin"))
+
+    warming = {event["pid"] for event in named(found["events"], "warm_up_begin")}
+    used = replacement(found)
+    assert used["pid"] not in warming
+    (ended,) = named(found["events"], "spare_exit")
+    assert ended["pid"] in warming
+    assert ended["t"] < named(found["events"], "replay_end")[0]["t"], "it takes nothing from the recovery"
+    check_bits(found, twin)

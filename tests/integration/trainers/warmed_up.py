@@ -1,0 +1,83 @@
+"""Two stages, a script that a spare runs before it is needed: `warmed_up.py MODE STEPS`.
+
+plain    changes what a process has: its directory, environment, path, a signal's handler, torch's settings
+once     cannot begin a second time in one process
+raises, exits, ends, hangs    a warm-up does not come far enough
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.pipelining import ScheduleGPipe
+
+import swift
+
+MODE, STEPS = sys.argv[1], int(sys.argv[2])
+WIDTH, BATCH = 16, 8
+OUT = Path(os.environ["SWIFT_DIGESTS"])
+FOUND = {
+    "warming": swift.is_warming_up(),
+    "rank": int(os.environ["RANK"]),
+    "cwd": os.getcwd(),
+    "path0": sys.path[0],
+    "mine": os.environ.get("STRANGERS"),
+    "handler": repr(signal.getsignal(signal.SIGUSR1)),
+    "precision": torch.get_float32_matmul_precision(),
+    "master": "MASTER_ADDR" in os.environ,
+    "drawn": torch.rand(1).item(),
+}
+with (OUT / f"found-{os.getpid()}").open("a") as file:
+    file.write(json.dumps(FOUND) + "\n")
+print(f"trainer: warming={swift.is_warming_up()}", file=sys.stderr)
+
+if MODE == "once":
+    torch.library.define("stranger::op", "(Tensor x) -> Tensor")
+if swift.is_warming_up():
+    if MODE == "raises":
+        raise ValueError("not without the others")
+    if MODE == "ends":
+        sys.exit(0)
+    if MODE == "exits":
+        os._exit(7)
+    if MODE == "hangs":
+        time.sleep(600)
+
+
+def main() -> None:
+    session = swift.Session.from_env(checkpoint_every=4, metrics_listen="127.0.0.1:0")
+    rank, ranks = session.pipeline_rank, session.pipeline_ranks
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.1))
+    stage = session.pipeline_stage(module, rank, ranks)
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
+    session.register(schedule=schedule)
+    session.transient("seen")
+    seen: dict[int, float] = {}
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        x, y = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
+        optimizer.zero_grad()
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == ranks - 1 else {}))
+        session.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        assert not swift.is_warming_up(), "a warm-up goes no further than to the update"
+        seen[number] = sum(p.detach().double().sum().item() for p in module.parameters())
+
+    if MODE == "plain":
+        os.chdir("/")
+        os.environ["STRANGERS"] = "here"
+        sys.path.insert(0, "/nowhere")
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        torch.set_float32_matmul_precision("high")
+    session.run(step, STEPS)
+    (OUT / f"bits-{rank}.json").write_text(json.dumps({str(n): value.hex() for n, value in seen.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The drill with spares that are warmed up: what can be asked for, and its verdict with the evidence broken."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from swift.drill import faults, warming
+from swift.drill.command import parse
+from swift.errors import UsageError
+from tests.unit.drill.evidence import Trace
+
+ASKED = ["--stages", "2", "--warm-up", "--kill", "rank=1,step=3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("--replicas 2 --strategy shrink --kill rank=1,step=3", "no spare takes the lost rank's place"),
+        ("--kill rank=1,step=3 --kill rank=1,phase=replay", "nobody has warmed a spare up by then"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(["--stages", "2", "--warm-up", *arguments.split()])
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_victim_waits_and_there_is_a_spare_for_each_rank() -> None:
+    asked = parse(ASKED)
+    assert faults.held_together(asked.faults) == []
+    assert faults.held_together(asked.faults, each=True) == [[0]]
+    assert warming.spares(asked) == 2
+
+    there: Counter[int] = Counter()
+    for event, wanted in (
+        ({"event": "warmed_up", "rank": 1, "why_not": "no"}, False),
+        ({"event": "warmed_up", "rank": 0, "why_not": ""}, False),
+        ({"event": "warmed_up", "rank": 1, "why_not": ""}, True),
+        ({"event": "spare_assigned", "rank": 1, "warmed_for": None}, True),
+        ({"event": "spare_assigned", "rank": 1, "warmed_for": 1}, False),
+    ):
+        warming.count(event, there)
+        assert warming.are_there(asked.faults, there) is wanted
+
+
+def facts(*, warm: bool = True, replaced: bool = True, replayed: bool = True) -> Any:
+    """The script took 3 s less the second time."""
+    trace = Trace()
+    trace.add("launcher", "spare_assigned", rank=1, pid=10)
+    trace.add(
+        "launcher",
+        "warmed_up",
+        rank=1,
+        pid=11,
+        why_not="" if warm else "ValueError: no",
+        version=0,
+        script_seconds=5.0,
+        step_seconds=3.5,
+    )
+    if replaced:
+        trace.add("launcher", "spare_assigned", rank=1, pid=11)
+        trace.add("rank1", "run_begin", rank=1, pid=11, script_seconds=2.0)
+        trace.add("rank1", "step_begin", rank=1, pid=11, step=0, replay=replayed)
+        trace.add("rank1", "step_end", rank=1, pid=11, step=0, replay=replayed)
+
+    class Found:
+        asked = parse(ASKED)
+        events = trace.events
+
+    return Found
+
+
+@pytest.mark.parametrize(
+    ("broken", "answer", "saved"),
+    [
+        ({}, True, 6.5),
+        ({"replayed": False}, True, 3.0),
+        ({"warm": False}, False, None),
+        ({"replaced": False}, None, None),
+    ],
+)
+def test_what_was_saved_is_what_the_first_time_took_more(
+    broken: dict[str, bool], answer: bool | None, saved: float | None
+) -> None:
+    found = facts(**broken)
+    steps = [event["t"] for event in found.events if event["event"].startswith("step_")]
+    took = steps[1] - steps[0] if broken == {} else 0.0
+    wanted = None if saved is None else pytest.approx(saved - took)
+
+    (check,) = warming.checks(found)
+    assert check.answer is answer
+    if answer is False:
+        assert "ValueError: no" in check.detail
+    assert warming.section(found)["saved_seconds"] == wanted
+
+
+def test_without_the_option_nothing_is_said() -> None:
+    found = facts()
+    found.asked = parse(["--stages", "2", "--kill", "rank=1,step=3"])
+    assert warming.checks(found) == []
+    assert warming.section(found) is None
