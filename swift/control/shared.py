@@ -124,13 +124,6 @@ class SharedKeys:
         with self._merging:
             return sum(shared.HasField("value") for shared in self._shared.values())
 
-    def lasting(self) -> dict[str, bytes]:
-        """All that is about the job, now."""
-        self._ask()
-        with self._merging:
-            said = {key: _value(shared) for key, shared in self._known.lasting.items()}
-        return {key: value for key, value in said.items() if value is not None}
-
     def interrupt(self) -> None:
         """(any thread) This generation is over. A call under way is answered by then, or soon given up."""
         self._over = True

@@ -23,6 +23,10 @@ WARM_UP_FAILURES_MAX = 3
 """Warm-ups that may fail in a row; then there are none any more."""
 
 
+WARM_UP_S_MAX = 900.0
+"""A warm-up that takes longer is ended: it may wait for something that does not come."""
+
+
 class Spares:
     """Those of one launcher. Its main thread."""
 
@@ -36,6 +40,7 @@ class Spares:
         self._warm_up = warm_up
         self._failures = 0
         self._warm_up_failures = 0
+        self._warm_up_began = 0.0
 
     def spawn(self) -> Child:
         child = self._nursery.spawn()
@@ -68,7 +73,12 @@ class Spares:
     def _warm_up_next(self, ranks: Sequence[int]) -> None:
         """One at a time, as the rank for which there are the fewest."""
         spares = self._nursery.spares
-        if self._warm_up is None or any(child.warming_for is not None for child in spares):
+        under_way = next((child for child in spares if child.warming_for is not None), None)
+        if under_way is not None and events.now() - self._warm_up_began > WARM_UP_S_MAX:
+            under_way.warming_for = None
+            under_way.kill_group()
+            self._count_warm_up_failure(f"one took longer than {WARM_UP_S_MAX:g} s")
+        if self._warm_up is None or under_way is not None:
             return
         child = next((child for child in spares if child.warm and child.warmed_for is None), None)
         if child is None or self._warm_up_failures >= WARM_UP_FAILURES_MAX:
@@ -76,6 +86,7 @@ class Spares:
         there = Counter(child.warmed_for for child in spares)
         rank = min(ranks, key=lambda rank: there[rank])
         child.warm_up(rank, self._warm_up(ranks.index(rank), child.incarnation))
+        self._warm_up_began = events.now()
         events.emit("warm_up_begin", rank=rank, pid=child.pid)
 
     def heard(self, child: Child) -> None:

@@ -78,6 +78,29 @@ class CoordinatorStore(Store):
     getNumKeys = num_keys  # noqa: N815
 
 
+class ListeningStore(CoordinatorStore):
+    """(a warm-up) What the job's ranks tell each other. What this process tells nobody hears but itself."""
+
+    def __init__(self, client: CoordinatorClient, generation: int) -> None:
+        super().__init__(SharedKeys(client, generation))
+        self._own: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._own[key] = _bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self._own[key] if key in self._own else super().get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        others = [key for key in keys if key not in self._own]
+        return not others or super().check(others)
+
+    def delete_key(self, key: str) -> bool:
+        return self._own.pop(key, None) is not None
+
+    deleteKey = delete_key  # noqa: N815
+
+
 class CoordinatorStores:
     """The stores of one rank, one after the other."""
 

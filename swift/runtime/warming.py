@@ -14,13 +14,11 @@ import time
 from typing import NoReturn
 
 import torch
-from torch._C._distributed_c10d import HashStore, Store
 
 from swift import reinitializing, warm_up
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.control.client import CoordinatorClient
-from swift.control.shared import SharedKeys
 from swift.errors import ReplayRefused
 from swift.log.reader import LogReader
 from swift.log.streams import collectives
@@ -28,6 +26,7 @@ from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
 from swift.runtime.member import own_servers
 from swift.runtime.process_groups import ProcessGroups
+from swift.runtime.rank_store import ListeningStore
 from swift.runtime.rehearsal import Rehearsed
 from swift.runtime.state import TrainerState
 from swift.runtime.step_runner import TrainStep
@@ -59,7 +58,7 @@ class Warming:
     def stand_in(self) -> None:
         """Raises ServiceError: the job is not running, or no coordinator answers."""
         generation = self._running().generation
-        self._communicator.stand_in(_told(self._client, generation))
+        self._communicator.stand_in(ListeningStore(self._client, generation))
         self._channel.keep_nothing()
 
     def run(self, train_step: TrainStep) -> NoReturn:
@@ -126,11 +125,3 @@ class Warming:
             for journal in self._state.updates.journals:
                 if not journal.whole:
                     journal.apply_rest()
-
-
-def _told(client: CoordinatorClient, generation: int) -> Store:
-    """A copy of what ranks have told each other about the job."""
-    store = HashStore()
-    for key, value in SharedKeys(client, generation).lasting().items():
-        store.set(key, value.decode())
-    return store

@@ -8,7 +8,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import spares as spares_module
-from swift.launch.spares import SPARE_FAILURES_MAX, WARM_UP_FAILURES_MAX, Spares
+from swift.launch.spares import SPARE_FAILURES_MAX, WARM_UP_FAILURES_MAX, WARM_UP_S_MAX, Spares
 from swift.launch.worker import Assignment
 
 RUNNING = pb.View(state=pb.RUNNING, checkpoints=[0])
@@ -168,6 +168,30 @@ def test_a_result_that_comes_in_parts_is_heard_once_it_is_whole(nursery: FakeNur
     child.said += b"\n"
     spares.heard(child)  # type: ignore[arg-type]
     assert (child.warming_for, child.warmed_for) == (None, 4)
+
+
+def test_a_warm_up_that_takes_too_long_is_ended(
+    nursery: FakeNursery, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(spares_module.events, "now", lambda: now)
+    spares = spares_of(nursery, 1)
+    for number in range(WARM_UP_FAILURES_MAX):
+        spares.tend(RUNNING, RANKS)
+        child = nursery.spares[0]
+        assert child.warming_for == 4
+        now += WARM_UP_S_MAX - 1.0
+        spares.tend(RUNNING, RANKS)
+        assert not child.killed
+        now += 2.0
+        spares.tend(RUNNING, RANKS)
+        assert child.killed
+        child.exit_code = -9
+        spares.ended(child)  # type: ignore[arg-type]
+        spares.tend(RUNNING, RANKS)
+        hear(spares, nursery.children[-1])
+        assert len(told) == (number == WARM_UP_FAILURES_MAX - 1)
+    assert "took longer" in told[0]
 
 
 def test_without_the_option_nobody_is_warmed_up(nursery: FakeNursery) -> None:
