@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from swift import reinitializing
+from swift.errors import SwiftError, UsageError
 from swift.words import one_line
 
 
@@ -27,6 +28,8 @@ class Warmed:
 
     why_not: str = ""
     """One line; empty: the spare is warm."""
+    passing: bool = False
+    """The job was in the way (a recovery, a checkpoint that was replaced meanwhile): another time it may go well."""
     version: int = -1
     """The checkpoint that the step was computed from."""
     script_seconds: float = 0.0
@@ -106,7 +109,7 @@ def warm_up(script: Callable[[], object]) -> Warmed:
     warmed = _process.under_way = Warmed()
     begin_script()
     try:
-        warmed.why_not = _left(script)
+        _run(script, warmed)
         reinitializing.leave()
         sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
         reinitializing.put_back(first)
@@ -117,18 +120,20 @@ def warm_up(script: Callable[[], object]) -> Warmed:
     return warmed
 
 
-def _left(script: Callable[[], object]) -> str:
+def _run(script: Callable[[], object], warmed: Warmed) -> None:
     try:
         script()
     except reinitializing.Reinitialize:
-        return ""
+        return
     except SystemExit as end:
         why = f"the script has ended with exit code {end.code}"
     except Exception as error:  # noqa: BLE001  (a stranger's script)
         why = f"{type(error).__name__}: {one_line(str(error))}"
+        warmed.passing = isinstance(error, SwiftError) and not isinstance(error, UsageError)
     else:
         why = "the script has ended"
-    return "" if reinitializing.asked() else why
+    if not reinitializing.asked():
+        warmed.why_not = why
 
 
 def _free_device() -> None:

@@ -23,6 +23,8 @@ WARM_UP_FAILURES_MAX = 3
 """Warm-ups that may fail in a row; then there are none any more."""
 
 
+AGAIN_S = 2.0
+"""A warm-up that the job was in the way of is tried again after this time."""
 WARM_UP_S_MAX = 900.0
 """A warm-up that takes longer is ended: it may wait for something that does not come."""
 
@@ -41,6 +43,8 @@ class Spares:
         self._failures = 0
         self._warm_up_failures = 0
         self._warm_up_began = 0.0
+        self._next_warm_up = 0.0
+        """Not before."""
 
     def spawn(self) -> Child:
         child = self._nursery.spawn()
@@ -78,7 +82,7 @@ class Spares:
             under_way.warming_for = None
             under_way.kill_group()
             self._count_warm_up_failure(f"one took longer than {WARM_UP_S_MAX:g} s")
-        if self._warm_up is None or under_way is not None:
+        if self._warm_up is None or under_way is not None or events.now() < self._next_warm_up:
             return
         child = next((child for child in spares if child.warm and child.warmed_for is None), None)
         if child is None or self._warm_up_failures >= WARM_UP_FAILURES_MAX:
@@ -102,7 +106,9 @@ class Spares:
         rank, child.warming_for = child.warming_for, None
         warmed = json.loads(line)
         events.emit("warmed_up", rank=rank, pid=child.pid, **warmed)
-        if warmed["why_not"]:
+        if warmed["passing"]:
+            self._next_warm_up = events.now() + AGAIN_S
+        elif warmed["why_not"]:
             self._count_warm_up_failure(warmed["why_not"])
         else:
             child.warmed_for, self._warm_up_failures = rank, 0

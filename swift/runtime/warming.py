@@ -19,7 +19,7 @@ from swift import reinitializing, warm_up
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.control.client import CoordinatorClient
-from swift.errors import ReplayRefused
+from swift.errors import ReplayRefused, UsageError
 from swift.log.reader import LogReader
 from swift.log.streams import collectives
 from swift.recovery.groups import RecoveryGroups
@@ -102,7 +102,7 @@ class Warming:
                 if not 0 <= other < stage.num_stages:
                     continue
                 if not groups.crosses(other, index):
-                    raise ReplayRefused(
+                    raise UsageError(
                         f"what stage {other} sends to stage {index} is not logged (recovery groups)"
                     )
                 sources[self._channel.stream(other, direction)] = servers[self._channel.rank_at(homes[other])]

@@ -140,17 +140,18 @@ class Running:
         return self._collect(code, seconds)
 
     def _let_go(self) -> None:
-        """The next victim, once it waits and a spare is warmed up as its rank, or cannot be."""
-        fault, rank = self._held[0]
-        if not (self._directory / f"{fault}.reached").exists():
+        """A victim that waits, once a spare is warmed up as its rank, or cannot be."""
+        waiting = [held for held in self._held if (self._directory / f"{held[0]}.reached").exists()]
+        if not waiting:
             return
+        fault, rank = waiting[0]
         trace = events.read(self._directory / "events")
         used = sum(event["event"] == "spare_assigned" and event["warmed_for"] == rank for event in trace)
         warmed = sum(e["event"] == "warmed_up" and e["rank"] == rank and not e["why_not"] for e in trace)
         failed = sum(event["event"] == "warmed_up" and bool(event["why_not"]) for event in trace)
         if warmed > used or failed >= WARM_UP_FAILURES_MAX:
             (self._directory / f"{fault}.go").touch()
-            self._held.pop(0)
+            self._held.remove(waiting[0])
 
     def kill(self) -> None:
         self._process.kill()
@@ -210,7 +211,8 @@ def run(
 
 def two_kills(trainer: Trainer, world: int) -> list[Kill]:
     """At places where a victim can wait until a spare is warmed up."""
-    place = "backward" if "backward" in trainer.kills else "optimizer"
+    held = ("backward", "optimizer", "idle", "reduce", "update")
+    place = next((place for place in held if place in trainer.kills), "idle")
     return [
         Kill(place=place, rank=(world - 1 - number) % world, step=step)
         for number, step in enumerate((2, trainer.steps - 3))

@@ -8,7 +8,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import spares as spares_module
-from swift.launch.spares import SPARE_FAILURES_MAX, WARM_UP_FAILURES_MAX, WARM_UP_S_MAX, Spares
+from swift.launch.spares import AGAIN_S, SPARE_FAILURES_MAX, WARM_UP_FAILURES_MAX, WARM_UP_S_MAX, Spares
 from swift.launch.worker import Assignment
 
 RUNNING = pb.View(state=pb.RUNNING, checkpoints=[0])
@@ -76,12 +76,12 @@ def spares_of(
     return spares
 
 
-def hear(spares: Spares, child: FakeChild, why_not: str | None = None) -> None:
+def hear(spares: Spares, child: FakeChild, why_not: str | None = None, *, passing: bool = False) -> None:
     """It has imported what ranks need; or its warm-up is over."""
     if why_not is None:
         child.warm = True
     else:
-        child.said = json.dumps({"why_not": why_not, "version": 4}).encode() + b"\n"
+        child.said = json.dumps({"why_not": why_not, "passing": passing}).encode() + b"\n"
     spares.heard(child)  # type: ignore[arg-type]
 
 
@@ -161,7 +161,7 @@ def test_a_result_that_comes_in_parts_is_heard_once_it_is_whole(nursery: FakeNur
     spares = spares_of(nursery, 1)
     spares.tend(RUNNING, RANKS)
     (child,) = nursery.children
-    for part in (b'{"why_not": "", ', b'"version": 1}'):
+    for part in (b'{"why_not": "", ', b'"passing": false}'):
         child.said += part
         spares.heard(child)  # type: ignore[arg-type]
         assert child.warming_for == 4
@@ -192,6 +192,23 @@ def test_a_warm_up_that_takes_too_long_is_ended(
         hear(spares, nursery.children[-1])
         assert len(told) == (number == WARM_UP_FAILURES_MAX - 1)
     assert "took longer" in told[0]
+
+
+def test_what_the_job_was_in_the_way_of_is_tried_again_and_does_not_count(
+    nursery: FakeNursery, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(spares_module.events, "now", lambda: now)
+    spares = spares_of(nursery, 1)
+    (child,) = nursery.children
+    for _ in range(WARM_UP_FAILURES_MAX + 1):
+        spares.tend(RUNNING, RANKS)
+        assert child.warming_for == 4
+        hear(spares, child, "a recovery is under way", passing=True)
+        spares.tend(RUNNING, RANKS)
+        assert child.warming_for is None, "not at once"
+        now += AGAIN_S
+    assert not told
 
 
 def test_without_the_option_nobody_is_warmed_up(nursery: FakeNursery) -> None:
