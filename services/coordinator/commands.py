@@ -147,6 +147,8 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberExited:
+    """A process has exited, or something is said of its rank's place."""
+
     rank: int
     incarnation: str
     """Empty: whoever holds the rank with this pid."""
@@ -154,6 +156,13 @@ class MemberExited:
     exit_code: int
     unfit: str = ""
     """Nobody has exited: why the rank's place has failed the launcher's health check."""
+    given_up: bool = False
+    """No process takes the rank's place any more. Without an incarnation nobody has exited now."""
+
+    @property
+    def is_of_process(self) -> bool:
+        """A process has exited; else it is of the rank's place."""
+        return not self.unfit and not (self.given_up and not self.incarnation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,7 +97,7 @@ class Job(Transitions):
                 self.measured[command.sender.rank] = command.measured
                 return []
             case m.MemberExited():
-                return self._unfit(command, now) if command.unfit else self._exited(command)
+                return self._exited(command) if command.is_of_process else self._place(command, now)
             case m.Suspect():
                 return self._suspect(command, now)
             case m.Differs():
@@ -185,6 +185,7 @@ class Job(Transitions):
         self.leases.hear(join.rank, now)
         self.places.seat(join.rank, join.host)
         # After the end it is only there for what comes behind it.
+        row.given_up = [slot for slot in row.given_up if slot != join.rank]
         fills = join.rank in row.vacant and not row.state.is_over
         back = vacancies.fill(row, join.rank) if fills else ""
         joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
@@ -395,11 +396,15 @@ class Job(Transitions):
             return [event, *self._lost_after_the_end(rank, why)]
         if ends := self.setbacks.exit(rank, exited.exit_code):
             return [event, *self.become_failed(ends, launcher_code(exited.exit_code))]
+        if exited.given_up and (ends := vacancies.give_up(row, [rank])):
+            return [event, *self.become_failed(f"rank {rank} {why}; {ends}")]
         return [event, *self._deaths({rank: why}, {})]
 
-    def _unfit(self, place: m.MemberExited, now: float) -> list[Effect]:
-        """It is shown. The rank has no process, which is what the others wait for."""
+    def _place(self, place: m.MemberExited, now: float) -> list[Effect]:
+        """Of a rank without a process: not fit, which is shown, or given up."""
         check_rank(self.row, place.rank)
+        if place.given_up:
+            return self.give_up([place.rank])
         if not self.row.state.is_over:
             self.suspicions.say(place.rank, place.unfit, now, 0, unfit=True)
         return [self._event("place_unfit", rank=place.rank, reason=place.unfit)]
@@ -428,16 +433,11 @@ class Job(Transitions):
         lost = self.places.overdue(now) if self.row.state is not State.FORMING else {}
         if not late and not lost:
             why = self.suspicions.due(self.row, self._timing.suspicion_s, now) or self.endings.due(now)
-            return self._without_death(why) if why else []
+            if why:
+                return self._without_death(why)
+            return self.give_up(self._awaited.overdue(self.row, self._timing.replaced_within_s, now))
         events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
         return [*self._deaths(late, lost), *events]
-
-    def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
-        """Of ranks, and the loss of log servers, found together."""
-        reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
-        words = self.places.lose(lost)
-        events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
-        return [*self._anew(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
 
     # --- answers of the log servers ---
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.coordinator.row import JobRow, State
+from services.coordinator.vacancies import strategy_of
 from swift.recovery import (
     Assignment,
     Checkpoints,
@@ -68,7 +69,9 @@ def decide(
         streams,
         Checkpoints(versions=tuple(v for v in row.checkpoints if v not in row.unloadable)),
         replace(
-            config_of(row.config), groups=RecoveryGroups.parse(row.groups), groups_since=row.groups_since
+            config_of({**row.config, "strategy": strategy_of(row, row.config.get("strategy", "auto"))}),
+            groups=RecoveryGroups.parse(row.groups),
+            groups_since=row.groups_since,
         ),
         row.refused,
         measured,

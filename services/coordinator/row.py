@@ -139,6 +139,9 @@ class Decision:
     words: str = ""
 
 
+LACKS = -1
+
+
 @dataclass(kw_only=True, slots=True)
 class JobRow:
     """All durable state of a job. Its fields, and entries of its tables, are replaced; nothing in them is changed."""
@@ -167,6 +170,11 @@ class JobRow:
     """How many processes have joined: the id of the latest one."""
     vacant: dict[int, int | None] = field(default_factory=Table)
     """Slots that nobody holds, nor is to hold -> the version since when; None: since the recovery under way."""
+    unlogged_below: int | None = None
+    """Below this version the log lacks what was done while a slot was vacant (LACKS: RUNNING tells which); None: it
+    lacks nothing of that."""
+    given_up: list[int] = field(default_factory=list)
+    """Slots that are not vacant yet, and for which no process comes any more."""
     fenced: list[Holder] = field(default_factory=list)
     """Incarnations that must not run."""
     num_stages: int = 0

@@ -266,6 +266,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
                 pid=request.pid,
                 exit_code=request.exit_code,
                 unfit=_said(request.unfit, LONGEST_REASON),
+                given_up=request.given_up,
             ),
         )
 

@@ -7,6 +7,7 @@ from swift.log.placement import PATIENCE_S
 HEARTBEAT_S = 0.5
 LEASE_HEARTBEATS = 20
 LOG_LOST_S = 30.0
+REPLACED_WITHIN_S = 120.0
 KEPT_LEASES = 60
 BEATS_PER_S = 512
 """Of one job, unless its leases are too short for that."""
@@ -28,6 +29,8 @@ class Timing:
     step_bound_factor: float = 10.0
     """A step is called hung once it has run for so many times the longest of the last steps."""
 
+    replaced_within_s: float = REPLACED_WITHIN_S
+    """If no process has joined for a lost rank for so long, none will: its launcher may be lost with it."""
     log_lost_s: float = LOG_LOST_S
     """A log server that has not answered for so long is lost, if another one is left; 0: never. Long enough for one
     that is started again, and shorter than ranks wait for it."""

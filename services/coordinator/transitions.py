@@ -53,6 +53,7 @@ class Transitions:
         self.measured: dict[int, RankMeasured] = {}
         """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
         self.suspicions = Suspicions(self.steps)
+        self._awaited = vacancies.Awaited()
         self.replays: dict[int, m.Replaying] = {}
         """rank -> how far its replay is, while there is one."""
 
@@ -66,7 +67,7 @@ class Transitions:
         self.steps.restart(self.row.ready, now)
         version = max(self.row.ready.values())
         self.checkpoints.run_on(version)
-        asked = self._asked(version, self.places.settle(version))
+        asked = self._asked(version, self.places.settle(version) or vacancies.wants_checkpoint(self.row))
         return [*self._transition(), *inexact, *asked, *self._trim()]
 
     def become_forming(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
@@ -108,6 +109,24 @@ class Transitions:
         vacant = vacancies.vacate(self.row, dead)
         events = [self._event("left_vacant", rank=slot) for slot in vacant]
         return [*self._begin_anew(dead, reason), *events]
+
+    def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
+        """Of ranks, and the loss of log servers, found together."""
+        reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
+        words = self.places.lose(lost)
+        events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
+        return [*self._anew(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
+
+    def give_up(self, ranks: Sequence[int]) -> list[Effect]:
+        """No process comes for these, which nobody holds."""
+        row = self.row
+        waits = row.state in (State.FENCING, State.PLANNING, State.RECOVERING)
+        missing = [rank for rank in ranks if rank not in row.holders and rank not in row.vacant]
+        if not missing or not waits or not vacancies.shrinks_late(row.config):
+            return []
+        if ends := vacancies.give_up(row, missing):
+            return self.become_failed(ends)
+        return self._anew({}, f"no process takes the place of rank {', '.join(map(str, missing))}")
 
     def _begin_anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         if self.row.state is State.FORMING:

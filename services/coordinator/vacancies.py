@@ -1,7 +1,11 @@
 """Slots that are vacant under a strategy that shrinks the world: the holder was lost, the others go on without it.
 
+With "auto" and a `lost_shard` they wait for another process first, and go on without the rank once it is known that
+none comes: its launcher has said so, or nobody has joined for a long time. From there on it is as with "shrink".
+
 ::
 
+    (auto)        `give_up`: no process comes for the slot; `Awaited`: none has come
     (a death)     `vacate`: the slot is vacant in the generation that follows
     (a plan)      `named`: if nobody computes the batches of that data-parallel rank (`lost_shard` "drop") it is not
                   exact, with that reason; so the log is given up, and the target saved
@@ -16,7 +20,7 @@ replica, which has the same state; that is a part of such a strategy, so it take
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import LACKS, JobRow, State
 from swift.recovery import Plan
 from swift.recovery import shrinks as strategy_shrinks
 
@@ -26,12 +30,62 @@ def shrinks(config: Mapping[str, str]) -> bool:
     return strategy_shrinks(config.get("strategy", ""))
 
 
+def shrinks_late(config: Mapping[str, str]) -> bool:
+    """So does one with this, once no process comes for a lost rank."""
+    return config.get("strategy") == "auto" and bool(config.get("lost_shard"))
+
+
+def strategy_of(row: JobRow, strategy: str) -> str:
+    """By which the job recovers, if it is configured with `strategy`: what was done while a slot was vacant is not
+    replayed, because the log has not all of it."""
+    late = shrinks_late(row.config)
+    return "shrink" if late and (row.vacant or lacks_steps(row)) else strategy
+
+
+def lacks_steps(row: JobRow) -> bool:
+    """The log lacks some behind the newest checkpoint."""
+    below, newest = row.unlogged_below, max(row.checkpoints, default=0)
+    return below is not None and (below == LACKS or newest < below)
+
+
+def wants_checkpoint(row: JobRow) -> str:
+    """(RUNNING) Why one is needed soon; empty: none is."""
+    return "the log lacks steps that were done while a slot was vacant" if lacks_steps(row) else ""
+
+
+class Awaited:
+    """For how long a slot has been without a holder. Not durable: a coordinator that begins anew waits anew."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def overdue(self, row: JobRow, limit_s: float, now: float) -> list[int]:
+        """Those for which nobody has come for so long."""
+        waits = shrinks_late(row.config) and row.state in (State.FENCING, State.PLANNING)
+        missing = [slot for slot in row.slots() if slot not in row.holders] if waits else []
+        self._since = {slot: self._since.get(slot, now) for slot in missing}
+        return [slot for slot, since in self._since.items() if now - since > limit_s]
+
+
+def give_up(row: JobRow, slots: Iterable[int]) -> str:
+    """No process comes for these. Why the job cannot go on without them; empty: it can, or waits for others."""
+    if not shrinks_late(row.config) or row.state is State.FORMING:
+        return ""
+    row.given_up = sorted({*row.given_up, *slots} - set(row.vacant))
+    if _whole(row, set(row.slots()) - set(row.given_up)):
+        return ""
+    ranks = ", ".join(map(str, row.given_up))
+    return f"no process takes the place of rank {ranks}, and no whole pipeline is left without it"
+
+
 def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
     """(before a new generation) The slots of the dead that become vacant: all, if a whole pipeline is left; else none,
     and the job goes on from its checkpoint with other processes."""
     dead = sorted(dead)
     left = {rank for rank, holder in row.holders.items() if rank not in dead and not holder.gone}
-    if not shrinks(row.config) or row.state is State.FORMING or not _whole(row, left):
+    if shrinks_late(row.config):
+        dead, row.given_up = row.given_up, []
+    elif not shrinks(row.config) or row.state is State.FORMING or not _whole(row, left):
         return []
     for slot in dead:
         row.vacant[slot] = None
@@ -48,6 +102,7 @@ def fill(row: JobRow, slot: int) -> str:
     row.shards = {}  # nothing that was begun without this slot becomes complete
     row.rolled_back_in = row.generation + 1
     row.log_ends = row.log_ends or _drops(row)
+    row.unlogged_below = LACKS if shrinks_late(row.config) else None
     return f"rank {slot} has come back"
 
 
@@ -69,11 +124,13 @@ def settle(row: JobRow, version: int) -> None:
     row.vacant = {
         slot: version if since is None else min(since, version) for slot, since in row.vacant.items()
     }
+    if row.unlogged_below == LACKS and not row.vacant:
+        row.unlogged_below = version
 
 
 def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
     """Why a job with this configuration cannot begin with that checkpoint; empty: it can."""
-    if shrinks(config):
+    if shrinks(config) or shrinks_late(config):
         return ""
     slots = [slot for slot, since in row.vacant.items() if since is None or since <= version]
     if not slots:

@@ -5,7 +5,7 @@ from services.coordinator.communicators import lost_slots
 from services.coordinator.core import Job
 from services.coordinator.messages_text import waiting_for
 from services.coordinator.row import Decision, Holder, JobRow, State
-from services.coordinator.vacancies import shrinks
+from services.coordinator.vacancies import shrinks, shrinks_late
 from swift._pb import coordinator_pb2 as pb
 from swift.control.measured import to_message
 from swift.control.plans import encoded
@@ -24,6 +24,7 @@ def view_of(row: JobRow) -> pb.View:
         members=[_member(row.holders[rank]) for rank in sorted(row.holders)],
         vacant=sorted(row.vacant),
         shrinks=shrinks(row.config),
+        shrinks_late=shrinks_late(row.config),
         fenced=[_member(holder) for holder in row.fenced],
         plan=_plan_of(row),
         log_servers=row.addresses(),

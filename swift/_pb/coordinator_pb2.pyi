@@ -573,6 +573,7 @@ class View(_message.Message):
     ENDS_OF_FIELD_NUMBER: _builtins.int
     VACANT_FIELD_NUMBER: _builtins.int
     SHRINKS_FIELD_NUMBER: _builtins.int
+    SHRINKS_LATE_FIELD_NUMBER: _builtins.int
     TAKING_PART_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
@@ -623,6 +624,8 @@ class View(_message.Message):
     ends_of: _builtins.int
     shrinks: _builtins.bool
     """the slots of ranks that are lost become vacant, and the others go on"""
+    shrinks_late: _builtins.bool
+    """so do they once it is known that no process takes a lost rank's place"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """the live holder of each rank"""
@@ -715,6 +718,7 @@ class View(_message.Message):
         ends_of: _builtins.int = ...,
         vacant: _abc.Iterable[_builtins.int] | None = ...,
         shrinks: _builtins.bool = ...,
+        shrinks_late: _builtins.bool = ...,
         taking_part: _abc.Iterable[Global___Seat] | None = ...,
         lost: _abc.Iterable[_builtins.int] | None = ...,
         revoked: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
@@ -723,7 +727,7 @@ class View(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "ends_at", b"ends_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "decisions", b"decisions", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "left", b"left", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "lost", b"lost", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "revoked", b"revoked", "runs", b"runs", "setbacks", b"setbacks", "shrinks", b"shrinks", "state", b"state", "taking_part", b"taking_part", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "decisions", b"decisions", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "left", b"left", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "lost", b"lost", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "revoked", b"revoked", "runs", b"runs", "setbacks", b"setbacks", "shrinks", b"shrinks", "shrinks_late", b"shrinks_late", "state", b"state", "taking_part", b"taking_part", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
@@ -1479,6 +1483,7 @@ class ExitRequest(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     UNFIT_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -1488,6 +1493,10 @@ class ExitRequest(_message.Message):
     """negative: killed by that signal"""
     unfit: _builtins.str
     """Nobody has exited: the rank's place has failed the launcher's health check, and why. No process gets it now."""
+    given_up: _builtins.bool
+    """No process takes the rank's place any more: --max-restarts is used up, or its place was given up (then nobody has
+    exited now, and incarnation is empty). With strategy "auto" and a lost_shard the others go on without it.
+    """
     def __init__(
         self,
         *,
@@ -1497,10 +1506,11 @@ class ExitRequest(_message.Message):
         pid: _builtins.int = ...,
         exit_code: _builtins.int = ...,
         unfit: _builtins.str = ...,
+        given_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "incarnation", b"incarnation", "job", b"job", "pid", b"pid", "rank", b"rank", "unfit", b"unfit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "given_up", b"given_up", "incarnation", b"incarnation", "job", b"job", "pid", b"pid", "rank", b"rank", "unfit", b"unfit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

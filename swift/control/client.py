@@ -345,12 +345,26 @@ class CoordinatorClient(PatientLine):
 
     # --- calls of a launcher, and of anyone ---
 
-    def member_exited(self, rank: int, pid: int, exit_code: int, incarnation: str = "") -> None:
-        """(launcher) A child has exited; `exit_code` is negative if a signal killed it."""
+    def member_exited(
+        self, rank: int, pid: int, exit_code: int, incarnation: str = "", *, given_up: bool = False
+    ) -> None:
+        """(launcher) A child has exited; `exit_code` is negative if a signal killed it. `given_up`: no process takes
+        its place."""
         self._call(
             self._stub.MemberExited,
-            pb.ExitRequest(job=self.job, rank=rank, incarnation=incarnation, pid=pid, exit_code=exit_code),
+            pb.ExitRequest(
+                job=self.job,
+                rank=rank,
+                incarnation=incarnation,
+                pid=pid,
+                exit_code=exit_code,
+                given_up=given_up,
+            ),
         )
+
+    def place_given_up(self, rank: int) -> None:
+        """(launcher) No process takes the place of that rank any more. Its last one has exited before."""
+        self._call(self._stub.MemberExited, pb.ExitRequest(job=self.job, rank=rank, given_up=True))
 
     def place_unfit(self, rank: int, reason: str) -> None:
         """(launcher) No process gets the place of that rank now: it has failed its health check. It is only shown."""

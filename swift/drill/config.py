@@ -194,7 +194,7 @@ class DrillConfig:
     @property
     def shrinks(self) -> bool:
         """Slots of lost ranks stay vacant."""
-        return shrinks(self.strategy)
+        return shrinks(self.strategy) or (self.strategy == "auto" and bool(self.lost_shard))
 
     @property
     def drops(self) -> bool:

@@ -159,7 +159,7 @@ class FaultedRun:
                 regroup.pauses(config.regroups) | shrinking.pauses(config),
                 config.topology,
                 paused=shrinking.first_survivor(config),
-                strategy=config.strategy,
+                strategy="shrink" if config.strategy == "auto" and config.shrinks else config.strategy,
                 each_held=config.warm_up,
             ),
             die_at=[

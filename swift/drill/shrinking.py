@@ -45,6 +45,8 @@ def check(config: "DrillConfig") -> None:
             raise UsageError(f"--grow {config.grow} needs --strategy shrink, rollback or lossy-forward")
         return
     flag, shape = f"--strategy {config.strategy}", config.topology
+    if config.strategy == "auto":
+        _check_late(config)
     if shape.pipeline_ranks > 1 and config.finishes_cut_steps:
         raise UsageError(
             f"{flag} with --stages {shape.pipeline_ranks}: only replicas of a whole model finish a step so; "
@@ -90,6 +92,19 @@ def check(config: "DrillConfig") -> None:
     if version >= shape.steps:
         raise UsageError(
             f"--grow {config.grow}: step must be at most {shape.steps - 2} (--steps {shape.steps})"
+        )
+
+
+def _check_late(config: "DrillConfig") -> None:
+    """Of strategy "auto", under which others go on once no process comes. Raises UsageError."""
+    if config.topology.replicas == 1:
+        raise UsageError(
+            f"--lost-shard {config.lost_shard} with --strategy auto and one replica: nobody else holds a lost rank's "
+            "state; give --replicas 2 or more"
+        )
+    if config.grow:
+        raise UsageError(
+            f"--grow {config.grow} with --strategy auto: a process that comes takes the lost rank's place at once"
         )
 
 

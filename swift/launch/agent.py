@@ -297,7 +297,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if verdict.action == Action.STOP:
             self._fail(verdict)
             return
-        self._notify(child)
+        self._notify(child, given_up=verdict.action == Action.VACANT)
         if verdict.action == Action.REPLACE:
             self._replace(child, local_rank, verdict.reason)
             return
@@ -323,7 +323,9 @@ class ReplacingAgent(SimpleElasticAgent):
             has_run=has_run,
             finished=view is not None and view.state == pb.FINISHED,
             can_return=view is not None and view.HasField("final_version"),
-            may_shrink=has_run and view is not None and (bool(view.taking_part) or view.shrinks),
+            may_shrink=has_run
+            and view is not None
+            and (bool(view.taking_part) or view.shrinks or view.shrinks_late),
         )
 
     def _leave_vacant(self, verdict: Verdict) -> None:
@@ -366,6 +368,7 @@ class ReplacingAgent(SimpleElasticAgent):
             case Action.STOP:
                 self._fail(verdict)
             case Action.VACANT:
+                self._link.notify_given_up(rank)
                 self._vacated.add(local_rank, rank, waiting.incarnation)
                 self._leave_vacant(verdict)
                 if self._view is not None:
@@ -374,9 +377,11 @@ class ReplacingAgent(SimpleElasticAgent):
                 self._lost_code = verdict.exit_code
                 say(verdict.reason)
 
-    def _notify(self, child: Child) -> None:
+    def _notify(self, child: Child, *, given_up: bool = False) -> None:
         if child.rank is not None and child.exit_code is not None:
-            self._link.notify_exit(child.rank, child.pid, child.exit_code, child.incarnation)
+            self._link.notify_exit(
+                child.rank, child.pid, child.exit_code, child.incarnation, given_up=given_up
+            )
 
     # The end, and what the coordinator says.
 

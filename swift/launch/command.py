@@ -186,8 +186,8 @@ def _add_recovery(ours: "argparse._ArgumentGroup") -> None:
         "--lost-shard",
         "--lost_shard",
         choices=LOST_SHARDS,
-        help="With --strategy shrink or rollback: the others compute the batches of a lost rank ('redistribute', the "
-        "default), or nobody does ('drop', not exact).",
+        help="With --strategy shrink or rollback, and with auto if no process takes a lost rank's place: the others "
+        "compute its batches ('redistribute'), or nobody does ('drop', not exact).",
     )
     ours.add_argument(
         "--snapshot-every",

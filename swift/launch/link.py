@@ -39,9 +39,17 @@ class CoordinatorLink:
         self._thread = threading.Thread(target=self._run, name="coordinator-link", daemon=True)
         self._thread.start()
 
-    def notify_exit(self, rank: int, pid: int, exit_code: int, incarnation: str) -> None:
-        """A child has exited."""
-        self._calls.put(lambda client: client.member_exited(rank, pid, exit_code, incarnation))
+    def notify_exit(
+        self, rank: int, pid: int, exit_code: int, incarnation: str, *, given_up: bool = False
+    ) -> None:
+        """A child has exited. `given_up`: no process takes its place."""
+        self._calls.put(
+            lambda client: client.member_exited(rank, pid, exit_code, incarnation, given_up=given_up)
+        )
+
+    def notify_given_up(self, rank: int) -> None:
+        """No process takes the place of that rank, whose last one has exited before."""
+        self._calls.put(lambda client: client.place_given_up(rank))
 
     def notify_unfit(self, rank: int, reason: str) -> None:
         """The place of that rank has failed its health check, so that no process gets it."""

@@ -148,10 +148,8 @@ def shrinks(strategy: str) -> bool:
 
 def lost_shard_problem(strategy: str, lost_shard: str) -> str:
     """Why `lost_shard` cannot be asked for with this strategy; empty: it can, or nothing is asked for."""
-    if lost_shard and not shrinks(strategy):
-        return (
-            "a lost rank comes back, and computes its batches itself; leave it out, or use shrink or rollback"
-        )
+    if lost_shard and strategy != "auto" and not shrinks(strategy):
+        return "a lost rank comes back, and computes its batches itself; leave it out, or use shrink, rollback or auto"
     if strategy == "lossy-forward" and lost_shard == "redistribute":
         return "nobody computes the batches of a lost rank; leave it out, or use shrink or rollback"
     return ""

@@ -39,10 +39,10 @@ class SessionConfig:
     each rank keeps its own and another one's), "reinit" (as "checkpoint", but the training function begins again in
     every process: `swift.reinit`)."""
     lost_shard: str = ""
-    """With "shrink" and "rollback": what becomes of the batches of a lost rank. "redistribute" (the default): the
-    others compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the
-    learning rate stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always
-    dropped."""
+    """With "shrink" and "rollback", and with "auto" if no process takes a lost rank's place (empty: then the job ends or
+    waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
+    compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate
+    stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always dropped."""
     snapshot_every: int = 0
     """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
     which goes back to them where that takes less time than a replay (0: there are none)."""
@@ -171,6 +171,11 @@ class SessionConfig:
                 f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
                 "for a lost rank if they hold all of its state; give at least 2 replicas, without shards"
             )
+        if self.strategy == "auto" and self.snapshot_every:
+            raise UsageError(
+                f"lost_shard={self.lost_shard!r} with snapshot_every={self.snapshot_every}: a rank that is not there "
+                "keeps no snapshot; leave one out"
+            )
         if self.finishes_cut_steps and not self.allow_inexact:
             raise UsageError(
                 f"strategy={self.strategy!r} does not lead to the bits of a run that never failed: say "
@@ -199,8 +204,8 @@ class SessionConfig:
 
     @property
     def shrinks(self) -> bool:
-        """The job goes on without a rank that is lost."""
-        return shrinks(self.strategy)
+        """The job goes on without a rank that is lost; with "auto", if no other process takes its place."""
+        return shrinks(self.strategy) or (self.strategy == "auto" and bool(self.lost_shard))
 
     @property
     def redistributes(self) -> bool:

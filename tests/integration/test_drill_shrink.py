@@ -56,6 +56,43 @@ def test_the_others_compute_the_lost_batches(replicas: int, phase: str, twins: T
 PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
 
 
+def late(stages: int, replicas: int, *words: str) -> list[str]:
+    shape = ["--stages", str(stages), "--replicas", str(replicas)]
+    return [*shape, "--strategy", "auto", "--lost-shard", "redistribute", *words]
+
+
+@pytest.mark.parametrize(
+    ("shape", "phase"),
+    [
+        ((1, 4), "backward"),
+        ((2, 2), "reduce"),
+        *(pytest.param((1, 2), phase, marks=MATRIX) for phase in PHASES),
+        *(pytest.param((2, 2), phase, marks=MATRIX) for phase in PHASES if phase != "reduce"),
+    ],
+)
+def test_auto_goes_on_without_a_rank_for_which_no_process_comes(
+    shape: tuple[int, int], phase: str, twins: Twins, tmp_path: Path
+) -> None:
+    """Its launcher has none left."""
+    report = passed(drill(*late(*shape), *kills(spec(1, phase)), twins=twins, at=tmp_path))
+    exact(report, [1])
+
+
+@MATRIX
+def test_auto_waits_for_a_place_until_it_is_given_up(twins: Twins, tmp_path: Path) -> None:
+    """It has failed its health check six times."""
+    words = late(1, 2, "--unfit", "rank=1,times=6")
+    report = passed(drill(*words, *kills(spec(1, "backward")), twins=twins, at=tmp_path))
+    exact(report, [1])
+    assert "no process takes the place of rank 1" in str(report["recoveries"])
+
+
+@MATRIX
+def test_auto_drops_batches_only_if_that_is_allowed(twins: Twins, tmp_path: Path) -> None:
+    words = ["--stages", "1", "--replicas", "4", "--lost-shard", "drop", "--allow-inexact"]
+    dropped(drill(*words, *kills(spec(1, "backward")), twins=twins, at=tmp_path), [1])
+
+
 @pytest.mark.parametrize(
     ("shape", "rank", "phase", "schedule"),
     [

@@ -215,7 +215,7 @@ def two_kills(trainer: Trainer, world: int) -> list[Kill]:
     place = next((place for place in held if place in trainer.kills), "idle")
     return [
         Kill(place=place, rank=(world - 1 - number) % world, step=step)
-        for number, step in enumerate((2, trainer.steps - 3))
+        for number, step in enumerate((2, trainer.steps // 2))
     ]
 
 

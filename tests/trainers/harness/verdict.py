@@ -80,7 +80,8 @@ def of_killed(undisturbed: Outcome, killed: Outcome, kills: int) -> Verdict:
     """A run with kills beside the one without."""
     if killed.code == USAGE:
         refusal = _refusal(killed)
-        return Verdict(word=NAMED, why=refusal.why) if _LEFT_BEHIND.match(refusal.why) else refusal
+        named = _LEFT_BEHIND.match(refusal.why) or _is_named(killed)
+        return Verdict(word=NAMED, why=refusal.why) if named else refusal
     if killed.code != 0:
         by_name = _ENDED_BY_NAME.match((said(killed) or [""])[-1])
         return Verdict(word=NAMED if by_name else MISS, why=by_name.group() if by_name else _end(killed))

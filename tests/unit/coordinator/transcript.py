@@ -10,7 +10,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     durable rank= version= [generation=]                 finish rank= version=
          [number= since=]                                regroup groups=
     ask [rank= generation= after=] reason=               pressed server= trimmed= reason=
-    exited rank= code= [inc=] [pid=]   unfit rank= reason=
+    exited rank= code= [inc=] [pid=] [given_up=yes]   unfit rank= reason=   given_up rank=
                      fail [rank=] reason=     stop run= [reason=]
     beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
     fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
@@ -42,7 +42,7 @@ from swift.control.updates import applied, between, whole
 from swift.recovery import HeldSnapshot, StreamSummary
 from tests.unit.coordinator.rows import read, write_changes
 
-TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)
+TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
 
 
 CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard")
@@ -228,11 +228,22 @@ class World:
         self.versions[int(rank)] = int(version)
         return self.step(m.Heartbeat(sender=self.sender(rank, inc), version=int(version)))
 
-    def do_exited(self, rank: str, code: str, inc: str | None = None, pid: str = "0") -> list[str]:
+    def do_exited(
+        self, rank: str, code: str, inc: str | None = None, pid: str = "0", given_up: str = "no"
+    ) -> list[str]:
         incarnation = self.incarnations.get(int(rank), "") if inc is None else inc
         return self.step(
-            m.MemberExited(rank=int(rank), incarnation=incarnation, pid=int(pid), exit_code=int(code))
+            m.MemberExited(
+                rank=int(rank),
+                incarnation=incarnation,
+                pid=int(pid),
+                exit_code=int(code),
+                given_up=given_up == "yes",
+            )
         )
+
+    def do_given_up(self, rank: str) -> list[str]:
+        return self.step(m.MemberExited(rank=int(rank), incarnation="", pid=0, exit_code=0, given_up=True))
 
     def do_unfit(self, rank: str, reason: str) -> list[str]:
         return self.step(m.MemberExited(rank=int(rank), incarnation="", pid=0, exit_code=0, unfit=reason))

@@ -35,7 +35,12 @@ Events = list[dict[str, Any]]
             "every pipeline loses a rank; leave one whole",
         ),
         ("--stages 1 --strategy shrink", "--replicas 2 or more"),
-        ("--lost-shard drop", "--lost-shard drop with --strategy auto: a lost rank comes back"),
+        ("--strategy replay --lost-shard drop", "with --strategy replay: a lost rank comes back"),
+        ("--replicas 1 --lost-shard redistribute", "nobody else holds a lost rank's state"),
+        (
+            "--stages 1 --replicas 2 --lost-shard redistribute --grow step=9",
+            "a process that comes takes the lost rank's place",
+        ),
         ("--grow step=20", "--grow step=20 needs --strategy shrink"),
         (f"{COMMAND} {KILL} --lost-shard drop", "add --allow-inexact"),
         (f"{COMMAND} {KILL} --lost-shard keep", "one of redistribute, drop"),

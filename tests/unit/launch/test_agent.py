@@ -29,7 +29,7 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
         "_link": SimpleNamespace(view=pb.View(generation=1, state=state), fail=lambda reason: None),
         "_replacements_left": 3,
         "_has_run": False,
-        "_notify": lambda child: None,
+        "_notify": lambda child, *, given_up: None,
         "_replace": lambda _child, local_rank, _reason: found.append(local_rank),
     }
     vars(agent).update(stubs)
