@@ -53,6 +53,8 @@ class _Process:
         self.session: Closable | None = None
         self.asked = False
         """Reinitialize was raised, and has not come here yet."""
+        self.leaves = False
+        """It is left for good: a warm-up (`over`)."""
 
 
 _process = _Process()
@@ -73,15 +75,20 @@ def is_open(session: Closable) -> bool:
     return _process.session is session
 
 
-def asked() -> bool:
-    """Its session has raised Reinitialize, whatever has become of that."""
-    return _process.asked
+def begin_warm_up() -> None:
+    """(before the script) The function is called once: whoever calls it again after losses lets that be."""
+    _process.leaves = True
 
 
 def over() -> Reinitialize:
-    """(a warm-up) What to raise: the training function has come as far as it is to."""
+    """(a session in a warm-up) What to raise: the training function has come as far as it is to."""
     _process.asked = True
     return Reinitialize("this spare is warm: the training function is left, until there is a rank for it")
+
+
+def asked() -> bool:
+    """Its session has raised Reinitialize, whatever has become of that."""
+    return _process.asked
 
 
 def hand_on(line: object) -> Reinitialize:
@@ -103,6 +110,8 @@ def has(line: object) -> bool:
 
 def call_again_after_losses(train: Callable[[], T]) -> T:
     """Returns what the last call returns. Raises what it raises; UsageError if it keeps `Reinitialize` to itself."""
+    if _process.leaves:
+        return train()
     first = state()
     _process.depth += 1
     try:
@@ -112,8 +121,7 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
                 if not _process.asked:
                     return result
             except Reinitialize:
-                if _process.line is None:  # a warm-up (`over`)
-                    raise
+                pass
             except Exception as error:
                 if _process.line is not None and not _process.asked and not isinstance(error, UsageError):
                     raise ServiceError(
@@ -149,7 +157,7 @@ def _came_over(error: BaseException) -> bool:
 
 def leave() -> None:
     """Whatever the function has left is gone before it is called again: there may be no room for two of it."""
-    _process.asked = False
+    _process.asked = _process.leaves = False
     session, _process.session = _process.session, None
     if session is not None:
         session.close()

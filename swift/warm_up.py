@@ -3,28 +3,34 @@
     (worker)    ``warm_up(script)`` with the environment of a rank, but for what names its peers
     (a session) is made inside: joins nothing, and has nobody beside it (`swift.runtime.warming`)
     (it)        loads the newest checkpoint, computes one step from logged tensors, and raises `Reinitialize`
-    (worker)    the process is as it was before, but for what libraries keep: kernels, allocators, what autotuning has
-                found, modules that are imported; it waits for its rank, and runs the script from the beginning
+    (here)      the same once more. If the script can begin a second time, computes the same gradients, and leaves
+                nothing behind that would be in its way, the spare is warm
+    (worker)    waits for its rank, and runs the script from the beginning
 
-The second run is in a process that is not new. What that can mean for a script is said in docs/operation.md. If the
-script cannot begin a second time, it is begun in a new interpreter (`swift.launch.worker`).
+What is kept are kernels, allocators, what autotuning has found, and modules that are imported. A spare that is not as
+it was is not used.
 """
 
+import importlib
+import logging
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from swift import reinitializing
-from swift.errors import SwiftError, UsageError
 from swift.words import one_line
 
 
 @dataclass(kw_only=True, slots=True)
 class Warmed:
-    """What a warm-up has done."""
+    """What a warm-up has done. Seconds are of the first run."""
 
     why_not: str = ""
     """One line; empty: the spare is warm."""
@@ -38,15 +44,33 @@ class Warmed:
     """One forward and backward, with what was read for it."""
 
 
+class OneRun:
+    """One run of the script. Filled in by its session."""
+
+    def __init__(self, version: int | None) -> None:
+        self.version = version
+        """The checkpoint to begin from; None: the newest."""
+        self.script_seconds = 0.0
+        self.step_seconds = 0.0
+        self.gradients = b""
+        """A digest of them."""
+        self.models: list[weakref.ref[Any]] = []
+        self.moved: Callable[[Exception], bool] = _has_not_moved
+        """The job has moved on since the session was made, which explains the error."""
+
+
+def _has_not_moved(_error: Exception) -> bool:
+    return False
+
+
 class _Process:
     """This process's."""
 
     def __init__(self) -> None:
-        self.under_way: Warmed | None = None
+        self.under_way: OneRun | None = None
         self.began = 0.0
         self.waited = 0.0
-        self.warmed: Warmed | None = None
-        self.session_made = False
+        self.warmed = False
 
 
 _process = _Process()
@@ -62,15 +86,13 @@ def is_warming_up() -> bool:
 
 def was_warmed_up() -> bool:
     """This process has run the script before, as a spare."""
-    return _process.warmed is not None
+    return _process.warmed
 
 
-def came_to_run() -> Warmed:
-    """(session, in a warm-up) The script has made all that it needs. What is to be filled in."""
-    warmed = _process.under_way
-    assert warmed is not None
-    warmed.script_seconds = script_seconds()
-    return warmed
+def this_run() -> OneRun:
+    """(session, in a warm-up)"""
+    assert _process.under_way is not None
+    return _process.under_way
 
 
 def begin_script() -> None:
@@ -93,47 +115,97 @@ def waiting() -> Iterator[None]:
         _process.waited += time.monotonic() - began
 
 
-def begin_session() -> None:
-    """(session, of a rank) The script has begun; from here on an error is its own."""
-    _process.session_made = True
-
-
-def cannot_begin_again() -> bool:
-    """The script has run here before, and has made no session this time."""
-    return was_warmed_up() and not _process.session_made
-
-
 def warm_up(script: Callable[[], object]) -> Warmed:
-    """Runs it until its session says that it has come far enough. Whatever it raises is the reason why not."""
-    first = reinitializing.state()
-    warmed = _process.under_way = Warmed()
-    begin_script()
-    try:
-        _run(script, warmed)
-        reinitializing.leave()
-        sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
-        reinitializing.put_back(first)
-        _free_device()
-    finally:
-        _process.under_way = None
-        _process.warmed = warmed
+    """Runs it twice, each time until its session says that it has come far enough."""
+    with suppress(ImportError):  # the script imports torch in any case: its settings are to be put back
+        importlib.import_module("swift.runtime.settings")
+    first = OneRun(None)
+    warmed = _run(script, first)
+    if warmed.why_not:
+        return warmed
+    again = OneRun(first.version)
+    second = _run(script, again)
+    if second.why_not:
+        warmed.why_not, warmed.passing = f"the second time: {second.why_not}", second.passing
+    elif again.gradients != first.gradients:
+        warmed.why_not = (
+            "the script computes other gradients the second time: modules keep something that it changes"
+        )
+    else:
+        _process.warmed = True
     return warmed
 
 
-def _run(script: Callable[[], object], warmed: Warmed) -> None:
+def _run(script: Callable[[], object], run: OneRun) -> Warmed:
+    before, left_before = reinitializing.state(), _Left()
+    _process.under_way = run
+    reinitializing.begin_warm_up()
+    begin_script()
+    try:
+        why_not, passing = _leave(script, run)
+        run.moved = _has_not_moved  # what it was holds the model
+        sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
+        left_before.put_back()
+        reinitializing.leave()
+        reinitializing.put_back(before)
+        _free_device()
+    finally:
+        _process.under_way = None
+    return Warmed(
+        why_not=why_not or left_before.left(run.models),
+        passing=passing,
+        version=-1 if run.version is None else run.version,
+        script_seconds=run.script_seconds,
+        step_seconds=run.step_seconds,
+    )
+
+
+def _leave(script: Callable[[], object], run: OneRun) -> tuple[str, bool]:
+    """(why it has not come far enough, whether that will pass)."""
+    process = os.getpid()
+    passing = False
     try:
         script()
     except reinitializing.Reinitialize:
-        return
+        return "", False
     except SystemExit as end:
+        if os.getpid() != process:  # a child of the script's, which has nothing to do here
+            os._exit(end.code if isinstance(end.code, int) else bool(end.code))
         why = f"the script has ended with exit code {end.code}"
     except Exception as error:  # noqa: BLE001  (a stranger's script)
         why = f"{type(error).__name__}: {one_line(str(error))}"
-        warmed.passing = isinstance(error, SwiftError) and not isinstance(error, UsageError)
+        passing = run.moved(error)
     else:
         why = "the script has ended"
-    if not reinitializing.asked():
-        warmed.why_not = why
+    if os.getpid() != process:
+        os._exit(1)
+    return ("", False) if reinitializing.asked() else (why, passing)
+
+
+class _Left:
+    """What a script may leave in its process, beside what `reinitializing` knows."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._streams = sys.stdout, sys.stderr
+        self._hook = sys.excepthook
+        self._handlers = list(logging.root.handlers)
+
+    def put_back(self) -> None:
+        sys.stdout, sys.stderr = self._streams
+        sys.excepthook = self._hook
+        logging.root.handlers[:] = self._handlers
+
+    def left(self, models: Iterable["weakref.ref[Any]"]) -> str:
+        """What would be in the way of the rank; empty: nothing."""
+        threads = [t for t in threading.enumerate() if t not in self._threads and not t.daemon]
+        if threads:
+            return f"the script has left a thread running ({threads[0].name})"
+        if "multiprocessing" in sys.modules and sys.modules["multiprocessing"].active_children():
+            return "the script has left processes running (workers of a data loader, say)"
+        if any(model() is not None for model in models):
+            return "the script's model stays in memory when the script is left"
+        return ""
 
 
 def _free_device() -> None:

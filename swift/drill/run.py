@@ -151,7 +151,7 @@ class FaultedRun:
         self._cluster = Cluster(
             directory,
             ranks=config.topology.ranks,
-            spares=warming.spares(config) if shrinking.is_replaced(config) else 0,
+            spares=config.spares if shrinking.is_replaced(config) else 0,
             max_restarts=None if shrinking.is_replaced(config) else 0,
             trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
             faults=to_environment(

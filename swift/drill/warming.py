@@ -33,11 +33,6 @@ def check(config: "DrillConfig") -> None:
         )
 
 
-def spares(config: "DrillConfig") -> int:
-    """One for each rank."""
-    return max(config.spares, config.topology.ranks) if config.warm_up else config.spares
-
-
 def launcher_flags(config: "DrillConfig") -> list[str]:
     return ["--warm-up"] if config.warm_up else []
 
@@ -46,7 +41,7 @@ def count(event: dict[str, Any], there: Counter[int]) -> None:
     """(while the run is watched) `there`: spares that are warmed up, by rank."""
     if event["event"] == "warmed_up" and not event["why_not"]:
         there[int(event["rank"])] += 1
-    if event["event"] == "spare_assigned" and event["warmed_for"] is not None:
+    if event["event"] == "spare_assigned" and event["warmed_up"]:
         there[int(event["rank"])] -= 1
 
 

@@ -167,6 +167,7 @@ class ReplacingAgent(SimpleElasticAgent):
         for child in ended:
             self._on_exit(child)
         self._on_view(self._view)
+        self._spares.look(self._view)
         self._miss_those_who_left(now)
         for local_rank, why, failures in self._waiting.failed():
             self._on_unfit(local_rank, why, failures)
@@ -250,7 +251,7 @@ class ReplacingAgent(SimpleElasticAgent):
     def _give_rank(self, local_rank: int) -> Child:
         group = self._worker_group
         rank = group.workers[local_rank].global_rank
-        child = self._spares.take(rank)
+        child = self._spares.take(rank, on_its_device=local_rank not in self._host)
         child.assign(rank, self._program(local_rank, child.incarnation))
         events.emit(
             "spare_assigned",
@@ -258,7 +259,7 @@ class ReplacingAgent(SimpleElasticAgent):
             pid=child.pid,
             incarnation=child.incarnation,
             warm=child.warm,
-            warmed_for=child.warmed_for,
+            warmed_up=child.warmed_up,
         )
         self._ranks[local_rank] = child
         group.workers[local_rank].id = child.pid

@@ -62,10 +62,14 @@ class Child:
         self.forked = process is None
         self.incarnation = uuid.uuid4().hex
         self.warm = False
-        self.warming_for: int | None = None
-        """The rank as which it runs the script to be warmed up, if it does so now."""
-        self.warmed_for: int | None = None
-        """The rank as which it has done so, and is warm."""
+        self.kept_for: int | None = None
+        """(a spare) It is warmed up as this rank, and takes no other one's place; None: it takes any."""
+        self.warming = False
+        """It runs the script to be warmed up."""
+        self.warmed_up = False
+        """It has done so, and is as it was before."""
+        self.unwanted = False
+        """It was killed on purpose, and has not gone yet."""
         self.said = b""
         """What it has written to `warm_fd` and nobody has taken yet."""
         self.rank: int | None = None
@@ -75,7 +79,7 @@ class Child:
     @property
     def kind(self) -> str:
         """In words."""
-        if self.warmed_for is not None:
+        if self.warmed_up:
             return "a spare that was warmed up"
         return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
 
@@ -86,10 +90,15 @@ class Child:
         os.close(self._control_fd)
         self._control_fd = -1
 
-    def warm_up(self, rank: int, assignment: Assignment) -> None:
-        """Lets a spare run the script as that rank would. It writes a line when it is done."""
+    def warm_up(self, assignment: Assignment) -> None:
+        """Lets a spare run the script as a rank would. It writes a line when it is done."""
         self._tell(assignment)
-        self.warming_for = rank
+        self.warming = True
+
+    def discard(self) -> None:
+        """It is killed; its pidfd tells when it has gone."""
+        self.unwanted = True
+        self.kill_group()
 
     def _tell(self, assignment: Assignment) -> None:
         line = assignment.to_line()
@@ -186,12 +195,9 @@ class Nursery:
 
     @property
     def spares(self) -> list[Child]:
-        """The best one first: warmed up, then warm, then the one that was started earliest. Those that are being warmed
-        up come last."""
-        return sorted(
-            (child for child in self.children if child.rank is None),
-            key=lambda child: (child.warming_for is not None, child.warmed_for is None, not child.warm),
-        )
+        """The best one first: warm, then the one that was started earliest."""
+        there = (child for child in self.children if child.rank is None and not child.unwanted)
+        return sorted(there, key=lambda child: not child.warm)
 
     def attend(self, what: HasFileno, hear: Callable[[], None]) -> None:
         """`wait` calls `hear` whenever `what` is readable, until it is told to `ignore` it."""

@@ -127,18 +127,15 @@ def make_parser() -> argparse.ArgumentParser:
         "and six letters. A name that was made up is printed.",
     )
     ours.add_argument(
-        "--spares",
-        type=int,
-        metavar="N",
-        help="Warm processes kept to replace a dead rank (default 1; with --warm-up one for each rank of the machine).",
+        "--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1)."
     )
     ours.add_argument(
         "--warm-up",
         "--warm_up",
         action="store_true",
-        help="A spare runs the script before it is needed, as far as one forward and backward of a rank's stage from "
-        "logged tensors: kernels, allocators and imports are warm then. It is of use to that rank only. Meanwhile it "
-        "takes as much memory as a rank (docs/operation.md).",
+        help="Keep one more process for each rank, which runs the script before it is needed, as far as one forward "
+        "and backward from logged tensors: kernels, allocators and imports are warm then. Meanwhile it takes as much "
+        "memory as a rank (docs/operation.md).",
     )
     ours.add_argument(
         "--preload",
@@ -328,7 +325,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         terms=terms,
         job=job,
         output=Output(redirects=redirects, shown=shown, run_dir=run_dir),
-        spare_count=(config.nproc_per_node if args.warm_up else 1) if args.spares is None else args.spares,
+        spare_count=args.spares,
         warms_up=args.warm_up,
         preload=",".join(
             [PRELOAD_DEFAULT if args.preload_only is None else args.preload_only, *args.preload]
@@ -363,10 +360,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --snapshot-every {args.snapshot_every}: 1 or more")
     if not 0 <= args.sigterm_checkpoint_s < 86400:
         raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
-    if args.spares is not None and args.spares < 0:
+    if args.spares < 0:
         raise UsageError(f"run: --spares {args.spares}: 0 or more")
-    if args.spares == 0 and args.warm_up:
-        raise UsageError("run: --warm-up with --spares 0: there is no spare to warm up; leave one out")
     if args.monitor_interval <= 0:
         raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
     if args.job is not None and not JOB_PATTERN.fullmatch(args.job):

@@ -1,14 +1,17 @@
 """The spares of one machine: how many there are, which of them are warmed up, and which one gets a lost rank's place.
 
-    (agent)  ``take`` for a place → … → ``heard`` and ``ended`` of children → ``tend`` when nothing is to be recovered
+    (agent)  ``take`` for a rank → … → ``heard`` and ``ended`` of children → ``look`` at each View → ``tend`` when
+             nothing is to be recovered
 
-A spare is *warm* once it has imported what ranks need. With ``--warm-up`` it is *warmed up* besides: it has run the
-script as a rank would (`swift.warm_up`). While it does so it takes no place: whoever is needed then is a new process,
-and the warm-up is ended, so that it takes neither time nor memory from the recovery.
+A spare is *warm* once it has imported what ranks need; it takes any rank's place. With ``--warm-up`` there is one more
+for each rank, which is *warmed up*: it has run the script as that rank would (`swift.warm_up`), and takes that place
+only. What modules and torch's caches keep of a rank (its number, its place in a mesh) would be in another one's way.
+
+While a spare is being warmed up it takes no place. It is ended when the job has something to recover, so that it takes
+neither time nor memory from that. One whose warm-up has failed is ended too: nobody knows what is left in it.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from swift import events
@@ -21,10 +24,9 @@ SPARE_FAILURES_MAX = 3
 """Spares that may die in a row before they are warm; then there are none any more."""
 WARM_UP_FAILURES_MAX = 3
 """Warm-ups that may fail in a row; then there are none any more."""
-
-
 AGAIN_S = 2.0
-"""A warm-up that the job was in the way of is tried again after this time."""
+AGAIN_S_MAX = 60.0
+"""A warm-up that the job was in the way of is tried again after this time; longer, if that comes again."""
 WARM_UP_S_MAX = 900.0
 """A warm-up that takes longer is ended: it may wait for something that does not come."""
 
@@ -35,8 +37,8 @@ class Spares:
     def __init__(
         self, nursery: Nursery, count: int, *, warm_up: Callable[[int, str], Assignment] | None
     ) -> None:
-        """`warm_up(local_rank, incarnation)`: what is to be run as the rank of that place would; None: spares are not
-        warmed up."""
+        """`count`: of those for any rank. `warm_up(local_rank, incarnation)`: what is to be run as the rank of that
+        place would; None: spares are not warmed up."""
         self._nursery = nursery
         self.count = count
         self._warm_up = warm_up
@@ -45,57 +47,71 @@ class Spares:
         self._warm_up_began = 0.0
         self._next_warm_up = 0.0
         """Not before."""
+        self._again_s = AGAIN_S
 
     def spawn(self) -> Child:
         child = self._nursery.spawn()
         events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation, forked=child.forked)
         return child
 
-    def take(self, rank: int) -> Child:
-        """The one that is to become this rank; a new process if there is none.
-
-        One that was warmed up as another rank is not taken: what modules and torch's caches keep of that rank (its
-        number, its place in a mesh) would be in the way.
-        """
+    def take(self, rank: int, *, on_its_device: bool) -> Child:
+        """The one that is to become this rank; a new process if there is none. `on_its_device`: of its own place; else
+        what was warmed up is of no use."""
+        self._end_warm_up()
         spares = self._nursery.spares
-        for child in spares:
-            if child.warming_for is not None:
-                child.kill_group()
-        fit = [child for child in spares if child.warming_for is None and child.warmed_for in (rank, None)]
-        return next(iter(fit), None) or self.spawn()
+        warmed_up = [
+            child for child in spares if child.warmed_up and child.kept_for == rank and on_its_device
+        ]
+        plain = [child for child in spares if child.kept_for is None]
+        return next(iter([*warmed_up, *plain]), None) or self.spawn()
+
+    def look(self, view: pb.View | None) -> None:
+        """No warm-up goes on beside a recovery."""
+        if view is not None and view.state != pb.RUNNING:
+            self._end_warm_up()
+
+    def _end_warm_up(self) -> None:
+        for child in self._nursery.spares:
+            if child.warming:
+                child.discard()
 
     def tend(self, view: pb.View | None, ranks: Sequence[int]) -> None:
         """(nothing is to be recovered) Makes what is missing, and warms up what is not. `ranks`: of this machine, by
         place."""
-        wanted = self.count if self._failures < SPARE_FAILURES_MAX else 0
+        if self._failures >= SPARE_FAILURES_MAX:
+            return
         # Also without spares: the next replacement should find a fork server.
-        if self._nursery.tend() and len(self._nursery.spares) < wanted:
+        forks = self._nursery.tend()
+        plain = sum(child.kept_for is None for child in self._nursery.spares)
+        if forks and plain < self.count:
             self.spawn()
-        if view is not None and view.state == pb.RUNNING and view.checkpoints:
-            self._warm_up_next(ranks)
+        elif view is not None and view.state == pb.RUNNING and view.checkpoints:
+            self._warm_up_next(ranks, spawns=forks)
 
-    def _warm_up_next(self, ranks: Sequence[int]) -> None:
-        """One at a time, as the rank for which there are the fewest."""
-        spares = self._nursery.spares
-        under_way = next((child for child in spares if child.warming_for is not None), None)
-        if under_way is not None and events.now() - self._warm_up_began > WARM_UP_S_MAX:
-            under_way.warming_for = None
-            under_way.kill_group()
-            self._count_warm_up_failure(f"one took longer than {WARM_UP_S_MAX:g} s")
-        if self._warm_up is None or under_way is not None or events.now() < self._next_warm_up:
+    def _warm_up_next(self, ranks: Sequence[int], *, spawns: bool) -> None:
+        """One at a time."""
+        kept = [child for child in self._nursery.spares if child.kept_for is not None]
+        under_way = next((child for child in kept if not child.warmed_up), None)
+        if under_way is not None and under_way.warming:
+            if events.now() - self._warm_up_began > WARM_UP_S_MAX:
+                under_way.discard()
+                self._count_warm_up_failure(f"one took longer than {WARM_UP_S_MAX:g} s")
             return
-        child = next((child for child in spares if child.warm and child.warmed_for is None), None)
-        if child is None or self._warm_up_failures >= WARM_UP_FAILURES_MAX:
+        if self._warm_up is None or self._warm_up_failures >= WARM_UP_FAILURES_MAX:
             return
-        there = Counter(child.warmed_for for child in spares)
-        rank = min(ranks, key=lambda rank: there[rank])
-        child.warm_up(rank, self._warm_up(ranks.index(rank), child.incarnation))
-        self._warm_up_began = events.now()
-        events.emit("warm_up_begin", rank=rank, pid=child.pid)
+        if under_way is None:
+            rank = next((rank for rank in ranks if rank not in {child.kept_for for child in kept}), None)
+            if rank is not None and spawns and events.now() >= self._next_warm_up:
+                self.spawn().kept_for = rank
+        elif under_way.warm and under_way.kept_for is not None:
+            place = ranks.index(under_way.kept_for)
+            under_way.warm_up(self._warm_up(place, under_way.incarnation))
+            self._warm_up_began = events.now()
+            events.emit("warm_up_begin", rank=under_way.kept_for, pid=under_way.pid)
 
     def heard(self, child: Child) -> None:
         """It has said something."""
-        if child.warming_for is None:
+        if not child.warming:
             self._failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
             return
@@ -103,21 +119,26 @@ class Spares:
         if not end:
             child.said = line
             return
-        rank, child.warming_for = child.warming_for, None
         warmed = json.loads(line)
-        events.emit("warmed_up", rank=rank, pid=child.pid, **warmed)
+        child.warming = False
+        events.emit("warmed_up", rank=child.kept_for, pid=child.pid, **warmed)
+        if not warmed["why_not"]:
+            child.warmed_up, self._warm_up_failures, self._again_s = True, 0, AGAIN_S
+            return
+        child.discard()
         if warmed["passing"]:
-            self._next_warm_up = events.now() + AGAIN_S
-        elif warmed["why_not"]:
-            self._count_warm_up_failure(warmed["why_not"])
+            self._next_warm_up = events.now() + self._again_s
+            self._again_s = min(AGAIN_S_MAX, 2 * self._again_s)
         else:
-            child.warmed_for, self._warm_up_failures = rank, 0
+            self._count_warm_up_failure(warmed["why_not"])
 
     def ended(self, child: Child) -> None:
         """A spare of these."""
         events.emit("spare_exit", pid=child.pid, code=child.exit_code)
-        if child.warming_for is not None and child.exit_code != -9:
-            self._count_warm_up_failure(f"the script has ended its process (exit code {child.exit_code})")
+        if child.unwanted:
+            return
+        if child.warming:
+            self._count_warm_up_failure(f"its process has ended (exit code {child.exit_code})")
         if not child.warm:
             self._failures += 1
             if self._failures == SPARE_FAILURES_MAX:
@@ -126,4 +147,5 @@ class Spares:
     def _count_warm_up_failure(self, why: str) -> None:
         self._warm_up_failures += 1
         if self._warm_up_failures == WARM_UP_FAILURES_MAX:
+            events.emit("warm_ups_given_up", reason=why)
             tell(f"spares are not warmed up any more, after {WARM_UP_FAILURES_MAX} that could not be: {why}")

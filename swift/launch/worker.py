@@ -18,7 +18,6 @@ done, and waits for the next assignment.
 import builtins
 import contextlib
 import ctypes
-import fcntl
 import importlib
 import json
 import os
@@ -32,12 +31,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from swift import events, reinitializing, warm_up
 from swift.errors import JobFailed, SwiftError, UsageError
 from swift.launch.title import set_title
-from swift.words import one_line, tell
+from swift.words import tell
 
 ENV_WORD_FD = "SWIFT_WORD_FD"
 CONTROL_PIPE_BYTES = 1 << 20
@@ -195,33 +194,12 @@ def run_script(assignment: Assignment) -> None:
     sys.excepthook = _excepthook
     try:
         reinitializing.call_again_after_losses(lambda: _run_as_main(assignment))
-    except Exception as error:
-        if warm_up.cannot_begin_again():
-            _begin_anew(assignment, error)
-        if not isinstance(error, SwiftError):
-            raise
+    except SwiftError as error:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         if _has_word(error):
             tell(" ".join(str(error).split()))
         sys.exit(error.exit_code)
-
-
-def _begin_anew(assignment: Assignment, error: Exception) -> NoReturn:
-    """The script has run here to warm this process up, and cannot begin a second time: a new interpreter takes this
-    process, with the same number."""
-    why = f"{type(error).__name__}: {one_line(str(error))}"
-    events.emit("warm_up_in_vain", rank=int(assignment.env.get("RANK", "0")), reason=why)
-    tell(f"the script cannot begin again in a process that was warmed up, and begins in a new one: {why}")
-    read, write = os.pipe()
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, CONTROL_PIPE_BYTES)
-    os.write(write, assignment.to_line())
-    os.close(write)
-    warm = os.open(os.devnull, os.O_WRONLY)
-    for fd in (read, warm, *([int(os.environ[ENV_WORD_FD])] if ENV_WORD_FD in os.environ else [])):
-        os.set_inheritable(fd, True)
-    worker = [sys.executable, "-u", "-P", "-m", "swift.launch.worker"]
-    os.execv(sys.executable, [*worker, str(read), str(warm), str(os.getppid()), sys.path[0], ""])
 
 
 def _has_word(error: SwiftError) -> bool:
@@ -287,12 +265,17 @@ def _say(warm_fd: int, words: bytes) -> None:
 def _warm_up(assignment: Assignment) -> warm_up.Warmed:
     """Nothing is left of it in this process's environment, and nothing that the script prints is seen."""
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}, being warmed up")
-    with _environment_kept(), _silent():
-        os.environ.update(assignment.env)
-        for name in _NOT_FOR_A_WARM_UP:
-            os.environ.pop(name, None)
-        draw_alike()
-        warmed = warm_up.warm_up(lambda: _run_as_main(assignment))
+
+    def script() -> None:
+        with _environment_kept():
+            os.environ.update(assignment.env)
+            for name in _NOT_FOR_A_WARM_UP:
+                os.environ.pop(name, None)
+            draw_alike()
+            _run_as_main(assignment)
+
+    with _silent():
+        warmed = warm_up.warm_up(script)
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
     return warmed
 

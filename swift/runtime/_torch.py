@@ -375,7 +375,8 @@ def make_iterators_by(call: Any) -> None:
 
 
 def let_go() -> None:
-    """torch is as it was before `make_iterators_by` and `before_pickling`."""
+    """torch is as it was before `make_iterators_by`, `before_pickling` and `keep_reference`."""
+    _references.clear()
     DataLoader.__iter__ = _iter  # type: ignore[method-assign]
     _c10d._object_to_tensor = _object_to_tensor
 

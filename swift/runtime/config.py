@@ -39,8 +39,8 @@ class SessionConfig:
     each rank keeps its own and another one's), "reinit" (as "checkpoint", but the training function begins again in
     every process: `swift.reinit`)."""
     lost_shard: str = ""
-    """With "shrink" and "rollback", and with "auto" if no process takes a lost rank's place (empty: then the job ends or
-    waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
+    """With "shrink" and "rollback", and with "auto" if no process takes a lost rank's place (empty: then the job ends
+    or waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
     compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate
     stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always dropped."""
     snapshot_every: int = 0

@@ -293,6 +293,6 @@ class Engine:
         handed_on = reinitializing.has(self._member)
         if not handed_on:
             self._member.close()
-        self._communicator.tear_down()
+        self._communicator.let_go()
         if handed_on:
             self._member.let_go()

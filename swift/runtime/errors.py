@@ -44,3 +44,7 @@ def words_of(error: BaseException) -> str:
     first = " ".join(lines[0].split()) if lines else ""
     words = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return f"{words.removesuffix(':')}: {words_of(error.__cause__)}" if error.__cause__ is not None else words
+
+
+class Rehearsed(Exception):
+    """The step is as far as it is to go (`swift.runtime.rehearsal`, `swift.runtime.warming`)."""

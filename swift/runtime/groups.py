@@ -200,6 +200,13 @@ class ReconfigurableGroup(TorchCollectives):
         self._routes.clear()
         self._circuit = self._connections = None
 
+    def let_go(self) -> None:
+        """The session has ended, and is not asked about anything any more."""
+        self._step = self.gate = self.answers = None
+        for part in self._some.values():
+            part.let_go()
+        self._some.clear()
+
     def submit(self, run: Collective) -> Task:
         """Starts something over this group, in the order of the calls. Raises RuntimeError between generations."""
         return self._attached().submit(run)

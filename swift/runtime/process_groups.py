@@ -187,6 +187,13 @@ class ProcessGroups:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def let_go(self) -> None:
+        """(the session ends) What holds a group does not hold the session: DDP's reducer and FSDP do so in C++, where
+        nobody sees that the model is free."""
+        self.tear_down()
+        for group in self._groups:
+            group.let_go()
+
     def interrupt(self, generation: int, acknowledged: Callable[[], bool]) -> None:
         """(watcher thread) Frees every thread that waits in an operation of an older generation.
 

@@ -5,6 +5,7 @@ The coordinator is on none that trains.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from swift.control.client import CoordinatorClient
 from swift.control.shared import Gone, Known, SharedKeys
 
+_ASK_S = 0.2
+_TOLD_WITHIN_S = 10.0
 _MASTER_TIMEOUT = timedelta(seconds=30)
 
 
@@ -84,6 +87,8 @@ class ListeningStore(CoordinatorStore):
     def __init__(self, client: CoordinatorClient, generation: int) -> None:
         super().__init__(SharedKeys(client, generation))
         self._own: dict[str, bytes] = {}
+        self._late = 0
+        """How often in a row something was not there."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._own[key] = _bytes(value)
@@ -92,8 +97,17 @@ class ListeningStore(CoordinatorStore):
         return self._own[key] if key in self._own else super().get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Raises DistStoreError once it was asked for too long."""
         others = [key for key in keys if key not in self._own]
-        return not others or super().check(others)
+        if not others or super().check(others):
+            self._late = 0
+            return True
+        # Who asks polls, and the job may have told it to a coordinator that has begun anew.
+        self._late += 1
+        if self._late * _ASK_S > _TOLD_WITHIN_S:
+            raise dist.DistStoreError(f"process group: nobody has told {', '.join(others[:3])}")
+        time.sleep(_ASK_S)
+        return False
 
     def delete_key(self, key: str) -> bool:
         return self._own.pop(key, None) is not None

@@ -13,12 +13,9 @@ from collections.abc import Callable
 from swift import events
 from swift.runtime.channel import Channel
 from swift.runtime.differences import Differences
+from swift.runtime.errors import Rehearsed
 from swift.runtime.state import TrainerState
 from swift.runtime.witness import GRADIENT, Witness
-
-
-class Rehearsed(Exception):
-    """The step is as far as it is to go."""
 
 
 class Rehearsal:
@@ -72,5 +69,5 @@ class Rehearsal:
                 for slot, parameter in enumerate(stage.submod.parameters()):
                     if parameter.grad is not None:
                         self._witness.saw(GRADIENT, stage.stage_index, 0, slot, parameter.grad)
-        if self._channel.rehearsing:
+        if self._channel.rehearsing and not self._channel.replaying:
             raise Rehearsed

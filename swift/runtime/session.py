@@ -72,7 +72,6 @@ class Session:
             reinitializing.begin_session(self)
             self._warming.stand_in()
             return
-        warm_up.begin_session()
         if warm_up.was_warmed_up():
             self._engine.begin_again()
         if config.strategy == "reinit":

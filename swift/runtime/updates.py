@@ -30,6 +30,7 @@ from swift.runtime.ballot import ballot, outcome
 from swift.runtime.bucket import Bucket
 from swift.runtime.config import SessionConfig
 from swift.runtime.cut_step import CutStep
+from swift.runtime.errors import Rehearsed
 from swift.runtime.faults import FaultInjector
 from swift.runtime.hook import Hook
 from swift.runtime.reducer import Reducer
@@ -111,6 +112,8 @@ class Updates:
         """The step under way is."""
         self._lines = True  # some rank writes a line for each step, as far as is known before a vote
         self._needs_hold = False  # a step of this process has needed its peers behind its first update
+        self.stops_at_last = False
+        """(a warm-up) Each step ends where all gradients are there, and the last optimizer would step."""
         self.stepped = 0
         """How often optimizers have stepped in the step under way."""
         self._ending = False  # the trainer's step has returned
@@ -286,6 +289,11 @@ class Updates:
                 self._begin_journals(held=True)
         else:
             self.reduce(optimizer)
+        if self.stops_at_last and all(other is journal or other.applied for other in self.journals):
+            if journal.whole and closure is not None:
+                with torch.enable_grad():
+                    closure()
+            raise Rehearsed
         if not self.stepped:
             self.before_update()
             if not self.held:

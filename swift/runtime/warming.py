@@ -11,26 +11,29 @@ and what ranks have told each other about shapes.
 """
 
 import time
+import weakref
 from typing import NoReturn
 
 import torch
+import xxhash
 
 from swift import reinitializing, warm_up
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint.store import CheckpointStore
 from swift.control.client import CoordinatorClient
-from swift.errors import ReplayRefused, UsageError
+from swift.errors import ReplayRefused, SwiftError, UsageError
 from swift.log.reader import LogReader
 from swift.log.streams import collectives
 from swift.recovery.groups import RecoveryGroups
 from swift.runtime.channel import BACKWARD, FORWARD, Channel
+from swift.runtime.errors import Rehearsed
 from swift.runtime.member import own_servers
 from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_store import ListeningStore
-from swift.runtime.rehearsal import Rehearsed
 from swift.runtime.state import TrainerState
 from swift.runtime.step_runner import TrainStep
 from swift.runtime.strategies.load import load_checkpoint
+from swift.runtime.tensors import as_bytes
 from swift.runtime.witness import Witness
 
 
@@ -54,33 +57,40 @@ class Warming:
         self._state = state
         self._store = store
         self._witness = witness
+        self._view: pb.View | None = None
+        """As the job was looked at last."""
 
     def stand_in(self) -> None:
         """Raises ServiceError: the job is not running, or no coordinator answers."""
-        generation = self._running().generation
-        self._communicator.stand_in(ListeningStore(self._client, generation))
+        warm_up.this_run().moved = self._moved
+        view = self._view = self._running()
+        self._communicator.stand_in(ListeningStore(self._client, view.generation))
         self._channel.keep_nothing()
+        self._state.updates.stops_at_last = True
 
     def run(self, train_step: TrainStep) -> NoReturn:
         """Raises `Reinitialize`, or why the step cannot be computed."""
-        warmed = warm_up.came_to_run()
-        view = self._running()
-        warmed.version = max(view.checkpoints)
+        run = warm_up.this_run()
+        run.script_seconds = warm_up.script_seconds()
+        run.models = [weakref.ref(stage.submod) for stage in self._state.stages]
+        view = self._view = self._running()
+        version = run.version = max(view.checkpoints) if run.version is None else run.version
         self._state.present = False
-        load_checkpoint(self._state, self._store, warmed.version)
+        load_checkpoint(self._state, self._store, version)
         began = time.monotonic()
         reader = LogReader(self._sources(view), self._client.job)
         self._channel.rehearsing = True
         try:
-            self._channel.begin_replay(reader, warmed.version, (self._rank,))
-            self._compute(train_step, warmed.version)
+            self._channel.begin_replay(reader, version, (self._rank,))
+            self._compute(train_step, version)
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()
         finally:
             self._channel.rehearsing = False
             self._channel.end_replay()
             reader.close()
-        warmed.step_seconds = time.monotonic() - began
+        run.step_seconds = time.monotonic() - began
+        run.gradients = self._gradients()
         self._step_optimizers()
         raise reinitializing.over()
 
@@ -89,6 +99,32 @@ class Warming:
         if view.state != pb.RUNNING or not view.checkpoints:
             raise ReplayRefused("the job does not run at the moment")
         return view
+
+    def _moved(self, error: Exception) -> bool:
+        """The job has, since it was looked at, and the error may come of that."""
+        before = self._view
+        try:
+            now = self._client.status().view
+        except SwiftError:
+            return True
+        if before is None or now.state != pb.RUNNING or now.generation != before.generation:
+            return True
+        named = isinstance(error, SwiftError) and not isinstance(error, UsageError)
+        return named and list(now.checkpoints) != list(before.checkpoints)
+
+    def _gradients(self) -> bytes:
+        """A digest of them all. Raises UsageError: there are none."""
+        digest, there = xxhash.xxh3_128(), False
+        for stage in self._state.stages:
+            for parameter in stage.submod.parameters():
+                gradient = parameter.grad
+                if gradient is not None:
+                    there = True
+                    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                    digest.update(as_bytes(local).numpy().data)
+        if not there:
+            raise UsageError("the step has computed no gradients")
+        return digest.digest()
 
     def _sources(self, view: pb.View) -> dict[str, list[str]]:
         """Stream -> the servers that keep it, of what this rank's stages read. Raises ReplayRefused: it is not
@@ -123,5 +159,5 @@ class Warming:
     def _step_optimizers(self) -> None:
         with torch.enable_grad():
             for journal in self._state.updates.journals:
-                if not journal.whole:
+                if not (journal.whole or journal.complete):
                     journal.apply_rest()

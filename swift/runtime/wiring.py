@@ -33,6 +33,7 @@ from swift.runtime.lines import Lines
 from swift.runtime.losses import Losses
 from swift.runtime.member import Member
 from swift.runtime.model_parts import ModelParts
+from swift.runtime.own_log import OwnLog
 from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, Shares, is_ordered
@@ -67,9 +68,7 @@ class Parts:
     ) -> Self:
         """`assignment`: of the full world. Raises UsageError if nothing can be written in `checkpoint_dir`."""
 
-        def service_ports() -> list[int]:
-            addresses = [member.client.address, *engine.log.servers_of_job]
-            return [int(address.rpartition(":")[2]) for address in addresses]
+        logs: list[OwnLog] = []  # groups have the backend, and are not to hold the engine
 
         def assigned() -> Assignment:
             """Of this generation."""
@@ -81,7 +80,7 @@ class Parts:
         def world_now() -> World:
             return World.of(engine.membership.generation, assigned(), rank)
 
-        backend = default_backend(service_ports)
+        backend = default_backend(lambda: _service_ports(member, logs))
         gate = Gate()
         groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
         world = _own_world(groups["world"].ranks, rank, backend)
@@ -120,6 +119,7 @@ class Parts:
             audit=_audit_of(assignment, config, groups, state),
             lines=lines,
         )
+        logs.append(engine.log)
         cut_step.held_over.bind(engine.held_over)
         gate.bind(channel, updates, adoption)
         _torch.before_pickling(gate.pickles)
@@ -137,6 +137,11 @@ class Parts:
             engine=engine,
             warming=Warming(rank, member.client, communicator, channel, state, store, witness),
         )
+
+
+def _service_ports(member: Member, logs: Sequence[OwnLog]) -> list[int]:
+    addresses = [member.client.address, *(address for log in logs for address in log.servers_of_job)]
+    return [int(address.rpartition(":")[2]) for address in addresses]
 
 
 def _updates_of(

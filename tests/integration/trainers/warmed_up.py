@@ -1,14 +1,20 @@
 """Two stages, a script that a spare runs before it is needed: `warmed_up.py MODE STEPS`.
 
-plain    changes what a process has: its directory, environment, path, a signal's handler, torch's settings
-once     cannot begin a second time in one process
-raises, exits, ends, hangs    a warm-up does not come far enough
+plain     changes what a process has: its directory, environment, path, a signal's handler, torch's settings, streams
+reinit    its function is decorated with swift.reinit, and has a `finally` that fails
+raises, exits, killed, ends, hangs    a warm-up does not come far enough
+once, late_once    it cannot begin a second time in one process: at its first line, after its session is made
+patches   it changes a function of torch's, once more each time
+thread, workers, keeps    it leaves a thread, processes, or its model behind
+forks     it forks a process that ends itself
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,6 +35,7 @@ FOUND = {
     "handler": repr(signal.getsignal(signal.SIGUSR1)),
     "precision": torch.get_float32_matmul_precision(),
     "master": "MASTER_ADDR" in os.environ,
+    "stderr": type(sys.stderr).__name__ + getattr(sys.stderr, "name", ""),
     "drawn": torch.rand(1).item(),
 }
 with (OUT / f"found-{os.getpid()}").open("a") as file:
@@ -37,6 +44,15 @@ print(f"trainer: warming={swift.is_warming_up()}", file=sys.stderr)
 
 if MODE == "once":
     torch.library.define("stranger::op", "(Tensor x) -> Tensor")
+if MODE == "forks" and os.fork() == 0:
+    sys.exit(0)
+if MODE == "patches":
+    linear = torch.nn.functional.linear
+    torch.nn.functional.linear = lambda *args: linear(*args) * 0.5
+if MODE == "thread":
+    threading.Thread(target=threading.Event().wait if swift.is_warming_up() else print, name="mine").start()
+if MODE == "workers" and swift.is_warming_up():
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
 if swift.is_warming_up():
     if MODE == "raises":
         raise ValueError("not without the others")
@@ -44,12 +60,17 @@ if swift.is_warming_up():
         sys.exit(0)
     if MODE == "exits":
         os._exit(7)
+    if MODE == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if MODE == "hangs":
         time.sleep(600)
 
 
 def main() -> None:
-    session = swift.Session.from_env(checkpoint_every=4, metrics_listen="127.0.0.1:0")
+    strategy = "reinit" if MODE == "reinit" else "auto"
+    session = swift.Session.from_env(checkpoint_every=4, metrics_listen="127.0.0.1:0", strategy=strategy)
+    if MODE == "late_once":
+        torch.library.define("stranger::late", "(Tensor x) -> Tensor")
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.1))
     stage = session.pipeline_stage(module, rank, ranks)
@@ -69,15 +90,22 @@ def main() -> None:
         assert not swift.is_warming_up(), "a warm-up goes no further than to the update"
         seen[number] = sum(p.detach().double().sum().item() for p in module.parameters())
 
+    if MODE == "keeps":
+        signal.kept = module  # type: ignore[attr-defined]
     if MODE == "plain":
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         os.chdir("/")
         os.environ["STRANGERS"] = "here"
         sys.path.insert(0, "/nowhere")
         signal.signal(signal.SIGUSR1, lambda *_: None)
         torch.set_float32_matmul_precision("high")
-    session.run(step, STEPS)
+    try:
+        session.run(step, STEPS)
+    finally:
+        if MODE == "reinit" and swift.is_warming_up():
+            raise RuntimeError("the others are not there")
     (OUT / f"bits-{rank}.json").write_text(json.dumps({str(n): value.hex() for n, value in seen.items()}))
 
 
 if __name__ == "__main__":
-    main()
+    (swift.reinit(main) if MODE == "reinit" else main)()

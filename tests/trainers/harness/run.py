@@ -9,7 +9,6 @@ from typing import Any
 
 from swift import events
 from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR
-from swift.launch.spares import WARM_UP_FAILURES_MAX
 from tests.integration.forked import Forked
 from tests.trainers import probe
 from tests.trainers.harness.header import Trainer
@@ -115,8 +114,7 @@ class Running:
             probe.ENV_SLOW: "1" if kills else "",
         }
         words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
-        spares = world if warm_up else min(1, len(kills))
-        words += ["--spares", str(spares), "--checkpoint-dir", str(directory / "checkpoints")]
+        words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]
         words += ["--warm-up"] if warm_up else []
         assert services.forks is not None
         self._process: Forked = services.forks.run(
@@ -146,10 +144,13 @@ class Running:
             return
         fault, rank = waiting[0]
         trace = events.read(self._directory / "events")
-        used = sum(event["event"] == "spare_assigned" and event["warmed_for"] == rank for event in trace)
+        used = sum(
+            event["event"] == "spare_assigned" and event["rank"] == rank and event["warmed_up"]
+            for event in trace
+        )
         warmed = sum(e["event"] == "warmed_up" and e["rank"] == rank and not e["why_not"] for e in trace)
-        failed = sum(event["event"] == "warmed_up" and bool(event["why_not"]) for event in trace)
-        if warmed > used or failed >= WARM_UP_FAILURES_MAX:
+        given_up = any(event["event"] == "warm_ups_given_up" for event in trace)
+        if warmed > used or given_up:
             (self._directory / f"{fault}.go").touch()
             self._held.remove(waiting[0])
 
@@ -180,9 +181,7 @@ class Running:
             if f'"{self._job}"'.encode() in line
         ]
         told_here = events.read(self._directory / "events")
-        outcome.warm_ups = [
-            e for e in told_here if e["event"] in ("warmed_up", "spare_assigned", "warm_up_in_vain")
-        ]
+        outcome.warm_ups = [e for e in told_here if e["event"] in ("warmed_up", "spare_assigned")]
         outcome.plans = [event for event in told if event["event"] == "plan"]
         outcome.ended_early = int(any(event["event"] == "ends_early" for event in told))
         return outcome

@@ -45,13 +45,8 @@ def advised(run: Outcome) -> str:
 def warmed(run: Outcome) -> str:
     """What came of the warm-ups of a run, in one line."""
     done = [event for event in run.warm_ups if event["event"] == "warmed_up"]
-    used = [
-        event
-        for event in run.warm_ups
-        if event["event"] == "spare_assigned" and event["warmed_for"] is not None
-    ]
-    in_vain = [event["reason"] for event in run.warm_ups if event["event"] == "warm_up_in_vain"]
-    why_not = sorted({event["why_not"] for event in done if event["why_not"]} | set(in_vain))
+    used = [event for event in run.warm_ups if event["event"] == "spare_assigned" and event["warmed_up"]]
+    why_not = sorted({event["why_not"] for event in done if event["why_not"]})
     words = f"{sum(not event['why_not'] for event in done)} warm-ups, {len(used)} of them used"
     return "; ".join([words, *why_not])
 

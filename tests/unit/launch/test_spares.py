@@ -8,7 +8,14 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import spares as spares_module
-from swift.launch.spares import AGAIN_S, SPARE_FAILURES_MAX, WARM_UP_FAILURES_MAX, WARM_UP_S_MAX, Spares
+from swift.launch.spares import (
+    AGAIN_S,
+    AGAIN_S_MAX,
+    SPARE_FAILURES_MAX,
+    WARM_UP_FAILURES_MAX,
+    WARM_UP_S_MAX,
+    Spares,
+)
 from swift.launch.worker import Assignment
 
 RUNNING = pb.View(state=pb.RUNNING, checkpoints=[0])
@@ -18,18 +25,19 @@ RANKS = [4, 5, 6]
 class FakeChild:
     def __init__(self, pid: int) -> None:
         self.pid, self.incarnation, self.forked = pid, f"i{pid}", True
-        self.warm, self.said, self.killed = False, b"", False
-        self.warming_for: int | None = None
-        self.warmed_for: int | None = None
+        self.warm = self.warming = self.warmed_up = self.unwanted = False
+        self.said = b""
+        self.kept_for: int | None = None
         self.rank: int | None = None
         self.exit_code: int | None = None
 
-    def warm_up(self, rank: int, assignment: Assignment) -> None:
-        assert assignment.env["PLACE"] == str(RANKS.index(rank))
-        self.warming_for = rank
+    def warm_up(self, assignment: Assignment) -> None:
+        assert self.kept_for is not None
+        assert assignment.env["PLACE"] == str(RANKS.index(self.kept_for))
+        self.warming = True
 
-    def kill_group(self) -> None:
-        self.killed = True
+    def discard(self) -> None:
+        self.unwanted = True
 
 
 class FakeNursery:
@@ -46,12 +54,53 @@ class FakeNursery:
 
     @property
     def spares(self) -> list[FakeChild]:
-        return [child for child in self.children if child.rank is None and child.exit_code is None]
+        return [
+            child
+            for child in self.children
+            if child.rank is None and child.exit_code is None and not child.unwanted
+        ]
 
 
-@pytest.fixture
-def nursery() -> FakeNursery:
-    return FakeNursery()
+class World:
+    """A launcher's turns: whoever is spawned imports at once, who is discarded goes at once."""
+
+    def __init__(self, count: int, warm_up: Callable[[int, str], Assignment] | None) -> None:
+        self.nursery: Any = FakeNursery()
+        self.spares = Spares(self.nursery, count, warm_up=warm_up)
+
+    def turn(self, view: Any = RUNNING) -> None:
+        self.spares.look(view)
+        self.spares.tend(view, RANKS)
+        for child in self.nursery.children:
+            if child.unwanted and child.exit_code is None:
+                self.end(child, -9)
+            elif not child.warm and child.exit_code is None:
+                child.warm = True
+                self.spares.heard(child)
+
+    def end(self, child: Any, code: int) -> None:
+        child.exit_code = code
+        self.spares.ended(child)
+
+    def warming(self) -> Any:
+        """The one that is being warmed up, after a few turns."""
+        for _ in range(5):
+            self.turn()
+        found = [child for child in self.nursery.spares if child.warming]
+        return found[0] if found else None
+
+    def hear(self, child: Any, why_not: str = "", *, passing: bool = False) -> None:
+        child.said += json.dumps({"why_not": why_not, "passing": passing}).encode() + b"\n"
+        self.spares.heard(child)
+
+    def take(self, rank: int, *, on_its_device: bool = True) -> Any:
+        child: Any = self.spares.take(rank, on_its_device=on_its_device)
+        child.rank = rank
+        return child
+
+
+def made(place: int, incarnation: str) -> Assignment:
+    return Assignment(env={"PLACE": str(place)}, script="", module=False, args=[], cwd="", warm_up=True)
 
 
 @pytest.fixture
@@ -61,168 +110,145 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def made(place: int, incarnation: str) -> Assignment:
-    return Assignment(env={"PLACE": str(place)}, script="", module=False, args=[], cwd="", warm_up=True)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(spares_module.events, "now", lambda: now[0])
+    return now
 
 
-def spares_of(
-    nursery: Any, count: int, warm_up: Callable[[int, str], Assignment] | None = made, view: Any = RUNNING
-) -> Spares:
-    """All of them imported."""
-    spares = Spares(nursery, count, warm_up=warm_up)
-    for _ in range(count):
-        spares.tend(view, RANKS)
-        hear(spares, nursery.children[-1])
-    return spares
+def test_one_after_the_other_is_warmed_up_beside_the_plain_ones() -> None:
+    world = World(2, made)
+    as_rank = []
+    while (child := world.warming()) is not None:
+        as_rank.append(child.kept_for)
+        world.hear(child)
+        assert child.warmed_up
+    assert as_rank == RANKS
+    assert [child.kept_for for child in world.nursery.spares] == [None, None, *RANKS]
 
 
-def hear(spares: Spares, child: FakeChild, why_not: str | None = None, *, passing: bool = False) -> None:
-    """It has imported what ranks need; or its warm-up is over."""
-    if why_not is None:
-        child.warm = True
-    else:
-        child.said = json.dumps({"why_not": why_not, "passing": passing}).encode() + b"\n"
-    spares.heard(child)  # type: ignore[arg-type]
+def test_who_was_warmed_up_gets_the_place_of_its_rank_and_no_other() -> None:
+    world = World(1, made)
+    for _ in RANKS:
+        world.hear(world.warming())
+    plain, fourth, fifth, sixth = world.nursery.children
+
+    assert world.take(5) is fifth
+    assert world.take(5) is plain
+    fresh = world.take(5)
+    assert fresh not in (plain, fourth, sixth)
+    assert world.take(6, on_its_device=False) not in (fourth, sixth), "it has moved: another device"
+    assert world.take(4) is fourth
+    again = world.warming()
+    assert again.kept_for == 4
 
 
-def test_one_after_the_other_is_warmed_up_as_another_rank(nursery: FakeNursery) -> None:
-    spares, as_rank = spares_of(nursery, 4), []
-    for _ in range(4):
-        spares.tend(RUNNING, RANKS)
-        (child,) = [child for child in nursery.children if child.warming_for is not None]
-        as_rank.append(child.warming_for)
-        hear(spares, child, "")
-        assert child.warmed_for == as_rank[-1]
-    assert as_rank == [4, 5, 6, 4]
-    spares.tend(RUNNING, RANKS)
-    assert not [child for child in nursery.children if child.warming_for is not None]
-
-
-def test_who_was_warmed_up_as_it_gets_the_place_and_nobody_who_was_as_another(nursery: FakeNursery) -> None:
-    spares = spares_of(nursery, 3)
-    for child in nursery.children[:2]:  # as ranks 4 and 5
-        spares.tend(RUNNING, RANKS)
-        hear(spares, child, "")
-
-    for rank, wanted in ((5, 1), (6, 2), (5, 3)):
-        taken: Any = spares.take(rank)
-        assert taken is nursery.children[wanted]
-        taken.rank = rank
-    assert nursery.children[0].rank is None
-    spares.tend(RUNNING, RANKS)
-    another = nursery.children[-1]
-    hear(spares, another)
-    spares.tend(RUNNING, RANKS)
-    assert another.warming_for == 5, "there is one for rank 4 still"
-
-
-def test_a_loss_ends_the_warm_up_and_does_not_wait_for_it(nursery: FakeNursery) -> None:
-    spares = spares_of(nursery, 1)
-    spares.tend(RUNNING, RANKS)
-    (child,) = nursery.children
-
-    assert spares.take(4) is nursery.children[1]
-    assert child.killed
-    child.exit_code = -9
-    spares.ended(child)  # type: ignore[arg-type]
-    for _ in range(WARM_UP_FAILURES_MAX):  # it was no failure
-        spares.tend(RUNNING, RANKS)
-    hear(spares, nursery.children[-1])
-    spares.tend(RUNNING, RANKS)
-    assert nursery.children[-1].warming_for == 4
+def test_a_loss_ends_the_warm_up_and_does_not_wait_for_it(told: list[str]) -> None:
+    world = World(1, made)
+    child = world.warming()
+    assert world.take(4) is world.nursery.children[0]
+    assert child.unwanted
+    for _ in range(WARM_UP_FAILURES_MAX):  # that is no failure
+        child = world.warming()
+        world.spares.look(pb.View(state=pb.FENCING, checkpoints=[0]))
+        assert child.unwanted, "nor is a loss on another machine"
+    assert world.warming() is not None
+    assert not told
 
 
 @pytest.mark.parametrize(
     "view",
     [None, pb.View(state=pb.RUNNING), pb.View(state=pb.FORMING, checkpoints=[0]), pb.View(state=pb.FINISHED)],
 )
-def test_nobody_is_warmed_up_before_there_is_something_to_compute(view: Any, nursery: FakeNursery) -> None:
-    spares = spares_of(nursery, 1, view=view)
-    spares.tend(view, RANKS)
-    assert nursery.children[0].warming_for is None
-    assert spares.take(4) is nursery.children[0]
+def test_nobody_is_warmed_up_before_there_is_something_to_compute(view: Any) -> None:
+    world = World(1, made)
+    for _ in range(4):
+        world.turn(view)
+    (child,) = world.nursery.children
+    assert world.take(4) is child
 
 
-def test_after_failures_in_a_row_nobody_is_warmed_up(nursery: FakeNursery, told: list[str]) -> None:
-    spares = spares_of(nursery, 1)
-    (child,) = nursery.children
-    for why_not in ["a", "", *["b"] * WARM_UP_FAILURES_MAX]:
-        child.warmed_for = None
-        spares.tend(RUNNING, RANKS)
-        assert child.warming_for == 4
-        hear(spares, child, why_not)
-    assert [line.endswith(": b") for line in told] == [True]
-    spares.tend(RUNNING, RANKS)
-    assert child.warming_for is None
-    assert spares.take(5) is child, "it is a spare as any other"
-
-
-def test_a_result_that_comes_in_parts_is_heard_once_it_is_whole(nursery: FakeNursery) -> None:
-    spares = spares_of(nursery, 1)
-    spares.tend(RUNNING, RANKS)
-    (child,) = nursery.children
-    for part in (b'{"why_not": "", ', b'"passing": false}'):
-        child.said += part
-        spares.heard(child)  # type: ignore[arg-type]
-        assert child.warming_for == 4
-    child.said += b"\n"
-    spares.heard(child)  # type: ignore[arg-type]
-    assert (child.warming_for, child.warmed_for) == (None, 4)
-
-
-def test_a_warm_up_that_takes_too_long_is_ended(
-    nursery: FakeNursery, told: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["says so", "ends", "is killed"])
+def test_who_has_failed_is_ended_and_after_three_in_a_row_there_are_no_more(
+    how: str, told: list[str]
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(spares_module.events, "now", lambda: now)
-    spares = spares_of(nursery, 1)
-    for number in range(WARM_UP_FAILURES_MAX):
-        spares.tend(RUNNING, RANKS)
-        child = nursery.spares[0]
-        assert child.warming_for == 4
-        now += WARM_UP_S_MAX - 1.0
-        spares.tend(RUNNING, RANKS)
-        assert not child.killed
-        now += 2.0
-        spares.tend(RUNNING, RANKS)
-        assert child.killed
-        child.exit_code = -9
-        spares.ended(child)  # type: ignore[arg-type]
-        spares.tend(RUNNING, RANKS)
-        hear(spares, nursery.children[-1])
-        assert len(told) == (number == WARM_UP_FAILURES_MAX - 1)
-    assert "took longer" in told[0]
+    world = World(0, made)
+
+    def fail() -> None:
+        child = world.warming()
+        if how == "says so":
+            world.hear(child, "b")
+            assert child.unwanted, "nobody knows what is left in it"
+        else:
+            world.end(child, 7 if how == "ends" else -9)
+
+    fail()
+    world.hear(world.warming())
+    world.hear(world.warming())
+    for _ in range(WARM_UP_FAILURES_MAX):
+        assert not told
+        fail()
+    assert len(told) == 1
+    assert world.warming() is None
+    assert [child.kept_for for child in world.nursery.spares] == [4, 5]
 
 
-def test_what_the_job_was_in_the_way_of_is_tried_again_and_does_not_count(
-    nursery: FakeNursery, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_what_the_job_was_in_the_way_of_is_tried_again_later_and_later(
+    told: list[str], clock: list[float]
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(spares_module.events, "now", lambda: now)
-    spares = spares_of(nursery, 1)
-    (child,) = nursery.children
-    for _ in range(WARM_UP_FAILURES_MAX + 1):
-        spares.tend(RUNNING, RANKS)
-        assert child.warming_for == 4
-        hear(spares, child, "a recovery is under way", passing=True)
-        spares.tend(RUNNING, RANKS)
-        assert child.warming_for is None, "not at once"
-        now += AGAIN_S
+    world = World(0, made)
+    pause = AGAIN_S
+    for _ in range(9):
+        world.hear(world.warming(), "a recovery is under way", passing=True)
+        clock[0] += pause - 0.1
+        assert world.warming() is None
+        clock[0] += 0.2
+        pause = min(AGAIN_S_MAX, 2 * pause)
+    world.hear(world.warming())
+    world.hear(world.warming(), "a recovery is under way", passing=True)
+    clock[0] += AGAIN_S
+    assert world.warming() is not None
     assert not told
 
 
-def test_without_the_option_nobody_is_warmed_up(nursery: FakeNursery) -> None:
-    spares = spares_of(nursery, 1, warm_up=None)
-    spares.tend(RUNNING, RANKS)
-    assert nursery.children[0].warming_for is None
+def test_a_warm_up_that_takes_too_long_is_ended(told: list[str], clock: list[float]) -> None:
+    world = World(0, made)
+    for _ in range(WARM_UP_FAILURES_MAX):
+        child = world.warming()
+        clock[0] += WARM_UP_S_MAX - 1.0
+        assert world.warming() is child
+        clock[0] += 2.0
+        world.turn()
+        assert child.unwanted
+        assert world.take(4) is not child
+    assert world.warming() is None
+    assert "took longer" in told[0]
 
 
-def test_spares_that_die_while_they_start_are_made_so_often(nursery: FakeNursery, told: list[str]) -> None:
-    spares = Spares(nursery, 1, warm_up=None)  # type: ignore[arg-type]
+def test_a_result_that_comes_in_parts_is_heard_once_it_is_whole() -> None:
+    world = World(0, made)
+    child = world.warming()
+    for part in (b'{"why_not": "", ', b'"passing": false}'):
+        child.said += part
+        world.spares.heard(child)
+        assert child.warming
+    child.said += b"\n"
+    world.spares.heard(child)
+    assert (child.warming, child.warmed_up) == (False, True)
+
+
+def test_without_the_option_nobody_is_warmed_up() -> None:
+    world = World(1, None)
+    assert world.warming() is None
+    assert len(world.nursery.children) == 1
+
+
+def test_spares_that_die_while_they_start_are_made_so_often(told: list[str]) -> None:
+    world = World(1, None)
     for _ in range(SPARE_FAILURES_MAX + 2):
-        spares.tend(RUNNING, RANKS)
-        for child in nursery.spares:
-            child.exit_code = 1
-            spares.ended(child)  # type: ignore[arg-type]
-    assert len(nursery.children) == SPARE_FAILURES_MAX
+        world.spares.tend(RUNNING, RANKS)
+        for child in world.nursery.spares:
+            world.end(child, 1)
+    assert len(world.nursery.children) == SPARE_FAILURES_MAX
     assert len(told) == 1

@@ -157,12 +157,31 @@ def test_settings_that_do_not_go_together(given: dict[str, Any], words: str) -> 
 
 
 @pytest.mark.parametrize("lost_shard", ["redistribute", "drop"])
-@pytest.mark.parametrize("strategy", ["auto", "snapshot"])
+@pytest.mark.parametrize("strategy", ["replay", "snapshot"])
 def test_nobody_says_what_becomes_of_batches_that_are_never_lost(strategy: str, lost_shard: str) -> None:
     with pytest.raises(
         UsageError, match=f"lost_shard='{lost_shard}' with strategy='{strategy}': a lost rank comes"
     ):
         SessionConfig(strategy=strategy, replicas=2, lost_shard=lost_shard, allow_inexact=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": 1}, "replicas=1 and shards=1: others go on"),
+        ({"replicas": 2, "shards": 2}, "without shards"),
+        ({"replicas": 2, "lost_shard": "drop"}, "say allow_inexact=True"),
+        ({"replicas": 2, "updates": "wait_free"}, "use updates='after_backward'"),
+        ({"replicas": 2, "snapshot_every": 4}, "keeps no snapshot; leave one out"),
+    ],
+)
+def test_auto_goes_on_without_a_rank_where_shrink_could(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SessionConfig(**{"lost_shard": "redistribute", **given})
+    config = SessionConfig(replicas=2, lost_shard="redistribute")
+    assert (config.shrinks, config.redistributes, config.drops) == (True, True, False)
+    assert config.agreed()["lost_shard"] == "redistribute"
+    assert not SessionConfig(replicas=2).shrinks
 
 
 def test_of_two_the_sum_has_one_order() -> None:
