@@ -1,14 +1,17 @@
 """A function that is called again: what one call hands on to the next, and what it must not keep."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import swift
 from swift import reinitializing
 from swift.errors import ServiceError, UsageError
+from swift.runtime import _torch
 
 
 class Session:
@@ -164,3 +167,33 @@ def test_another_error_ends_it() -> None:
     with pytest.raises(ValueError, match="the trainer's own"):
         train()
     assert not reinitializing.is_called_again()
+
+
+def test_in_a_warm_up_a_function_is_called_once_whatever_it_raises() -> None:
+    calls = []
+
+    @swift.reinit
+    def train(error: BaseException | None) -> str:
+        calls.append(Session())
+        if error is not None:
+            raise error
+        return "done"
+
+    for error in (reinitializing.over(), RuntimeError("the others are gone"), None):
+        reinitializing.begin_warm_up()
+        with pytest.raises(type(error)) if error is not None else nullcontext():
+            assert train(error) == "done"
+        assert calls[-1].closed == 0, "the warm-up closes it"
+        reinitializing.leave()
+        assert calls[-1].closed == 1
+        assert not reinitializing.asked()
+    assert len(calls) == 3
+
+
+def test_iterators_of_data_loaders_are_torchs_again() -> None:
+    """A loader that was made before a session is one of no session, the second time."""
+    before = DataLoader.__iter__
+    _torch.make_iterators_by(lambda loader, make: iter(["the session's"]))
+    assert list(DataLoader([1])) == ["the session's"]
+    _torch.let_go()
+    assert DataLoader.__iter__ is before

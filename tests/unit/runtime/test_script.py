@@ -754,3 +754,17 @@ def test_what_is_amiss_is_told_to_whoever_compares_replicas() -> None:
     taken_over = Job()
     taken_over.run(closure_number(), 5, 8)
     assert taken_over.script.amiss == "count"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_that_begins_again_at_step_0_has_what_its_first_steps_have_left(again: bool) -> None:
+    """A module that stays imported (strategy "reinit", a spare that was warmed up): a new process has 0 there."""
+    step = closure_number()
+    Job().run(step, 0, 3)
+    job = Job()
+    if again:
+        job.script.begin_again()
+    job.run(step, 0, 3)
+    assert bool(job.said) == again
+    if again:
+        assert job.said[0][0] == 0
