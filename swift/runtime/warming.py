@@ -103,10 +103,13 @@ class Warming:
     def _moved(self, error: Exception) -> bool:
         """The job has, since it was looked at, and the error may come of that."""
         before = self._view
+        client = CoordinatorClient(self._client.address, self._client.job)  # the session may be closed by now
         try:
-            now = self._client.status().view
+            now = client.status().view
         except SwiftError:
             return True
+        finally:
+            client.close()
         if before is None or now.state != pb.RUNNING or now.generation != before.generation:
             return True
         named = isinstance(error, SwiftError) and not isinstance(error, UsageError)
@@ -127,8 +130,7 @@ class Warming:
         return digest.digest()
 
     def _sources(self, view: pb.View) -> dict[str, list[str]]:
-        """Stream -> the servers that keep it, of what this rank's stages read. Raises ReplayRefused: it is not
-        logged."""
+        """Stream -> the servers that keep it, of what this rank's stages read. Raises UsageError: it is not logged."""
         servers = {rank: list(own_servers(view, rank)) for rank in range(view.world_size)}
         sources = {collectives(self._rank): servers[self._rank]}
         groups = self._channel.groups = RecoveryGroups.parse(view.groups)

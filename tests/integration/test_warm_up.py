@@ -99,6 +99,7 @@ def test_a_decorated_function_is_left_once(tmp_path: Path) -> None:
 
 FAIL = {
     "raises": "ValueError: not without the others",
+    "step": "ValueError: not in a warm-up",
     "ends": "the script has ended with exit code 0",
     "exits": "its process has ended (exit code 7)",
     "killed": "its process has ended (exit code -9)",

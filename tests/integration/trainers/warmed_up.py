@@ -2,7 +2,7 @@
 
 plain     changes what a process has: its directory, environment, path, a signal's handler, torch's settings, streams
 reinit    its function is decorated with swift.reinit, and has a `finally` that fails
-raises, exits, killed, ends, hangs    a warm-up does not come far enough
+raises, step, exits, killed, ends, hangs    a warm-up does not come far enough
 once, late_once    it cannot begin a second time in one process: at its first line, after its session is made
 patches   it changes a function of torch's, once more each time
 thread, workers, keeps    it leaves a thread, processes, or its model behind
@@ -83,6 +83,8 @@ def main() -> None:
     def step(number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         x, y = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
+        if MODE == "step" and swift.is_warming_up():
+            raise ValueError("not in a warm-up")
         optimizer.zero_grad()
         schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == ranks - 1 else {}))
         session.clip_grad_norm_(module.parameters(), 1.0)
@@ -100,7 +102,8 @@ def main() -> None:
         signal.signal(signal.SIGUSR1, lambda *_: None)
         torch.set_float32_matmul_precision("high")
     try:
-        session.run(step, STEPS)
+        with session:
+            session.run(step, STEPS)
     finally:
         if MODE == "reinit" and swift.is_warming_up():
             raise RuntimeError("the others are not there")
