@@ -18,7 +18,7 @@ _JOB_NAME_MAX = 64
 
 
 def judge(
-    services: Services, place: Path, trainer: header.Trainer, world: int, *, warm_up: bool
+    services: Services, place: Path, trainer: header.Trainer, world: int, *, warm_up: bool = False
 ) -> tuple[verdict.Verdict, Path]:
     """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up."""
     place.mkdir(parents=True, exist_ok=True)
