@@ -30,7 +30,7 @@ from swift.words import one_line
 
 @dataclass(kw_only=True, slots=True)
 class Warmed:
-    """What a warm-up has done. Seconds are of the first run."""
+    """What a warm-up has done."""
 
     why_not: str = ""
     """One line; empty: the spare is warm."""
@@ -39,9 +39,12 @@ class Warmed:
     version: int = -1
     """The checkpoint that the step was computed from."""
     script_seconds: float = 0.0
-    """From the script's first line to `session.run`."""
+    """From the script's first line to `session.run`, the first time."""
     step_seconds: float = 0.0
-    """One forward and backward, with what was read for it."""
+    """One forward and backward, with what was read for it, the first time."""
+    again_script_seconds: float = 0.0
+    """The same of the second time."""
+    again_step_seconds: float = 0.0
 
 
 class OneRun:
@@ -133,6 +136,8 @@ def warm_up(script: Callable[[], object]) -> Warmed:
         )
     else:
         _process.warmed = True
+        warmed.again_script_seconds = again.script_seconds
+        warmed.again_step_seconds = again.step_seconds
     return warmed
 
 

@@ -1,7 +1,8 @@
 """A drill in which the process that takes a lost rank's place has been warmed up (`--warm-up`).
 
-A victim waits, where it is to die, until there is a spare that has run the script as its rank. The report compares
-what the script and one forward and backward took in the warm-up with what they took in the replacement.
+A victim waits, where it is to die, until there is a spare that has run the script as its rank. What the warm-up saves
+is what the script and one forward and backward took the first time, less what they took the second time: in the same
+process, and beside the same training ranks. The report also has what they took when the process was needed.
 """
 
 from collections import Counter
@@ -78,37 +79,44 @@ def section(facts: "Facts") -> dict[str, Any] | None:
 
 
 def _replaced(facts: "Facts") -> list[dict[str, Any]]:
-    """Of each process that took a lost rank's place: its warm-up (`first`; None: it had none), what the same took when
-    it was needed (`again`), and the difference."""
-    given: dict[int, int] = {}
+    """Of each process that took a lost rank's place: what its warm-up took the first time and the second (None: it had
+    none), the difference, and what the same took when it was needed."""
+    given: set[int] = set()
     shown = []
     for event in facts.events:
         if event["event"] != "spare_assigned":
             continue
-        rank = int(event["rank"])
+        rank, pid = int(event["rank"]), event["pid"]
         if rank in given:
-            first, again = _first(facts, event["pid"]), _again(facts, event["pid"])
+            warmed = _warmed(facts, pid)
+            first = None if warmed is None else _seconds(warmed, "")
+            again = None if warmed is None else _seconds(warmed, "again_")
             shown.append(
                 {
                     "rank": rank,
-                    "pid": event["pid"],
+                    "pid": pid,
                     "first": first,
                     "again": again,
-                    "saved_seconds": _saved(first, again),
+                    "saved_seconds": None
+                    if first is None or again is None
+                    else sum(first.values()) - sum(again.values()),
+                    "needed": _needed(facts, pid),
                 }
             )
-        given[rank] = event["pid"]
+        given.add(rank)
     return shown
 
 
-def _first(facts: "Facts", pid: int) -> dict[str, Any] | None:
+def _warmed(facts: "Facts", pid: int) -> dict[str, Any] | None:
     warmed = [e for e in facts.events if e["event"] == "warmed_up" and e["pid"] == pid and not e["why_not"]]
-    if not warmed:
-        return None
-    return {name: warmed[-1][name] for name in ("version", "script_seconds", "step_seconds")}
+    return warmed[-1] if warmed else None
 
 
-def _again(facts: "Facts", pid: int) -> dict[str, Any] | None:
+def _seconds(warmed: dict[str, Any], which: str) -> dict[str, float]:
+    return {name: warmed[which + name] for name in ("script_seconds", "step_seconds")}
+
+
+def _needed(facts: "Facts", pid: int) -> dict[str, Any] | None:
     """`step_seconds`: of the first step that it has replayed, with its update; None: it has replayed none."""
     own = [event for event in facts.events if event["pid"] == pid]
     begun = next((event for event in own if event["event"] == "run_begin"), None)
@@ -120,13 +128,6 @@ def _again(facts: "Facts", pid: int) -> dict[str, Any] | None:
         "script_seconds": begun["script_seconds"],
         "step_seconds": steps[1]["t"] - steps[0]["t"] if replayed else None,
     }
-
-
-def _saved(first: dict[str, Any] | None, again: dict[str, Any] | None) -> float | None:
-    if first is None or again is None:
-        return None
-    names = [name for name in ("script_seconds", "step_seconds") if again[name] is not None]
-    return float(sum(first[name] - again[name] for name in names))
 
 
 def _why_cold(facts: "Facts") -> str:
