@@ -60,11 +60,15 @@ class Awaited:
         self._since: dict[int, float] = {}
 
     def overdue(self, row: JobRow, limit_s: float, now: float) -> list[int]:
-        """Those for which nobody has come for so long."""
+        """Those for which nobody has come for so long; none if no whole pipeline is left without them: then the job
+        has nothing better to do than to wait."""
         waits = shrinks_late(row.config) and row.state in (State.FENCING, State.PLANNING)
         missing = [slot for slot in row.slots() if slot not in row.holders] if waits else []
+        if not self._since.keys() <= set(missing):
+            self._since = {}  # one has come: others may be on their way
         self._since = {slot: self._since.get(slot, now) for slot in missing}
-        return [slot for slot, since in self._since.items() if now - since > limit_s]
+        late = [slot for slot, since in self._since.items() if now - since > limit_s]
+        return late if late and _whole(row, set(row.slots()) - {*row.given_up, *late}) else []
 
 
 def give_up(row: JobRow, slots: Iterable[int]) -> str:
