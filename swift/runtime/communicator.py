@@ -312,7 +312,8 @@ class Communicator:
         if latest is not None:  # what came before it was there to be broken
             self._saw(latest)
         store = PrefixStore(f"g{self._generation}/{label}", self._store)
-        connections = fabric.connect(store, own, len(ranks), _BUILD_TIMEOUT)
+        with self._store.building(len(ranks)):
+            connections = fabric.connect(store, own, len(ranks), _BUILD_TIMEOUT)
         group.attach(connections, ranks)
         fabric.settle()
         group.register()

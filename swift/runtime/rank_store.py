@@ -6,7 +6,8 @@ The coordinator is on none that trains.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,18 @@ class CoordinatorStore(Store):
         super().__init__()
         self._shared = shared
         shared.once = True
+        self._members = 0
+        """Of the group that is being built; 0: none is."""
+
+    @contextmanager
+    def building(self, members: int) -> Iterator[None]:
+        """Meanwhile a group of so many is built. Each of them waits for each other's key (`.../<place>`), one after
+        the other. So who waits for one waits for all, and is told of them in one answer."""
+        self._members = members
+        try:
+            yield
+        finally:
+            self._members = 0
 
     timeout: timedelta  # torch's property, which its stub lacks
 
@@ -71,6 +84,10 @@ class CoordinatorStore(Store):
         return there
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if self._members and len(keys) == 1:
+            head, slash, member = keys[0].rpartition("/")
+            if member.isdigit():
+                keys = [f"{head}{slash}{place}" for place in range(self._members)]
         _told(self._shared.wait, keys, (timeout or self.timeout).total_seconds())
 
     def clone(self) -> "CoordinatorStore":
