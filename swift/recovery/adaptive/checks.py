@@ -1,5 +1,6 @@
 """Whether a step does its work: rules of their own, which any order is held to."""
 
+import itertools
 from collections import Counter
 
 from swift.recovery.adaptive.steps import Step
@@ -19,7 +20,7 @@ def problems(work: Work, step: Step) -> list[str]:
         return found
     at = {slot.action: (worker, slot) for worker, slots in step.slots.items() for slot in slots}
     for worker, slots in step.slots.items():
-        for before, behind in zip(slots, slots[1:], strict=False):
+        for before, behind in itertools.pairwise(slots):
             if behind.begin < before.end - _SLACK:
                 found.append(f"worker {worker} begins {behind.action} before {before.action} is over")
         found += _of_activations(work, worker, [slot.action for slot in slots])

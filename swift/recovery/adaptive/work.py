@@ -58,7 +58,7 @@ class Work:
     """Of every stage and origin."""
     split: bool = False
     """Backwards are split: gradients of weights may be computed later."""
-    costs: Costs = Costs()  # noqa: RUF009  (frozen)
+    costs: Costs = Costs()
     cap: Mapping[int, int] | None = None
     """Worker -> how many microbatches' activations it may hold at a time, over all its stages. None: any number."""
 
