@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from services.coordinator.row import LACKS, JobRow, State
-from swift.recovery import Plan
+from swift.recovery import Plan, reroutes
 from swift.recovery import shrinks as strategy_shrinks
 
 
@@ -143,8 +143,13 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
 
 
 def _whole(row: JobRow, left: set[int]) -> bool:
-    """One data-parallel rank has all its slots."""
+    """One data-parallel rank has all its slots; where microbatches are rerouted, each stage group has one."""
     replicas = int(row.config["replicas"])
+    if reroutes(row.config.get("strategy", "")):
+        return all(
+            not left.isdisjoint(range(first, first + replicas))
+            for first in range(0, row.world_size, replicas)
+        )
     return any(left.issuperset(range(origin, row.world_size, replicas)) for origin in range(replicas))
 
 

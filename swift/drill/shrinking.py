@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault
 from swift.errors import ServiceError, UsageError
-from swift.recovery import lost_shard_problem
+from swift.recovery import lost_shard_problem, reroutes
 
 if TYPE_CHECKING:
     from swift.drill.cluster import Cluster
@@ -74,13 +74,10 @@ def check(config: "DrillConfig") -> None:
     if shape.replicas == 1:
         _check_moving(config)
         return
-    if len({rank % shape.replicas for rank in victims}) == shape.replicas:
-        left = (
-            "every pipeline loses a rank; leave one whole"
-            if shape.pipeline_ranks > 1
-            else "every rank is killed; leave one"
-        )
-        raise UsageError(f"{flag}: {left}")
+    if reroutes(config.strategy) and shape.pipeline_ranks == 1:
+        raise UsageError(f"{flag} with --stages 1: it is for pipelines; use --strategy shrink")
+    if problem := _nobody_left(config, victims):
+        raise UsageError(f"{flag}: {problem}")
     if len(victims) < len(kills):
         raise UsageError(f"{flag}: a rank is killed twice, and it is not there the second time")
     if version is None:
@@ -93,6 +90,22 @@ def check(config: "DrillConfig") -> None:
         raise UsageError(
             f"--grow {config.grow}: step must be at most {shape.steps - 2} (--steps {shape.steps})"
         )
+
+
+def _nobody_left(config: "DrillConfig", victims: set[int]) -> str:
+    """Why the others could not go on; empty: they can."""
+    shape = config.topology
+    if shape.pipeline_ranks == 1:
+        return "every rank is killed; leave one" if len(victims) == shape.replicas else ""
+    if reroutes(config.strategy):
+        groups = [rank // shape.replicas for rank in victims]
+        return (
+            "every replica of a stage is killed; leave one"
+            if shape.replicas in map(groups.count, groups)
+            else ""
+        )
+    lacking = {rank % shape.replicas for rank in victims}
+    return "every pipeline loses a rank; leave one whole" if len(lacking) == shape.replicas else ""
 
 
 def _check_late(config: "DrillConfig") -> None:

@@ -73,11 +73,16 @@ def _shares_check(facts: Facts) -> Check:
         "nobody computed a lost batch" if facts.asked.drops else "every lost batch was computed, and no other"
     )
     computed: set[tuple[int, int]] = set()
+    shared: dict[tuple[int, int], set[int]] = {}
+    """Microbatches, where several ranks share a batch."""
     needless = []
     for event in facts.events:
         if event["event"] == "adopted_step":
             lost = _computed_for(event, facts)
-            computed.add((event["step"], lost))
+            microbatches = shared.setdefault((event["step"], lost), set())
+            microbatches.update(event.get("microbatches", range(facts.asked.topology.microbatches)))
+            if len(microbatches) == facts.asked.topology.microbatches:
+                computed.add((event["step"], lost))
             # By the time: a step that is taken back as one comes back was done without it.
             before = [r.vacant for r in facts.recoveries if r.ended_t is not None and r.ended_t <= event["t"]]
             if not before or lost not in before[-1]:

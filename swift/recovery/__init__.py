@@ -25,6 +25,7 @@ from swift.recovery.types import (
     Strategy,
     StreamSummary,
     lost_shard_problem,
+    reroutes,
     shrinks,
 )
 
@@ -55,5 +56,6 @@ __all__ = [
     "lost_shard_problem",
     "plan",
     "plan_off_log",
+    "reroutes",
     "shrinks",
 ]

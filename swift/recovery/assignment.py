@@ -33,8 +33,7 @@ class Slot(NamedTuple):
 
 
 Adopted = Mapping[tuple[int, int], tuple[int, ...]]
-"""(stage, origin) of a vacant slot -> the slot that computes each of its microbatches, in their order; or the one slot
-that computes all of them."""
+"""(stage, origin) of a vacant slot -> the slots that compute its microbatches, in turn, in the order of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +163,24 @@ class Assignment:
                     adopted |= {(stage, origin): (self.at(group, adopter),) for stage in stages}
         return self.adopting(adopted)
 
+    def rerouted(self) -> "Assignment":
+        """The microbatches of each vacant slot go to all that are left of its stage group, in turn; of several such
+        slots, each begins with another one. Raises ValueError if nobody is left of a stage group."""
+        adopted: dict[tuple[int, int], tuple[int, ...]] = {}
+        for group, stages in enumerate(self.group_stages):
+            left = self._groups[group]
+            if not left:
+                raise ValueError(f"nobody is left of stage group {group}")
+            lost = [origin for origin in range(self.dp_size) if self.at(group, origin) not in self.members]
+            for turn, origin in enumerate(lost):
+                begin = turn % len(left)
+                adopted |= {(stage, origin): (*left[begin:], *left[:begin]) for stage in stages}
+        return self.adopting(adopted)
+
+    def representatives(self) -> tuple[int, ...]:
+        """The first slot that is held, of each stage group that has any."""
+        return tuple(group[0] for group in self._groups if group)
+
     def whole_origins(self) -> tuple[int, ...]:
         """The data-parallel ranks of which no slot is vacant, ascending."""
         lacking = {self.slots[number].dp_rank for number in self.vacant}
@@ -266,7 +283,7 @@ class Assignment:
         adopted = self.adopted.get((stage, origin))
         if adopted is None:
             return None
-        return adopted[0 if len(adopted) == 1 else microbatch]
+        return adopted[microbatch % len(adopted)]
 
     def origins(self, stage: int) -> tuple[int, ...]:
         """Those whose batches are computed at the stage, ascending."""

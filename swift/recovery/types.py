@@ -126,6 +126,7 @@ STRATEGIES = (
     "replay",
     "checkpoint",
     "shrink",
+    "adaptive",
     "rollback",
     "lossy-forward",
     "snapshot",
@@ -135,7 +136,7 @@ FROM_CHECKPOINT = frozenset({"checkpoint", "reinit"})
 """Those under which all go back to the checkpoint, whatever is left."""
 SNAPSHOTTING = frozenset({"auto", "snapshot"})
 """Those under which all may go back to snapshots, if there are any."""
-SHRINKING = frozenset({"shrink", "rollback", "lossy-forward"})
+SHRINKING = frozenset({"shrink", "adaptive", "rollback", "lossy-forward"})
 """Those under which the others go on without a rank that is lost, in a smaller world."""
 LOST_SHARDS = ("redistribute", "drop")
 """Under these: who computes the batches of a lost data-parallel rank. The others, or nobody."""
@@ -146,10 +147,17 @@ def shrinks(strategy: str) -> bool:
     return strategy in SHRINKING
 
 
+def reroutes(strategy: str) -> bool:
+    """Microbatches of a lost rank go to its peers, each by itself, in the step of all."""
+    return strategy == "adaptive"
+
+
 def lost_shard_problem(strategy: str, lost_shard: str) -> str:
     """Why `lost_shard` cannot be asked for with this strategy; empty: it can, or nothing is asked for."""
     if lost_shard and strategy != "auto" and not shrinks(strategy):
         return "a lost rank comes back, and computes its batches itself; leave it out, or use shrink, rollback or auto"
+    if reroutes(strategy) and lost_shard == "drop":
+        return "the peers of a lost rank compute its microbatches; leave it out, or use shrink"
     if strategy == "lossy-forward" and lost_shard == "redistribute":
         return "nobody computes the batches of a lost rank; leave it out, or use shrink or rollback"
     return ""
@@ -164,7 +172,8 @@ class PlanConfig:
     and that takes less time, else the checkpoint;
     "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
     holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
-    that is lost, and nothing is replayed; "rollback": the same, but the step that was interrupted is never finished;
+    that is lost, and nothing is replayed; "adaptive": the same, and its peers share its microbatches;
+    "rollback": the same, but the step that was interrupted is never finished;
     "lossy-forward": the same, but it is finished with the gradients of those that are left; "snapshot": all go back
     to the newest copies in host memory, and nothing is copied from replicas or replayed; "reinit": as "checkpoint",
     which ranks load where their training function begins again."""

@@ -20,6 +20,7 @@ of the gradients for each origin that is adopted.
 
 from collections.abc import Callable, Mapping
 from itertools import chain
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -32,7 +33,7 @@ from swift.runtime.channel import Channel
 from swift.runtime.differences import Differences
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.origin_loaders import OriginLoaders
-from swift.runtime.reducer import Shares
+from swift.runtime.reducer import Row, Shares
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, plain
 from swift.runtime.witness import Witness
@@ -41,12 +42,18 @@ Gradients = Mapping[torch.nn.Parameter, torch.Tensor]
 _DIGEST_BYTES = 16
 
 
-class _Computed(Exception):
-    """The gradients of that origin are there, and not yet reduced."""
+Result = TypeVar("Result")
+
+
+class Computed(Exception):
+    """What is wanted of that origin's step is there: its gradients, which are not yet reduced, or its inputs."""
 
 
 class Adoption:
     """One rank's. Trainer's thread."""
+
+    reroutes = False
+    """Microbatches of others are computed among its own (`swift.runtime.rerouting`)."""
 
     def __init__(
         self,
@@ -64,7 +71,9 @@ class Adoption:
         `world`: all ranks, for the session itself."""
         self._wanted = wanted
         self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
-        self._answers = self._pipeline.answers = Answers(slot, assignment, self._data, differences)
+        self._answers = self._pipeline.answers = Answers(
+            slot, assignment, self._data, differences, reroutes=self.reroutes
+        )
         self._slot = slot
         self._channel = channel
         self._state = state
@@ -106,11 +115,11 @@ class Adoption:
         assignment = self._assignment()
         if not assignment.adopted:
             return None
-        origins = [
-            (assignment.slots[slot].dp_rank, *assignment.adopted_by(slot))
+        rows = [
+            [Row(assignment.slots[slot].dp_rank), *map(Row, assignment.adopted_by(slot))]
             for slot in assignment.group(self._slot)
         ]
-        return Shares(origins, self._gradients)
+        return Shares(rows, self._gradients)
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Computes what this rank has adopted in this step. `drop` takes a step back."""
@@ -160,13 +169,32 @@ class Adoption:
 
     def _before_reduction(self) -> None:
         if self.under_way:
-            raise _Computed
+            raise Computed
         self._answers.reduced = True
 
     def _computed(
         self, origin: int, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
     ) -> Gradients:
         """Parameter -> its gradient, for this origin's batch; of those that have one."""
+
+        def gradients() -> Gradients:
+            return {
+                p: p.grad.detach().clone()
+                for p in chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+                if p.grad is not None and p.requires_grad
+            }
+
+        return self._carried_out(origin, train_step, step, drop, gradients)
+
+    def _carried_out(
+        self,
+        origin: int,
+        train_step: Callable[[int], object],
+        step: int,
+        drop: Callable[[], None],
+        result: Callable[[], Result],
+    ) -> Result:
+        """`result` of the trainer's step for this origin, which is taken back after that."""
         quiet, self._witness.quiet = self._witness.quiet, True
         self._channel.rehearsing = self.under_way = True
         try:
@@ -176,18 +204,14 @@ class Adoption:
                 self.loaders.begin(origin)
                 try:
                     train_step(step)
-                except _Computed:
+                except Computed:
                     pass
-                gradients = {
-                    p: p.grad.detach().clone()
-                    for p in chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
-                    if p.grad is not None and p.requires_grad
-                }
+                given = result()
         finally:
             self._witness.quiet = quiet
             self._channel.rehearsing = self.under_way = False
         drop()
-        return gradients
+        return given
 
     def _try_due(self) -> bool:
         """Some rank has not tried it out yet."""

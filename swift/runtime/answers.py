@@ -29,12 +29,16 @@ class Answers:
         assignment: Callable[[], Assignment],
         data: "ReconfigurableGroup",
         differences: Differences,
+        *,
+        reroutes: bool,
     ) -> None:
-        """`assignment`: of this generation. `data`: the ranks of this stage."""
+        """`assignment`: of this generation. `data`: the ranks of this stage. `reroutes`: microbatches do not pass along
+        pipelines (`swift.runtime.rerouting`), so the representatives of the stages answer, at any time of a step."""
         self._slot = slot
         self._assignment = assignment
         self._data = data
         self._differences = differences
+        self._reroutes = reroutes
         self._named = False
         self.reduced = False
         """(adoption) The gradients of the step under way are being reduced, or are."""
@@ -43,7 +47,7 @@ class Answers:
     def asked(self) -> bool:
         """Some pipelines lack ranks, and nobody sits in their places any more."""
         assignment = self._assignment()
-        return self.reduced and bool(assignment.adopted) and assignment.stage_groups > 1
+        return (self.reduced or self._reroutes) and bool(assignment.adopted) and assignment.stage_groups > 1
 
     def into(self, results: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
         """`run` leaves its result in `results`; so does this, on the ranks of all pipelines."""
@@ -51,10 +55,14 @@ class Answers:
             run()
             return
         assignment = self._assignment()
-        whole, own = assignment.whole_origins(), assignment.slots[self._slot].dp_rank
         group = assignment.group(self._slot)
-        gives = next(place for place, slot in enumerate(group) if assignment.slots[slot].dp_rank == whole[0])
-        if own in whole:
+        if self._reroutes:
+            have = {group[0]}
+        else:
+            whole = assignment.whole_origins()
+            have = {slot for slot in group if assignment.slots[slot].dp_rank in whole}
+        gives = group.index(min(have))
+        if self._slot in have:
             run()
         # Each keeps what it has itself: of other pipelines it may be something else.
         passed = [result.detach().clone() for result in results]
@@ -64,7 +72,7 @@ class Answers:
                 collectives.broadcast(tensor, gives)
 
         self._data.run(pass_on)
-        if own not in whole:
+        if self._slot not in have:
             for result, tensor in zip(results, passed, strict=True):
                 result.detach().copy_(tensor)
 

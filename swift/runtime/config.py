@@ -9,7 +9,7 @@ from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import LOST_SHARDS, SNAPSHOTTING, STRATEGIES, lost_shard_problem, shrinks
+from swift.recovery.types import LOST_SHARDS, SNAPSHOTTING, STRATEGIES, lost_shard_problem, reroutes, shrinks
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -32,7 +32,8 @@ class SessionConfig:
     strategy: str = "auto"
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
     checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
-    process comes for it; jobs without shards; docs/strategies.md), "rollback" (as "shrink", but the
+    process comes for it; jobs without shards; docs/strategies.md), "adaptive" (as "shrink", for pipelines with
+    replicas: the peers of a lost rank share its microbatches), "rollback" (as "shrink", but the
     step that was interrupted is always taken back and done again), "lossy-forward" (for replicas of a whole model: as
     "shrink", but a step that was interrupted in the reduction of its gradients is finished with those that are left;
     not exact: `allow_inexact`), "snapshot" (all ranks go back to the newest copies of their states in host memory:
@@ -211,6 +212,11 @@ class SessionConfig:
     def redistributes(self) -> bool:
         """The batches of a lost rank are computed by others."""
         return self.shrinks and not self.drops and self.replicas > 1
+
+    @property
+    def reroutes(self) -> bool:
+        """Microbatches of a lost rank are shared by its peers, in the step of all."""
+        return reroutes(self.strategy)
 
     @property
     def drops(self) -> bool:

@@ -130,6 +130,7 @@ class Engine:
             self._failures,
             self._recovery.report,
             redistributes=config.redistributes,
+            reroutes=config.reroutes,
         )
         self._steps = self._steps_of(config, channel, witness, retries, audit)
         state.updates.vote.bind(self.vote)

@@ -19,6 +19,9 @@ from swift.runtime.member import Member, is_filled
 from swift.runtime.own_log import OwnLog
 from swift.runtime.process_groups import Interrupted, ProcessGroups
 
+_ANY = -1
+"""Instead of an origin: the route of the stages' representatives."""
+
 
 class Membership:
     """One rank's way through the generations."""
@@ -34,9 +37,10 @@ class Membership:
         report: Callable[[pb.View], None],
         *,
         redistributes: bool,
+        reroutes: bool,
     ) -> None:
         """`assignment`: of the full world. `report(view)`: tells the planner what this rank has to offer.
-        `redistributes`: the batches of vacant slots are computed by others."""
+        `redistributes`: the batches of vacant slots are computed by others; `reroutes`: microbatch by microbatch."""
         self._rank = rank
         self._member = member
         self._communicator = communicator
@@ -44,6 +48,7 @@ class Membership:
         self._failures = failures
         self._report = report
         self._redistributes = redistributes
+        self._reroutes = reroutes
         self.assignment = assignment
         """Of the generation whose groups are built; before there is one, of the full world."""
         self.slot = assignment.slots[rank]
@@ -101,14 +106,20 @@ class Membership:
         self._log.open(view)
         assignment = self.assignment.held_by({member.rank: member.id for member in view.members})
         if self._redistributes:
-            assignment = assignment.redistributed()
+            assignment = assignment.rerouted() if self._reroutes else assignment.redistributed()
         self._communicator.build(view.generation, assignment.occupied, self._routes(assignment))
         self._view, self.plan, self.assignment = view, of_view(view), assignment
 
     def _routes(self, assignment: Assignment) -> dict[int, tuple[int, ...]]:
-        """Of the pipelines that this rank sits in, its own first; none if all are whole."""
+        """Of the pipelines that this rank sits in, its own first; none if all are whole.
+
+        Where microbatches are rerouted there is one of the stages' representatives, and others are alone."""
         if assignment.stage_groups == 1 or not assignment.adopted:
             return {}
+        if self._reroutes:
+            first = assignment.representatives()
+            # Nothing passes along a pipeline of somebody who is no representative (`swift.runtime.answers`).
+            return {_ANY: first} if self._rank in first else {_ANY - 1 - self._rank: (self._rank,)}
         origins = (self.slot.dp_rank, *assignment.adopted_by(self._rank))
         return {origin: assignment.pipeline(origin) for origin in origins}
 

@@ -4,7 +4,7 @@ Each is refused here if a recovery could not give it its state back; else it is 
 the channel logs its boundaries, the updates average its gradients, the state keeps what it holds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,10 @@ class ModelParts:
         channel: Channel,
         updates: Updates,
         state: TrainerState,
+        *,
+        reroute: Callable[..., Any] | None = None,
     ) -> None:
+        """`reroute`: what carries out calls of a schedule in which ranks are missing (`Rerouting.call`)."""
         self._rank = rank
         self._assignment = assignment
         self._backend = backend
@@ -48,6 +51,7 @@ class ModelParts:
         self._channel = channel
         self._updates = updates
         self._state = state
+        self._reroute = reroute
 
     def pipeline_stage(
         self,
@@ -131,6 +135,8 @@ class ModelParts:
                     "does not see them; give the stage a plain module, the session averages its gradients"
                 )
         _torch.wrap_loss(schedule, logged_loss(stages, self._channel))
+        if self._reroute is not None:
+            _torch.instead_of_calls(schedule, self._reroute)
         number = len(self._state.schedules)
         _torch.around_calls(schedule, lambda: self._around_call(number))
         self._state.schedules.append(schedule)

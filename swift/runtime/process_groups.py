@@ -93,8 +93,8 @@ class ProcessGroups:
         """(every member) The groups of `generation`, under the objects that torch and the trainer hold.
 
         `members`: ranks that take part, ascending, this one among them; None: all of the default group's. `routes`: if
-        pipelines lack ranks: origin -> who computes its batches, of the origins that this rank computes, its own first.
-        Raises Interrupted if a newer generation is published meanwhile, RuntimeError if a member was lost.
+        pipelines lack ranks: origin -> who sits in its pipeline, of those that this rank sits in, its own first. Raises
+        Interrupted if a newer generation is published meanwhile, RuntimeError if a member was lost.
         """
         present = tuple(self._default.ranks if members is None else members)
         self.tear_down()

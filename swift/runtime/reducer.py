@@ -30,13 +30,23 @@ def is_ordered(reduction: str, dp_size: int) -> bool:
     return reduction == "ordered" or (reduction == "auto" and dp_size > 2)
 
 
-class Shares(NamedTuple):
-    """Who has the gradients of which origin, where some are vacant."""
+class Row(NamedTuple):
+    """What a rank has gradients of."""
 
-    origins: Sequence[Sequence[int]]
-    """Of each rank of the group, by its place: its own first."""
+    origin: int
+    microbatch: int | None = None
+    """None: of the origin's whole batch. Else of this microbatch, or of a run that begins with it; not divided yet."""
+
+
+class Shares(NamedTuple):
+    """Who has which gradients, where some slots are vacant."""
+
+    rows: Sequence[Sequence[Row]]
+    """Of each rank of the group, by its place: its own batch first."""
     gradients: Sequence[Mapping[torch.nn.Parameter, torch.Tensor]]
-    """This rank's of each origin behind its own."""
+    """This rank's of each row behind its own batch."""
+    scale: int = 1
+    """What the sum of an origin's microbatches is divided by."""
 
 
 class Reduction:
@@ -49,18 +59,18 @@ class Reduction:
         flat: torch.Tensor,
         contributions: int,
         ordered: bool,
-        origins: Sequence[Sequence[int]] | None,
+        shares: Shares | None,
     ):
-        """`flat`: what this rank has of each origin, in rows; `origins`: whose rows each place of the group has. None:
-        each has one, in the order of ranks."""
+        """`flat`: what this rank has, in rows. `shares`: which rows each place of the group has. None: each has one, in
+        the order of ranks."""
         self.contributions = contributions
         self.bucket = bucket
         self.flat = flat
         add = operation(None)
 
         def run(collectives: Collectives) -> None:
-            if origins is not None:
-                sum_by_origin(collectives, flat, origins)
+            if shares is not None:
+                sum_by_origin(collectives, flat, shares.rows, shares.scale)
             elif ordered:
                 collectives.all_reduce(flat[0], add)
             else:
@@ -124,8 +134,7 @@ class Reducer:
         torch.cat(parts, out=flat[0])
         for row, gradients in enumerate([] if shares is None else shares.gradients, start=1):
             torch.cat(_parts(bucket, gradients), out=flat[row])
-        origins = None if shares is None else shares.origins
-        reduction = Reduction(self._group, bucket, flat, self._contributions(), self._ordered, origins)
+        reduction = Reduction(self._group, bucket, flat, self._contributions(), self._ordered, shares)
         self.seconds += time.monotonic() - began
         return reduction
 
@@ -208,27 +217,39 @@ def _parts(bucket: Bucket, gradients: Mapping[torch.nn.Parameter, torch.Tensor])
     return [*(gradients.get(p, torch.zeros_like(p)).detach().reshape(-1) for p in bucket), used]
 
 
-def sum_by_origin(collectives: Collectives, rows: torch.Tensor, origins: Sequence[Sequence[int]]) -> None:
-    """Writes into the first row the sum over all origins, in their order, from the first on.
+def sum_by_origin(
+    collectives: Collectives, rows: torch.Tensor, whose: Sequence[Sequence[Row]], scale: int = 1
+) -> None:
+    """Writes into the first row the sum over all origins, in their order, from the first on. An origin that is in parts
+    is summed first, in the order of its microbatches, and divided by `scale`, as its own rank would have done it.
 
-    `rows` [origins of this rank, n]; `origins`: of each member, by its place, which row of its is whose. Each member
-    sums a part of the n numbers, as in `Messages.all_reduce`, so the bits are those of a full world.
+    `rows` [of this rank, n]; `whose`: of each member, by its place, what its rows are. Each member sums a part of the n
+    numbers, as in `Messages.all_reduce`, so the bits are those of a full world.
     """
-    places = len(origins)
+    places = len(whose)
     size = -(-rows.shape[1] // places)
     padded = torch.nn.functional.pad(rows, (0, size * places - rows.shape[1]))
     outgoing = [part.contiguous() for part in torch.split(padded, size, dim=1)]
-    incoming = [rows.new_empty(len(theirs), size) for theirs in origins]
+    incoming = [rows.new_empty(len(theirs), size) for theirs in whose]
     collectives.all_to_all(incoming, outgoing)
-    of_origin = {
-        origin: part[number]
-        for theirs, part in zip(origins, incoming, strict=True)
-        for number, origin in enumerate(theirs)
-    }
-    first, *others = sorted(of_origin)
-    total = of_origin[first].clone()
-    for origin in others:
-        total.add_(of_origin[origin])
+    parts: dict[int, dict[int | None, torch.Tensor]] = {}
+    for theirs, numbers in zip(whose, incoming, strict=True):
+        for row, number in zip(theirs, numbers, strict=True):
+            parts.setdefault(row.origin, {})[row.microbatch] = number
+    first, *others = (_of_origin(parts[origin], scale) for origin in sorted(parts))
+    total = first.clone()
+    for other in others:
+        total.add_(other)
     sums = [torch.empty_like(total) for _ in range(places)]
     collectives.all_gather(sums, total)
     rows[0].copy_(torch.cat(sums)[: rows.shape[1]])
+
+
+def _of_origin(parts: Mapping[int | None, torch.Tensor], scale: int) -> torch.Tensor:
+    """The gradients of one origin's batch; may overwrite them."""
+    if None in parts:
+        return parts[None]
+    first, *others = (parts[microbatch] for microbatch in sorted(mb for mb in parts if mb is not None))
+    for other in others:
+        first.add_(other)
+    return first.div_(scale) if scale != 1 else first

@@ -7,8 +7,9 @@ in a replay the channel takes the place of the transport, and no operation is re
 Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,8 @@ class _Logged(LearnsShapesAlone):
     """While others help with a replay."""
     loss_like: Any = None
     """(last stage) What the loss function returns."""
+    adopted: Mapping[int, int] = MappingProxyType({})
+    """Number -> microbatch of another origin, where this stage computes some (`swift.runtime.rerouting`)."""
     skipped: int | None = None
     """The microbatch whose forward was asked for last, if it is not computed here."""
     _withheld: dict[int, list[dist.P2POp]]
@@ -102,7 +105,7 @@ class _Logged(LearnsShapesAlone):
         return max(self._calls, 0)
 
     def _microbatch(self, mb: int) -> int:
-        return self.call * 65536 + mb
+        return self.call * 65536 + self.adopted.get(mb, mb)
 
     # --- sends and receives ---
 

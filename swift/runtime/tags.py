@@ -4,9 +4,10 @@
     0 …                              torch's schedules, and trainers by hand           in a step
     REPLICA_HEADER … REPLICA_CHUNK+  a state; its chunks are numbered                  in a recovery, or between steps
     NOTE … INNER_GRADIENTS           a shared replay; buckets are numbered             in a replay
+    REROUTED …                       what stages send each other, by microbatch        in a step that lacks ranks
     first_tag(number) …              the collectives of the group with this number     any time
 
-The first three are never under way at once, and stay below `COLLECTIVES`. A tag is an int of C: below 2^31.
+The first four are never under way at once, and stay below `COLLECTIVES`. A tag is an int of C: below 2^31.
 """
 
 import zlib
@@ -18,6 +19,9 @@ NOTE, NOTE_PAYLOAD = 1 << 16, (1 << 16) + 1
 WEIGHTS = 1 << 17
 GRADIENTS_MASK, GRADIENTS = (1 << 18) - 1, 1 << 18
 INNER_ACTIVATIONS, INNER_GRADIENTS = 1 << 19, (1 << 19) + 1
+
+REROUTED = 1 << 19
+"""To `COLLECTIVES`."""
 
 COLLECTIVES = 1 << 20
 """So many tags each group has for its collectives."""

@@ -37,6 +37,7 @@ from swift.runtime.own_log import OwnLog
 from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, Shares, is_ordered
+from swift.runtime.rerouting import Rerouting
 from swift.runtime.state import TrainerState
 from swift.runtime.ties import Ties
 from swift.runtime.updates import Updates
@@ -100,7 +101,8 @@ class Parts:
         state = TrainerState(channel.randomness, updates, groups.get("replicate"))
         state.iterators.install()
         adopts = config.redistributes
-        adoption = Adoption(adopts, rank, channel, state, assigned, groups, world, witness, differences)
+        kind = Rerouting if config.reroutes else Adoption
+        adoption = kind(adopts, rank, channel, state, assigned, groups, world, witness, differences)
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         engine = Engine(
             rank,
@@ -133,7 +135,17 @@ class Parts:
             crossing=Crossing(channel, updates, groups),
             losses=losses,
             lines=lines,
-            model_parts=ModelParts(rank, assignment, backend, gate, groups, channel, updates, state),
+            model_parts=ModelParts(
+                rank,
+                assignment,
+                backend,
+                gate,
+                groups,
+                channel,
+                updates,
+                state,
+                reroute=adoption.call if isinstance(adoption, Rerouting) else None,
+            ),
             engine=engine,
             warming=Warming(rank, member.client, communicator, channel, state, store, witness),
         )

@@ -1,0 +1,305 @@
+"""One call of a schedule in which some ranks are missing: its ranks compute microbatches of other origins among theirs.
+
+torch's schedules give each stage one rank. So the call is carried out here: each rank walks its own list of actions
+(`swift.recovery.adaptive`), sends what it has computed to whoever computes the next part, and keeps the gradients of
+other origins apart. Every rank works the lists out for itself, from the same numbers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from swift.errors import UsageError
+from swift.recovery import Assignment
+from swift.recovery.adaptive import Action, Work, plan_step
+from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from swift.runtime import _torch
+from swift.runtime.channel import Channel
+from swift.runtime.groups import ReconfigurableGroup
+from swift.runtime.reducer import Row, Shares
+from swift.runtime.tags import COLLECTIVES, REROUTED
+
+Gradients = dict[torch.nn.Parameter, torch.Tensor]
+_SLOTS = 16
+"""Tensors that one stage sends to the next, at most."""
+
+
+class Inputs(NamedTuple):
+    """What enters an origin's call of the schedule from outside, at one stage group: by microbatch."""
+
+    args: Sequence[Any]
+    kwargs: Sequence[Any]
+    targets: Sequence[Any] | None
+
+
+class Routes(NamedTuple):
+    """Who computes what in a call."""
+
+    work: Work
+    group_of_stage: Mapping[int, int]
+    orders: Mapping[int, tuple[Action, ...]]
+
+    def owner(self, stage: int, origin: int, microbatch: int) -> int:
+        return self.work.owners[stage, origin][microbatch]
+
+    def share_of(self, slot: int, own: int) -> list[Row]:
+        """What a rank has gradients of besides those of its own batch: of each microbatch that it has adopted, or of
+        all together if it has all."""
+        rows = []
+        stage = next(stage for stage, _ in self.work.owners if slot in self.work.owners[stage, own])
+        for origin in range(self.work.origins):
+            mine = [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
+            if origin != own and mine:
+                rows += [
+                    Row(origin, mb) for mb in (mine[:1] if len(mine) == self.work.microbatches else mine)
+                ]
+        return rows
+
+
+def routes_of(assignment: Assignment, schedule: Any, *, backward: bool) -> Routes:
+    """Of a call of this schedule in this generation; the same at all ranks."""
+    stages = _torch.schedule_stages(schedule)
+    groups = dict(stages[0].stage_index_to_group_rank)
+    microbatches = _torch.schedule_microbatches(schedule)
+    owners = []
+    for stage, group in sorted(groups.items()):
+        for origin in range(assignment.dp_size):
+            told = (assignment.owner(group, origin, mb) for mb in range(microbatches))
+            owners.append(((stage, origin), tuple(owner for owner in told if owner is not None)))
+    caps = _torch.activations_held(schedule)
+    cap = (
+        None
+        if caps is None
+        else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
+    )
+    return _routes(
+        tuple(owners),
+        tuple(sorted(groups.items())),
+        microbatches,
+        _torch.splits_backward(schedule) and backward,
+        cap,
+    )
+
+
+@lru_cache(maxsize=8)
+def _routes(
+    owners: tuple[tuple[tuple[int, int], tuple[int, ...]], ...],
+    groups: tuple[tuple[int, int], ...],
+    microbatches: int,
+    split: bool,
+    cap: tuple[tuple[int, int], ...] | None,
+) -> Routes:
+    work = Work(
+        stages=len(groups),
+        origins=len(owners) // len(groups),
+        microbatches=microbatches,
+        owners=dict(owners),
+        split=split,
+        cap=None if cap is None else dict(cap),
+    )
+    return Routes(work, dict(groups), plan_step(work).orders())
+
+
+class ReroutedCall:
+    """One, at one rank. Trainer's thread.
+
+    ``run()``, and then `gradients`: what belongs to other origins, by row. Raises RuntimeError if a peer is lost.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        slot: int,
+        origin: int,
+        channel: Channel,
+        world: ReconfigurableGroup,
+        *,
+        quiet: Callable[[], Any],
+    ) -> None:
+        """`quiet`: a context in which nobody is shown what passes."""
+        self._routes = routes
+        self._slot = slot
+        self._own = origin
+        self._channel = channel
+        self._world = world
+        self._quiet = quiet
+        self.gradients: dict[Row, Gradients] = {}
+        self._sends: list[Any] = []
+        self._losses: dict[tuple[int, int], Any] = {}
+
+    def run(self, schedule: Any, call: dict[str, Any], inputs: Mapping[int, Inputs]) -> None:
+        """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
+        routes, count = self._routes, self._routes.work.microbatches
+        _torch.initialize_stages(schedule, call)
+        stages = {stage.stage_index: stage for stage in _torch.schedule_stages(schedule)}
+        of = {self._own: Inputs(call["arg_mbs"], call["kwarg_mbs"], call.get("target_mbs")), **inputs}
+        order = [action for action in routes.orders.get(self._slot, ()) if self._done(schedule, action)]
+        others = {self._chunk(a.origin, a.microbatch): a.microbatch for a in order if a.origin != self._own}
+        for stage in stages.values():
+            _torch.extend_chunks(stage, others)
+            stage.adopted = others
+        arriving = {action: self._receive(stages[action.stage], action) for action in order}
+        try:
+            for action in order:
+                with self._as(action.origin):
+                    for work in arriving[action]:
+                        work.wait()
+                    self._do(schedule, stages, action, of[action.origin], call)
+            for work in self._sends:
+                work.wait()
+        finally:
+            for stage in stages.values():
+                stage.adopted = {}
+                _torch.forget_chunks(stage, others, count)
+        own = [self._losses[self._own, mb] for mb in range(count) if (self._own, mb) in self._losses]
+        _torch.give_losses(schedule, own, call)
+        for stage in stages.values():
+            if stage.has_backward:
+                stage.perform_reduce_grad(_torch.schedule_grad_scale(schedule))
+
+    def computed(self, origin: int) -> list[int]:
+        """The microbatches of another origin that this rank computes, ascending."""
+        orders = self._routes.orders.get(self._slot, ())
+        return sorted({action.microbatch for action in orders if action.origin == origin})
+
+    def shares(self, slots: Sequence[int], origins: Sequence[int], scale: int) -> Shares:
+        """`slots`, `origins`: of the ranks of the data group, by their places."""
+        rows = [
+            [Row(origin), *self._routes.share_of(slot, origin)]
+            for slot, origin in zip(slots, origins, strict=True)
+        ]
+        mine = rows[slots.index(self._slot)][1:]
+        return Shares(rows, [self.gradients.get(row, {}) for row in mine], scale)
+
+    # --- ---
+
+    def _done(self, schedule: Any, action: Action) -> bool:
+        """An evaluation has forwards alone."""
+        return action.kind == FORWARD or all(stage.has_backward for stage in _torch.schedule_stages(schedule))
+
+    def _chunk(self, origin: int, microbatch: int) -> int:
+        """The number under which a stage keeps what it has of a microbatch."""
+        if origin == self._own:
+            return microbatch
+        return (1 + origin) * self._routes.work.microbatches + microbatch
+
+    @contextmanager
+    def _as(self, origin: int) -> Iterator[None]:
+        if origin == self._own:
+            yield
+            return
+        with self._quiet(), self._channel.as_origin(origin):
+            yield
+
+    def _tag(self, backward: bool, source: int, action: Action, position: int) -> int:
+        work = self._routes.work
+        number = (int(backward) * work.stages + source) * work.origins + action.origin
+        tag = REROUTED + (number * work.microbatches + action.microbatch) * _SLOTS + position
+        if tag >= COLLECTIVES or position >= _SLOTS:
+            raise UsageError(
+                f"strategy='adaptive' with {work.stages} stages, {work.origins} replicas and {work.microbatches} "
+                "microbatches: their messages cannot be told apart; use strategy='shrink'"
+            )
+        return tag
+
+    def _receive(self, stage: Any, action: Action) -> list[Any]:
+        """What the action needs of another rank, under way."""
+        forward = action.kind == FORWARD
+        if action.kind == BACKWARD_WEIGHT or (stage.is_first if forward else stage.is_last):
+            return []
+        source = action.stage + (-1 if forward else 1)
+        whose = self._routes.owner(source, action.origin, action.microbatch)
+        if whose == self._slot:
+            return []
+        chunk = self._chunk(action.origin, action.microbatch)
+        infos = (stage.args_recv_info if forward else stage.grad_recv_info)[chunk]
+        buffers = [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
+        return [
+            self._world.recv([buffer.detach()], whose, self._tag(not forward, source, action, position))
+            for position, buffer in enumerate(buffers)
+        ]
+
+    def _send(self, stage: Any, action: Action, to_stage: int, ops: Sequence[Any]) -> None:
+        to = self._routes.owner(to_stage, action.origin, action.microbatch)
+        backward = action.kind != FORWARD
+        for position, op in enumerate(ops):
+            tag = self._tag(backward, stage.stage_index, action, position)
+            self._sends.append(self._world.send([op.tensor.detach().contiguous()], to, tag))
+
+    def _do(
+        self, schedule: Any, stages: Mapping[int, Any], action: Action, of: Inputs, call: dict[str, Any]
+    ) -> None:
+        stage, chunk = stages[action.stage], self._chunk(action.origin, action.microbatch)
+        if action.kind == FORWARD:
+            self._forward(schedule, stages, action, chunk, of, call)
+            return
+        loss = self._losses.get((action.origin, action.microbatch)) if stage.is_last else None
+        last = action.origin == self._own and action.microbatch == self._routes.work.microbatches - 1
+        with self._into(stages, action):
+            if action.kind == BACKWARD_WEIGHT:
+                stage.backward_weight_one_chunk(chunk, last_backward=last)
+                return
+            stage.backward_one_chunk(
+                chunk, loss=loss, full_backward=action.kind == BACKWARD, last_backward=last
+            )
+        if stage.is_first:
+            return
+        before = stages.get(action.stage - 1)
+        if before is not None and self._is_mine(action.stage - 1, action):
+            before.set_local_bwd_input(stage.get_local_bwd_output(chunk), chunk)
+        else:
+            self._send(stage, action, action.stage - 1, stage.get_bwd_send_ops(chunk))
+
+    def _forward(
+        self,
+        schedule: Any,
+        stages: Mapping[int, Any],
+        action: Action,
+        chunk: int,
+        of: Inputs,
+        call: dict[str, Any],
+    ) -> None:
+        stage, mb, own = stages[action.stage], action.microbatch, action.origin == self._own
+        saves = own and call.get("return_outputs", True)
+        output = stage.forward_one_chunk(chunk, of.args[mb], of.kwargs[mb], save_forward_output=saves)
+        if stage.is_last:
+            if of.targets is not None:
+                loss = _torch.compute_loss(schedule, output, of.targets[mb], call)
+                if loss is not None:
+                    self._losses[action.origin, mb] = loss
+            return
+        behind = stages.get(action.stage + 1)
+        if behind is not None and self._is_mine(action.stage + 1, action):
+            behind.set_local_fwd_input(output, chunk)
+        else:
+            self._send(stage, action, action.stage + 1, stage.get_fwd_send_ops(chunk))
+
+    def _is_mine(self, stage: int, action: Action) -> bool:
+        return self._routes.owner(stage, action.origin, action.microbatch) == self._slot
+
+    @contextmanager
+    def _into(self, stages: Mapping[int, Any], action: Action) -> Iterator[None]:
+        """Gradients of another origin's microbatch go where they belong."""
+        if action.origin == self._own or action.kind == BACKWARD_INPUT:
+            yield
+            return
+        parameters = list(chain.from_iterable(stage.submod.parameters() for stage in stages.values()))
+        rows = self._routes.share_of(self._slot, self._own)
+        row = max(
+            row for row in rows if row.origin == action.origin and (row.microbatch or 0) <= action.microbatch
+        )
+        theirs = self.gradients.setdefault(row, {})
+        own = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = theirs.get(parameter)
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, own, strict=True):
+                if parameter.grad is not None:
+                    theirs[parameter] = parameter.grad
+                parameter.grad = gradient

@@ -1,0 +1,129 @@
+"""Microbatches of data-parallel ranks whose slots are vacant, computed by the peers of their stages among their own.
+
+Before its own step a rank carries the trainer's step out once for each origin that it computes some of, up to the call
+of the schedule: then it knows what enters it from outside. It takes that step back. In its own step the schedule's call
+is a `ReroutedCall`: the ranks of all pipelines compute all microbatches together. Gradients of other origins are kept
+apart, and are added in the order of origins and microbatches (`swift.runtime.reducer`): the bits are those of a full
+world.
+
+Whether a trainer's step can be carried out for another origin is tried out as for `Adoption`, in a full world.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from swift import events
+from swift.errors import UsageError
+from swift.runtime import _torch
+from swift.runtime.adoption import Adoption, Computed
+from swift.runtime.reducer import Shares
+from swift.runtime.rerouted_call import Inputs, ReroutedCall, routes_of
+
+
+class Rerouting(Adoption):
+    """One rank's. Trainer's thread."""
+
+    reroutes = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._capturing = False
+        self._captured: Inputs | None = None
+        self._inputs: dict[int, Inputs] = {}
+        """By origin: what enters this rank's stages from outside, in the step under way."""
+        self._call: ReroutedCall | None = None
+        """Of the step under way."""
+
+    def check(self) -> None:
+        """As `Adoption.check`."""
+        if not self._state.schedules:
+            raise UsageError(
+                "strategy='adaptive' without a pipeline schedule: it shares microbatches; use strategy='shrink'"
+            )
+        super().check()
+
+    def shares(self) -> Shares | None:
+        """As `Adoption.shares`."""
+        assignment = self._assignment()
+        if not assignment.adopted:
+            return None
+        if self._call is None:
+            raise UsageError(
+                "strategy='adaptive' and gradients that no call of the schedule has made: call it once in each step, "
+                "or use strategy='shrink'"
+            )
+        slots = assignment.group(self._slot)
+        origins = [assignment.slots[slot].dp_rank for slot in slots]
+        return self._call.shares(slots, origins, _torch.schedule_grad_scale(self._state.schedules[0]))
+
+    def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """As `Adoption.before`: learns what enters the schedule of the origins of which this rank computes some."""
+        self._call, self._inputs = None, {}
+        self._answers.reduced = False
+        if self._channel.replaying:
+            return
+        adopted = self._assignment().adopted_by(self._slot)
+        if self._begins and not self._assignment().adopted:
+            if self._try_due():
+                self._try_out(train_step, step, drop)
+            self._begins = False
+        for origin in adopted:
+            self._capturing = True
+            try:
+                self._inputs[origin] = self._carried_out(origin, train_step, step, drop, self._taken)
+            finally:
+                self._capturing = False
+
+    def _taken(self) -> Inputs:
+        taken, self._captured = self._captured, None
+        if taken is None:
+            raise UsageError(
+                "strategy='adaptive' and a train_step that does not call the schedule; use strategy='shrink'"
+            )
+        return taken
+
+    def call(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """(the schedule is called)"""
+        if self._capturing:
+            _torch.split_inputs(schedule, arguments)
+            self._captured = pytree.tree_map_only(
+                torch.Tensor,
+                lambda tensor: tensor.detach().clone(),
+                Inputs(arguments["arg_mbs"], arguments["kwarg_mbs"], arguments.get("target_mbs")),
+            )
+            raise Computed
+        assignment = self._assignment()
+        if not assignment.adopted or self.under_way:
+            return inner()
+        if self._call is not None:
+            raise UsageError(
+                "strategy='adaptive' and a train_step that calls the schedule twice, while a rank is missing; use "
+                "strategy='shrink'"
+            )
+        routes = routes_of(assignment, schedule, backward=True)
+        self._call = ReroutedCall(
+            routes, self._slot, self._channel.origin, self._channel, self._world, quiet=self._quietly
+        )
+        self._channel.rehearsing = True  # nothing is replayed of it
+        try:
+            self._call.run(schedule, arguments, self._inputs)
+        finally:
+            self._channel.rehearsing = False
+        for origin in self._inputs:
+            mine = self._call.computed(origin)
+            events.emit(
+                "adopted_step", rank=self._slot, step=self._channel.step, origin=origin, microbatches=mine
+            )
+        return None
+
+    @contextmanager
+    def _quietly(self) -> Any:
+        quiet, self._witness.quiet = self._witness.quiet, True
+        try:
+            yield
+        finally:
+            self._witness.quiet = quiet
