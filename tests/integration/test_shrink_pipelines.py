@@ -25,6 +25,7 @@ def run(
     habit: str = "asks",
     max_restarts: int = 0,
     code_wanted: int = 0,
+    strategy: str = "shrink",
 ) -> Run:
     """`shape`: stages, replicas."""
     stages, replicas = shape
@@ -39,7 +40,7 @@ def run(
         ranks=stages * replicas,
         faults=faults,
         code_wanted=code_wanted,
-        make=shrinking("redistribute", max_restarts),
+        make=shrinking("redistribute", max_restarts, strategy),
     )
 
 

@@ -236,6 +236,29 @@ def test_who_adopts_is_in_a_whole_pipeline_and_nobody_waits_in_a_circle(history:
         assert not loads or max(loads) - min(loads) <= 1, "they are shared out evenly"
 
 
+@settings(max_examples=300, deadline=None)
+@given(histories())
+def test_peers_share_what_is_rerouted(history: list[Assignment]) -> None:
+    for world in history:
+        now = world.adopting({})
+        if now.lost_stages():
+            with pytest.raises(ValueError, match="nobody is left of stage group"):
+                now.rerouted()
+            continue
+        now = now.rerouted()
+        assert now.dropped_origins() == ()
+        for stage in range(now.num_stages):
+            check_owners(now, stage)
+            left = now.holders(stage)
+            for origin in range(now.dp_size):
+                if now.slot_at(stage, origin) not in now.members:
+                    owners = [now.owner(stage, origin, microbatch) for microbatch in range(2 * len(left))]
+                    assert sorted(owners) == sorted([*left, *left]), "all of them, as often"
+        first = now.representatives()
+        assert [now.slots[slot].stage_group for slot in first] == list(range(now.stage_groups))
+        assert all(slot in now.members for slot in first)
+
+
 def check_owners(now: Assignment, stage: int) -> None:
     """Every microbatch has one owner, who is there and runs the stage; or the origin is named as nobody's."""
     for origin in range(now.dp_size):

@@ -14,7 +14,7 @@ from swift.recovery import Assignment
 from swift.runtime.adoption import Adoption
 from swift.runtime.config import SessionConfig
 from swift.runtime.origin_loaders import OriginLoader
-from swift.runtime.reducer import sum_by_origin
+from swift.runtime.reducer import Row, sum_by_origin
 from tests.unit.runtime.test_ordered import on_all, values
 from tests.unit.runtime.wired import ignored, updates_of
 
@@ -30,12 +30,48 @@ def test_a_sum_is_taken_in_the_order_of_origins_whoever_has_them(
     owners: list[int], numel: int, dtype: torch.dtype, seed: int
 ) -> None:
     there = sorted(set(owners))
-    origins = [tuple(o for o, owner in enumerate(owners) if owner == member) for member in there]
+    origins = [[Row(o) for o, owner in enumerate(owners) if owner == member] for member in there]
     of = values(len(owners), numel, seed, dtype)
     expected = functools.reduce(lambda a, b: a + b, [value.clone() for value in of])
-    rows = [torch.stack([of[origin] for origin in theirs]) for theirs in origins]
+    rows = [torch.stack([of[row.origin] for row in theirs]) for theirs in origins]
     on_all(len(there), lambda messages, place: sum_by_origin(messages, rows[place], origins))
     for each in rows:
+        assert torch.equal(each[0], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    members=st.integers(1, 4),
+    shared=st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), max_size=3),
+    numel=st.sampled_from([1, 7, 1023]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_an_origin_in_parts_is_summed_as_its_own_rank_would_have_done_it(
+    members: int, shared: list[list[int]], numel: int, dtype: torch.dtype, seed: int
+) -> None:
+    """`shared`: of each origin whose own rank is lost, who computes each of its microbatches."""
+    scale = 4
+    whole = values(members, numel, seed, dtype)
+    parts = [values(scale, numel, seed + 1 + n, dtype) for n in range(len(shared))]
+    # Origins in an order in which those that are shared are not the last ones.
+    number = [*range(0, 2 * members, 2)]
+    whose = [[Row(number[member])] for member in range(members)]
+    rows = [[whole[member]] for member in range(members)]
+    of_origin = dict(zip(number, (value.clone() for value in whole), strict=True))
+    for n, owners in enumerate(shared):
+        origin = 2 * n + 1
+        for microbatch, owner in enumerate(owners):
+            whose[owner % members].append(Row(origin, microbatch))
+            rows[owner % members].append(parts[n][microbatch])
+        accumulated = parts[n][0].clone()
+        for part in parts[n][1:]:
+            accumulated += part
+        of_origin[origin] = accumulated.div_(scale)
+    expected = functools.reduce(lambda a, b: a + b, [of_origin[origin] for origin in sorted(of_origin)])
+    flat = [torch.stack(mine) for mine in rows]
+    on_all(members, lambda messages, place: sum_by_origin(messages, flat[place], whose, scale))
+    for each in flat:
         assert torch.equal(each[0], expected)
 
 

@@ -1,0 +1,137 @@
+"""Pipelines whose ranks share a lost one's microbatches (trainers/shrinking_pipeline.py): real processes, real SIGKILL.
+What the bits must be is computed by plain torch in one process, which knows nothing of the session.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_shrink import named, pids
+from tests.integration.test_shrink_pipelines import check_bits, run
+from tests.integration.trainer_world import Run
+
+MATRIX = pytest.mark.matrix
+MICROBATCHES = 4
+"""Of the trainer."""
+PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
+
+
+def computed(outcome: Run) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """(step, lost slot's stage group and origin as one number) -> (microbatch, who has computed it), once for each."""
+    found: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for event in named(outcome, "adopted_step"):
+        for microbatch in event["microbatches"]:
+            found.setdefault((event["step"], event["origin"]), set()).add((microbatch, event["rank"]))
+    return {key: sorted(pairs) for key, pairs in found.items()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "lost", "phase"),
+    [
+        ((2, 3), 1, "backward"),
+        *(pytest.param((2, 2), lost, phase, marks=MATRIX) for lost in range(4) for phase in PHASES),
+        *(
+            pytest.param((4, 2), lost, phase, marks=MATRIX)
+            for lost, phase in zip((0, 3, 5, 6, 7), PHASES, strict=True)
+        ),
+        *(
+            pytest.param(shape, lost, phase, marks=MATRIX)
+            for shape, lost, phase in (
+                ((2, 4), 5, "reduce"),
+                ((4, 3), 7, "forward"),
+                ((4, 3), 0, "optimizer"),
+            )
+        ),
+    ],
+)
+def test_the_peers_of_its_stage_share_its_microbatches(
+    shape: tuple[int, int], lost: int, phase: str, tmp_path: Path
+) -> None:
+    fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
+    outcome = run(tmp_path, shape, [fault], strategy="adaptive")
+
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
+    stages, replicas = shape
+    stage, origin = divmod(lost, replicas)
+    peers = [stage * replicas + peer for peer in range(replicas) if peer != origin]
+    for (_, of), pairs in computed(outcome).items():
+        assert of == origin
+        assert [microbatch for microbatch, _ in pairs] == list(range(MICROBATCHES)), "each by one rank"
+        assert {rank for _, rank in pairs} == set(peers[:MICROBATCHES]), "and all of them take part"
+    for rank in set(range(stages * replicas)) - {lost}:
+        assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
+    check_bits(outcome, shape, {lost}, tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        # No pipeline is whole after the second one.
+        ((2, 2), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 3, "step": 7, "phase": "backward"}]),
+        *(
+            pytest.param(shape, faults, marks=MATRIX)
+            for shape, faults in (
+                (
+                    (2, 3),
+                    [{"rank": 0, "step": 4, "phase": "idle"}, {"rank": 1, "step": 7, "phase": "forward"}],
+                ),
+                (
+                    (2, 4),
+                    [{"rank": 4, "step": 4, "phase": "reduce"}, {"rank": 6, "step": 4, "phase": "reduce"}],
+                ),
+                (
+                    (4, 2),
+                    [
+                        {"rank": 2, "step": 3, "phase": "forward"},
+                        {"rank": 5, "step": 6, "phase": "optimizer"},
+                    ],
+                ),
+                (
+                    (4, 3),
+                    [
+                        {"rank": 1, "step": 3, "phase": "backward", "microbatch": 2},
+                        {"rank": 4, "step": 5, "phase": "forward", "microbatch": 3},
+                        {"rank": 11, "step": 8, "phase": "reduce"},
+                    ],
+                ),
+            )
+        ),
+    ],
+)
+def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path) -> None:
+    outcome = run(tmp_path, shape, faults, strategy="adaptive")
+
+    lost = {fault["rank"] for fault in faults}
+    assert {e["rank"] for e in named(outcome, "left_vacant")} == lost
+    check_bits(outcome, shape, lost, tmp_path)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "lost", "phase"),
+    [
+        ((2, 2), 1, "optimizer"),
+        pytest.param((2, 2), 3, "backward", marks=MATRIX),
+        pytest.param((2, 3), 4, "forward", marks=MATRIX),
+        pytest.param((4, 2), 4, "reduce", marks=MATRIX),
+    ],
+)
+def test_one_that_comes_back_makes_the_world_full_again(
+    shape: tuple[int, int], lost: int, phase: str, tmp_path: Path
+) -> None:
+    fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
+    outcome = run(tmp_path, shape, [fault], max_restarts=1, strategy="adaptive")
+
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
+    assert len(pids(outcome, lost)) == 2
+    check_bits(outcome, shape, set(), tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_what_the_trainer_sums_over_its_pipeline_is_named(tmp_path: Path) -> None:
+    """Nobody has the lost rank's part of it; the weights do not depend on it, but the session cannot know."""
+    outcome = run(tmp_path, (2, 2), [{"rank": 3, "step": 5, "phase": "idle"}], "sums", strategy="adaptive")
+    check_bits(outcome, (2, 2), {3}, tmp_path, exact=False)
