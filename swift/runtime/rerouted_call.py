@@ -5,6 +5,7 @@ torch's schedules give each stage one rank. So the call is carried out here: eac
 other origins apart. Every rank works the lists out for itself, from the same numbers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -60,8 +61,12 @@ class Routes(NamedTuple):
         return rows
 
 
-def routes_of(assignment: Assignment, schedule: Any, *, backward: bool) -> Routes:
-    """Of a call of this schedule in this generation; the same at all ranks."""
+def routes_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float) -> Routes:
+    """Of a call of this schedule in this generation; the same at all ranks.
+
+    `split`: backwards are split, also if the schedule's are whole. `memory`: how many times the activations that a rank
+    holds in the schedule it may hold, at most.
+    """
     stages = _torch.schedule_stages(schedule)
     groups = dict(stages[0].stage_index_to_group_rank)
     microbatches = _torch.schedule_microbatches(schedule)
@@ -70,19 +75,15 @@ def routes_of(assignment: Assignment, schedule: Any, *, backward: bool) -> Route
         for origin in range(assignment.dp_size):
             told = (assignment.owner(group, origin, mb) for mb in range(microbatches))
             owners.append(((stage, origin), tuple(owner for owner in told if owner is not None)))
-    caps = _torch.activations_held(schedule)
+    held = _torch.activations_held(schedule)
+    caps = None if held is None else [math.ceil(count * memory) for count in held]
     cap = (
         None
         if caps is None
         else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
     )
-    return _routes(
-        tuple(owners),
-        tuple(sorted(groups.items())),
-        microbatches,
-        _torch.splits_backward(schedule) and backward,
-        cap,
-    )
+    split = split or _torch.splits_backward(schedule)
+    return _routes(tuple(owners), tuple(sorted(groups.items())), microbatches, split, cap)
 
 
 @lru_cache(maxsize=8)

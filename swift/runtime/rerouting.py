@@ -23,6 +23,8 @@ from swift.runtime.adoption import Adoption, Computed
 from swift.runtime.reducer import Shares
 from swift.runtime.rerouted_call import Inputs, ReroutedCall, routes_of
 
+_WHOLE, _SPLIT = 1, 2
+
 
 class Rerouting(Adoption):
     """One rank's. Trainer's thread."""
@@ -37,6 +39,12 @@ class Rerouting(Adoption):
         """By origin: what enters this rank's stages from outside, in the step under way."""
         self._call: ReroutedCall | None = None
         """Of the step under way."""
+        self.memory = 1.0
+        """As for `routes_of`."""
+        self._splits: bool | None = None
+        """All ranks get the same bits from split backwards. None: it is not known here."""
+        self._trying = False
+        """Whether they do."""
 
     def check(self) -> None:
         """As `Adoption.check`."""
@@ -67,16 +75,50 @@ class Rerouting(Adoption):
         if self._channel.replaying:
             return
         adopted = self._assignment().adopted_by(self._slot)
-        if self._begins and not self._assignment().adopted:
-            if self._try_due():
-                self._try_out(train_step, step, drop)
-            self._begins = False
+        if self._begins:
+            self._begin(train_step, step, drop)
         for origin in adopted:
             self._capturing = True
             try:
                 self._inputs[origin] = self._carried_out(origin, train_step, step, drop, self._taken)
             finally:
                 self._capturing = False
+
+    def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """The first step of a generation."""
+        self._begins = False
+        if not self._assignment().adopted:
+            if self._try_due():
+                self._try_out(train_step, step, drop)
+                self._try_to_split(train_step, step, drop)
+            return
+        if not self._tried:
+            self._differences.say(
+                step, "nobody was left to try out whether one rank can compute another's batches"
+            )
+        # A process that has come meanwhile does not know.
+        (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
+        known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
+        self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
+
+    def _try_to_split(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """Backwards are split, in steps that lack ranks, if that gives each rank the same bits as the schedule does.
+
+        It does as a rule. It does not for parameters that are used in a sum or twice (`x @ (a + b)`), of which torch
+        2.13 computes wrong gradients when it splits, and where a stage has hooks that are not called then.
+        """
+        (schedule, *_) = self._state.schedules
+        own, equal = self._channel.origin, True
+        if not _torch.splits_backward(schedule):
+            whole = self._digest(self._computed(own, train_step, step, drop))
+            self._trying = True
+            try:
+                equal = self._digest(self._computed(own, train_step, step, drop)) == whole
+            finally:
+                self._trying = False
+        told = torch.tensor([equal], dtype=torch.uint8)
+        self._splits = all(bool(each) for each in self._world.gathered(told))
+        events.emit("splits_backward", rank=self._slot, own=equal, all=self._splits)
 
     def _taken(self) -> Inputs:
         taken, self._captured = self._captured, None
@@ -97,22 +139,22 @@ class Rerouting(Adoption):
             )
             raise Computed
         assignment = self._assignment()
-        if not assignment.adopted or self.under_way:
+        if not self._trying and (not assignment.adopted or self.under_way):
             return inner()
-        if self._call is not None:
+        if self._call is not None and not self._trying:
             raise UsageError(
                 "strategy='adaptive' and a train_step that calls the schedule twice, while a rank is missing; use "
                 "strategy='shrink'"
             )
-        routes = routes_of(assignment, schedule, backward=True)
+        routes = routes_of(assignment, schedule, split=self._trying or bool(self._splits), memory=self.memory)
         self._call = ReroutedCall(
             routes, self._slot, self._channel.origin, self._channel, self._world, quiet=self._quietly
         )
-        self._channel.rehearsing = True  # nothing is replayed of it
+        rehearsing, self._channel.rehearsing = self._channel.rehearsing, True  # nothing is replayed of it
         try:
             self._call.run(schedule, arguments, self._inputs)
         finally:
-            self._channel.rehearsing = False
+            self._channel.rehearsing = rehearsing
         for origin in self._inputs:
             mine = self._call.computed(origin)
             events.emit(

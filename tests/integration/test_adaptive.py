@@ -135,3 +135,11 @@ def test_what_the_trainer_sums_over_its_pipeline_is_named(tmp_path: Path) -> Non
     """Nobody has the lost rank's part of it; the weights do not depend on it, but the session cannot know."""
     outcome = run(tmp_path, (2, 2), [{"rank": 3, "step": 5, "phase": "idle"}], "sums", strategy="adaptive")
     check_bits(outcome, (2, 2), {3}, tmp_path, exact=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("habit", "splits"), [("adds", False), pytest.param("asks", True, marks=MATRIX)])
+def test_backwards_are_split_where_that_gives_the_same_bits(habit: str, splits: bool, tmp_path: Path) -> None:
+    outcome = run(tmp_path, (2, 2), [{"rank": 2, "step": 5, "phase": "reduce"}], habit, strategy="adaptive")
+    assert {e["all"] for e in named(outcome, "splits_backward")} == {splits}
+    check_bits(outcome, (2, 2), {2}, tmp_path, habit)

@@ -45,12 +45,18 @@ def run(
 
 
 def check_bits(
-    outcome: Run, shape: tuple[int, int], lost: set[int], directory: Path, *, exact: bool = True
+    outcome: Run,
+    shape: tuple[int, int],
+    lost: set[int],
+    directory: Path,
+    habit: str = "asks",
+    *,
+    exact: bool = True,
 ) -> None:
     """Of every rank that is there at the end, in every step that its last process has done."""
     stages, replicas = shape
     out = directory / "reference.json"
-    words = [sys.executable, str(TRAINERS / TRAINER), "reference", STEPS, stages, replicas, out]
+    words = [sys.executable, str(TRAINERS / TRAINER), "reference", STEPS, stages, replicas, out, habit]
     subprocess.run(list(map(str, words)), check=True, timeout=240)
     wanted = json.loads(out.read_text())
     for rank in set(range(stages * replicas)) - lost:

@@ -1,7 +1,8 @@
 """Replicas of a pipeline, of which some ranks are lost: `shrinking_pipeline.py session STEPS STAGES REPLICAS [HABIT]`
-in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT`, plain torch in one process: the
-mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind its
-update, which nobody can do for a lost rank; "asks" does neither.
+in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT [HABIT]`, plain torch in one process:
+the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind
+its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "asks" does
+none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -21,9 +22,24 @@ WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
 
-def made(stage: int) -> Made:
+class Adds(nn.Module):
+    """Its weights are a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a + self.b)
+
+
+def made(stage: int, habit: str) -> Made:
     torch.manual_seed(5 + stage)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    module = (
+        Adds()
+        if habit == "adds"
+        else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
     return module, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
@@ -64,7 +80,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         seed=1, checkpoint_every=4, replicas=replicas, bucket_bytes=1024, reduction="ordered"
     ) as session:
         number = session.pipeline_rank
-        module, plain, scheduler = made(number)
+        module, plain, scheduler = made(number, habit)
         stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
         schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
         optimizer = session.optimizer(plain)
@@ -113,10 +129,10 @@ def gradients(modules: list[nn.Module], batch: Tensor) -> list[list[Tensor]]:
     return [[p.grad / MICROBATCHES for p in module.parameters()] for module in modules]  # type: ignore[operator]
 
 
-def reference(steps: int, stages: int, replicas: int) -> dict[str, dict[int, str]]:
+def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, dict[int, str]]:
     """Stage -> step -> digest."""
     torch.set_num_threads(1)
-    parts = [made(stage) for stage in range(stages)]
+    parts = [made(stage, habit) for stage in range(stages)]
     modules = [module for module, _, _ in parts]
     found: dict[str, dict[int, str]] = {str(stage): {} for stage in range(stages)}
     for step in range(steps):
@@ -151,4 +167,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "session":
         in_a_job(steps, stages, replicas, (sys.argv[5:] or ["asks"])[0])
     else:
-        Path(sys.argv[5]).write_text(json.dumps(reference(steps, stages, replicas)))
+        Path(sys.argv[5]).write_text(
+            json.dumps(reference(steps, stages, replicas, (sys.argv[6:] or ["asks"])[0]))
+        )
