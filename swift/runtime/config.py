@@ -18,6 +18,10 @@ SNAPSHOT_EVERY = 10
 NON_FINITE = ("warn", "fail", "ignore")
 
 
+_ADAPTIVE = {"exact_gradients": True, "split_backward": True, "adaptive_memory": 1.0}
+"""Settings of strategy "adaptive", as they are if nothing is said."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionConfig:
     """Settings of one rank's session; those in `agreed` must be equal on all ranks."""
@@ -44,6 +48,16 @@ class SessionConfig:
     or waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
     compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate
     stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always dropped."""
+    exact_gradients: bool = True
+    """With "adaptive": gradients of other ranks' microbatches are kept apart and added in the order of origins. False:
+    they are added to a rank's own, which saves a buffer for each such microbatch, and is not exact (`allow_inexact`).
+    """
+    split_backward: bool = True
+    """With "adaptive": while ranks are missing, gradients of weights are computed after those of inputs, where nobody
+    waits for them, if a trial in the first step gives the same bits. It costs a step at the start."""
+    adaptive_memory: float = 1.0
+    """With "adaptive": how many times the activations that the schedule holds at a time a rank may hold while others
+    are missing. From 2 on there are hardly any gaps in which it waits."""
     snapshot_every: int = 0
     """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
     which goes back to them where that takes less time than a replay (0: there are none)."""
@@ -144,6 +158,13 @@ class SessionConfig:
                 "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"
             )
         self._check_shrink()
+        if not self.adaptive_memory >= 1:
+            raise UsageError(f"adaptive_memory={self.adaptive_memory}; give at least 1")
+        for name, usual in _ADAPTIVE.items():
+            if getattr(self, name) != usual and not self.reroutes:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} with strategy={self.strategy!r}: it is for strategy='adaptive'"
+                )
         if self.paranoid and self.updates == "wait_free":
             raise UsageError(
                 "paranoid with updates='wait_free': half a step is applied before it can be compared; use "
@@ -171,6 +192,11 @@ class SessionConfig:
             raise UsageError(
                 f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
                 "for a lost rank if they hold all of its state; give at least 2 replicas, without shards"
+            )
+        if not self.exact_gradients and not self.allow_inexact:
+            raise UsageError(
+                "exact_gradients=False does not lead to the bits of a run that never failed: say allow_inexact=True "
+                "(--allow-inexact), or leave it out"
             )
         if self.strategy == "auto" and self.snapshot_every:
             raise UsageError(
@@ -245,5 +271,6 @@ class SessionConfig:
             "last_checkpoint": str(self.last_checkpoint),
             **({"paranoid": "True"} if self.paranoid else {}),
             **({"snapshot_every": str(self.steps_to_snapshot)} if self.steps_to_snapshot else {}),
+            **({name: str(getattr(self, name)) for name in _ADAPTIVE} if self.reroutes else {}),
             **({"lost_shard": "drop" if self.drops else "redistribute"} if self.shrinks else {}),
         }

@@ -120,14 +120,16 @@ class ReroutedCall:
         world: ReconfigurableGroup,
         *,
         quiet: Callable[[], Any],
+        apart: bool,
     ) -> None:
-        """`quiet`: a context in which nobody is shown what passes."""
+        """`quiet`: a context in which nobody is shown what passes. `apart`: gradients of other origins are kept so."""
         self._routes = routes
         self._slot = slot
         self._own = origin
         self._channel = channel
         self._world = world
         self._quiet = quiet
+        self._apart = apart
         self.gradients: dict[Row, Gradients] = {}
         self._sends: list[Any] = []
         self._losses: dict[tuple[int, int], Any] = {}
@@ -285,7 +287,7 @@ class ReroutedCall:
     @contextmanager
     def _into(self, stages: Mapping[int, Any], action: Action) -> Iterator[None]:
         """Gradients of another origin's microbatch go where they belong."""
-        if action.origin == self._own or action.kind == BACKWARD_INPUT:
+        if action.origin == self._own or action.kind == BACKWARD_INPUT or not self._apart:
             yield
             return
         parameters = list(chain.from_iterable(stage.submod.parameters() for stage in stages.values()))

@@ -20,6 +20,7 @@ from swift import events
 from swift.errors import UsageError
 from swift.runtime import _torch
 from swift.runtime.adoption import Adoption, Computed
+from swift.runtime.config import SessionConfig
 from swift.runtime.reducer import Shares
 from swift.runtime.rerouted_call import Inputs, ReroutedCall, routes_of
 
@@ -39,12 +40,15 @@ class Rerouting(Adoption):
         """By origin: what enters this rank's stages from outside, in the step under way."""
         self._call: ReroutedCall | None = None
         """Of the step under way."""
-        self.memory = 1.0
-        """As for `routes_of`."""
+        self._config = SessionConfig()
+        """Until `set_up`."""
         self._splits: bool | None = None
         """All ranks get the same bits from split backwards. None: it is not known here."""
         self._trying = False
         """Whether they do."""
+
+    def set_up(self, config: SessionConfig) -> None:
+        self._config = config
 
     def check(self) -> None:
         """As `Adoption.check`."""
@@ -64,6 +68,8 @@ class Rerouting(Adoption):
                 "strategy='adaptive' and gradients that no call of the schedule has made: call it once in each step, "
                 "or use strategy='shrink'"
             )
+        if not self._config.exact_gradients:
+            return None
         slots = assignment.group(self._slot)
         origins = [assignment.slots[slot].dp_rank for slot in slots]
         return self._call.shares(slots, origins, _torch.schedule_grad_scale(self._state.schedules[0]))
@@ -109,7 +115,9 @@ class Rerouting(Adoption):
         """
         (schedule, *_) = self._state.schedules
         own, equal = self._channel.origin, True
-        if not _torch.splits_backward(schedule):
+        if not self._config.split_backward:
+            equal = False
+        elif not _torch.splits_backward(schedule):
             whole = self._digest(self._computed(own, train_step, step, drop))
             self._trying = True
             try:
@@ -146,10 +154,25 @@ class Rerouting(Adoption):
                 "strategy='adaptive' and a train_step that calls the schedule twice, while a rank is missing; use "
                 "strategy='shrink'"
             )
-        routes = routes_of(assignment, schedule, split=self._trying or bool(self._splits), memory=self.memory)
-        self._call = ReroutedCall(
-            routes, self._slot, self._channel.origin, self._channel, self._world, quiet=self._quietly
+        routes = routes_of(
+            assignment,
+            schedule,
+            split=self._trying or bool(self._splits),
+            memory=self._config.adaptive_memory,
         )
+        self._call = ReroutedCall(
+            routes,
+            self._slot,
+            self._channel.origin,
+            self._channel,
+            self._world,
+            quiet=self._quietly,
+            apart=self._config.exact_gradients,
+        )
+        if not self._config.exact_gradients and not self._trying:
+            self._answers.name(
+                self._channel.step, "gradients of a lost rank's microbatches were added to other ranks' own"
+            )
         rehearsing, self._channel.rehearsing = self._channel.rehearsing, True  # nothing is replayed of it
         try:
             self._call.run(schedule, arguments, self._inputs)

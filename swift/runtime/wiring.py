@@ -103,6 +103,8 @@ class Parts:
         adopts = config.redistributes
         kind = Rerouting if config.reroutes else Adoption
         adoption = kind(adopts, rank, channel, state, assigned, groups, world, witness, differences)
+        if isinstance(adoption, Rerouting):
+            adoption.set_up(config)
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         engine = Engine(
             rank,
