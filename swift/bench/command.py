@@ -18,6 +18,7 @@ BENCHMARKS = {
     "plan": "the planner's processor time for a thousand stages",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
     "imports": "a forked replacement's way to its script, with and without its imports in the fork server",
+    "adaptive": "a pipeline with replicas without some of its ranks: its throughput over that of all, beside the plan",
     "abort": "an abort of every operation of process groups: time until whoever waits is freed",
     "compare": "one of two ranks dies: torchrun with checkpoints, torchft and swift side by side",
     "shrink": "a member of a communicator is killed: time until the others have agreed, beside Open MPI with ULFM",

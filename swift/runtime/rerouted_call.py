@@ -16,7 +16,7 @@ import torch
 
 from swift.errors import UsageError
 from swift.recovery import Assignment
-from swift.recovery.adaptive import Action, Work, plan_step
+from swift.recovery.adaptive import Action, Costs, Work, plan_step
 from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift.runtime import _torch
 from swift.runtime.channel import Channel
@@ -94,12 +94,15 @@ def _routes(
     split: bool,
     cap: tuple[tuple[int, int], ...] | None,
 ) -> Routes:
+    ones = (1.0,) * (len(groups) - 1)
     work = Work(
         stages=len(groups),
         origins=len(owners) // len(groups),
         microbatches=microbatches,
         owners=dict(owners),
         split=split,
+        # torch computes the whole backward of the first stage with its weights.
+        costs=Costs(backward_input=(0.0, *ones), backward_weight=(2.0, *ones)) if split and ones else Costs(),
         cap=None if cap is None else dict(cap),
     )
     return Routes(work, dict(groups), plan_step(work).orders())
