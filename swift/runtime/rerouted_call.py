@@ -7,24 +7,21 @@ other origins apart. Every rank works the lists out for itself, from the same nu
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from itertools import chain
 from typing import Any, NamedTuple
-
-import torch
 
 from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.recovery.adaptive import Action, Costs, Work, plan_step
 from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift.runtime import _torch
+from swift.runtime.apart import Accumulator, Gradients
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.reducer import Row, Shares
 from swift.runtime.tags import COLLECTIVES, REROUTED
 
-Gradients = dict[torch.nn.Parameter, torch.Tensor]
 _SLOTS = 16
 """Tensors that one stage sends to the next, at most."""
 
@@ -47,18 +44,32 @@ class Routes(NamedTuple):
     def owner(self, stage: int, origin: int, microbatch: int) -> int:
         return self.work.owners[stage, origin][microbatch]
 
+    def microbatches_of(self, slot: int, stage: int, origin: int) -> list[int]:
+        """That this rank computes, ascending."""
+        return [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
+
+    def has_all(self, slot: int, own: int, origin: int) -> bool:
+        """`own`: the rank's own origin."""
+        return set(self.work.owners[self._a_stage(slot, own), origin]) == {slot}
+
     def share_of(self, slot: int, own: int) -> list[Row]:
         """What a rank has gradients of besides those of its own batch: of each microbatch that it has adopted, or of
         all together if it has all."""
+        stage = self._a_stage(slot, own)
         rows = []
-        stage = next(stage for stage, _ in self.work.owners if slot in self.work.owners[stage, own])
         for origin in range(self.work.origins):
-            mine = [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
+            mine = self.microbatches_of(slot, stage, origin)
             if origin != own and mine:
-                rows += [
-                    Row(origin, mb) for mb in (mine[:1] if len(mine) == self.work.microbatches else mine)
-                ]
+                rows += [Row(origin, mb) for mb in (mine[:1] if self.has_all(slot, own, origin) else mine)]
         return rows
+
+    def _a_stage(self, slot: int, own: int) -> int:
+        """Of this rank. At each of its stages it computes the same microbatches."""
+        return next(
+            stage
+            for stage, origin in self.work.owners
+            if origin == own and slot in self.work.owners[stage, own]
+        )
 
 
 def routes_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float) -> Routes:
@@ -133,7 +144,8 @@ class ReroutedCall:
         self._world = world
         self._quiet = quiet
         self._apart = apart
-        self.gradients: dict[Row, Gradients] = {}
+        self._accumulators: dict[tuple[int, Row], Accumulator] = {}
+        """(stage, row) -> its gradients."""
         self._sends: list[Any] = []
         self._losses: dict[tuple[int, int], Any] = {}
 
@@ -179,7 +191,8 @@ class ReroutedCall:
             for slot, origin in zip(slots, origins, strict=True)
         ]
         mine = rows[slots.index(self._slot)][1:]
-        return Shares(rows, [self.gradients.get(row, {}) for row in mine], scale)
+        gradients = self.gradients
+        return Shares(rows, [gradients.get(row, {}) for row in mine], scale)
 
     # --- ---
 
@@ -245,7 +258,7 @@ class ReroutedCall:
             return
         loss = self._losses.get((action.origin, action.microbatch)) if stage.is_last else None
         last = action.origin == self._own and action.microbatch == self._routes.work.microbatches - 1
-        with self._into(stages, action):
+        with self._into(stage, action):
             if action.kind == BACKWARD_WEIGHT:
                 stage.backward_weight_one_chunk(chunk, last_backward=last)
                 return
@@ -287,25 +300,31 @@ class ReroutedCall:
     def _is_mine(self, stage: int, action: Action) -> bool:
         return self._routes.owner(stage, action.origin, action.microbatch) == self._slot
 
-    @contextmanager
-    def _into(self, stages: Mapping[int, Any], action: Action) -> Iterator[None]:
-        """Gradients of another origin's microbatch go where they belong."""
-        if action.origin == self._own or action.kind == BACKWARD_INPUT or not self._apart:
-            yield
-            return
-        parameters = list(chain.from_iterable(stage.submod.parameters() for stage in stages.values()))
-        rows = self._routes.share_of(self._slot, self._own)
-        row = max(
-            row for row in rows if row.origin == action.origin and (row.microbatch or 0) <= action.microbatch
-        )
-        theirs = self.gradients.setdefault(row, {})
-        own = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = theirs.get(parameter)
-        try:
-            yield
-        finally:
-            for parameter, gradient in zip(parameters, own, strict=True):
-                if parameter.grad is not None:
-                    theirs[parameter] = parameter.grad
-                parameter.grad = gradient
+    def _into(self, stage: Any, action: Action) -> AbstractContextManager[None]:
+        """Where gradients of weights of this microbatch go."""
+        if action.kind == BACKWARD_INPUT or (not self._apart and action.origin != self._own):
+            return nullcontext()
+        key, own = self._row_of(action), action.origin == self._own
+        place = (action.stage, key)
+        if place not in self._accumulators:
+            mine = self._routes.microbatches_of(self._slot, action.stage, action.origin)
+            turns = [action.microbatch] if not own and not self._has_all(action.origin) else mine
+            self._accumulators[place] = Accumulator(stage.submod.parameters(), turns, own=own)
+        return self._accumulators[place].adding(action.microbatch)
+
+    def _row_of(self, action: Action) -> Row:
+        if action.origin == self._own or self._has_all(action.origin):
+            return Row(action.origin, 0)
+        return Row(action.origin, action.microbatch)
+
+    def _has_all(self, origin: int) -> bool:
+        return self._routes.has_all(self._slot, self._own, origin)
+
+    @property
+    def gradients(self) -> dict[Row, Gradients]:
+        """Of other origins, by row."""
+        found: dict[Row, Gradients] = {}
+        for (_, row), accumulator in self._accumulators.items():
+            if row.origin != self._own:
+                found.setdefault(row, {}).update(accumulator.gradients)
+        return found

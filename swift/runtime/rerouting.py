@@ -23,6 +23,7 @@ from swift.runtime.adoption import Adoption, Computed
 from swift.runtime.config import SessionConfig
 from swift.runtime.reducer import Shares
 from swift.runtime.rerouted_call import Inputs, ReroutedCall, routes_of
+from swift.runtime.shared_replay.actions import Action, unordered
 
 _WHOLE, _SPLIT = 1, 2
 
@@ -56,6 +57,19 @@ class Rerouting(Adoption):
             raise UsageError(
                 "strategy='adaptive' without a pipeline schedule: it shares microbatches; use strategy='shrink'"
             )
+        for schedule in self._state.schedules:
+            actions = _torch.schedule_actions(schedule)
+            name = type(schedule).__name__
+            if actions is None:
+                raise UsageError(
+                    f"strategy='adaptive' with {name}: what it computes in which order is not known; use strategy='shrink'"
+                )
+            stages = [stage.stage_index for stage in _torch.schedule_stages(schedule)]
+            problem = unordered(
+                [Action(*each) for each in actions], stages, _torch.schedule_microbatches(schedule)
+            )
+            if problem:
+                raise UsageError(f"strategy='adaptive' with {name}: {problem}; use strategy='shrink'")
         super().check()
 
     def shares(self) -> Shares | None:
