@@ -6,155 +6,228 @@ failures and with 1F1B's activations this is 1F1B.
 
 It always comes to an end. Suppose that some worker holds activations and never goes on. Then it waits for a backward of
 the stage behind. At the last stage backwards wait for nobody; so, from there to the front, no worker waits for ever.
+
+A step may have a million actions. So the loop knows them as whole numbers: what is done with one microbatch at one
+stage is a *cell*, ``(stage * origins + origin) * microbatches + microbatch``, and an event is a cell and a code.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swift.recovery.adaptive.steps import Slot, Step
-from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Work
+from swift.recovery.adaptive.work import Action, Work
+
+ACTIONS_MAX = 1_000_000
+"""Of all runs together, but for the first rule's, which every work gets: what bounds the time of a plan."""
+_SLACK = 1e-9
+_FORWARD, _BACKWARD, _WEIGHT, _FORWARD_COMES, _BACKWARD_COMES = range(5)
+"""Codes of events: three ends, two arrivals from another worker. A backward is a whole one or the part for inputs."""
+_SHIFT = 3
+_CODES, _MASK = 1 << _SHIFT, (1 << _SHIFT) - 1
 
 
 class _Rule(NamedTuple):
     """How a worker chooses where it may."""
 
-    key: Callable[[Action, bool], tuple[float, ...]]
-    """(action, adopted) -> what comes first."""
+    sooner: int
+    """Adopted microbatches count as so many halves of a microbatch earlier."""
     patience: float
     """Gradients of weights are put off if a backward comes within so much of their own time."""
 
 
-def _by_microbatch(action: Action, _adopted: bool) -> tuple[float, ...]:
-    return action.microbatch, action.origin
-
-
-def _adopted_first(action: Action, adopted: bool) -> tuple[float, ...]:
-    return action.microbatch - (1.5 if adopted else 0.0), action.origin
-
-
-def _adopted_last(action: Action, adopted: bool) -> tuple[float, ...]:
-    return action.microbatch + (1.5 if adopted else 0.0), action.origin
-
-
+_SOONER_MAX = 15
 _RULES = tuple(
-    _Rule(key, patience) for key in (_by_microbatch, _adopted_first, _adopted_last) for patience in (0.0, 0.5)
+    _Rule(sooner, patience) for sooner in (0, 3, -3, 7, -7, _SOONER_MAX) for patience in (0.0, 0.5)
 )
 
 
 def plan_step(work: Work, *, thorough: bool = True) -> Step:
-    """The shortest step that the rules find, the same for the same work wherever it is asked for. `thorough`: with all
-    rules; else with the first one."""
-    steps = [_Scheduler(work, rule).run() for rule in (_RULES if thorough else _RULES[:1])]
-    return min(steps, key=lambda step: step.length)  # the first of equals
+    """The shortest step that the rules find, the same for the same work wherever it is asked for. `thorough`: with as
+    many rules as `ACTIONS_MAX` lets it, until a step is as short as the bound; else with the first one."""
+    scheduler = _Scheduler(work)
+    rules = [rule for rule in _RULES if work.split or not rule.patience]
+    least = work.bound() + _SLACK
+    best = scheduler.run(rules[0])
+    if thorough:
+        for rule in rules[1 : ACTIONS_MAX // scheduler.actions]:
+            if best.length() <= least:
+                break
+            found = scheduler.run(rule)
+            if found.length() < best.length() - _SLACK:  # the first of equals
+                best = found
+    return scheduler.step(best)
+
+
+class _Found(NamedTuple):
+    """What a rule makes of a work."""
+
+    begins: list[list[float]]
+    """By worker's index, in its order."""
+    ends: list[list[float]]
+    order: list[list[int]]
+    """Events that end what it does."""
+
+    def length(self) -> float:
+        return max((row[-1] for row in self.ends if row), default=0.0)
 
 
 class _Scheduler:
-    """One run, in the time that the costs say."""
+    """A work as lists of numbers, and runs over it in the time that the costs say."""
 
-    def __init__(self, work: Work, rule: _Rule) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
-        self._rule = rule
-        self._costs = work.costs
-        self._stages = work.stages_of()
-        self._slots: dict[int, list[Slot]] = {worker: [] for worker in self._stages}
-        self._free = dict.fromkeys(self._stages, 0.0)
-        """Worker -> when it is."""
-        self._held = dict.fromkeys(self._stages, 0)
-        self._ready: dict[str, dict[int, list[tuple[tuple[float, ...], Action]]]] = {
-            kind: {worker: [] for worker in self._stages} for kind in work.kinds()
-        }
-        self._coming: dict[int, list[float]] = {worker: [] for worker in self._stages}
-        """When backwards become ready, soonest first; some may be over."""
-        self._events: list[tuple[float, int, int, Action | None]] = []
-        """(time, order, worker, what it can do from then on; None: it is free)."""
-        self._count = 0
+        self._across = work.origins * work.microbatches
+        """Cells of one stage."""
+        self._workers = list(work.stages_of())
+        index = {worker: n for n, worker in enumerate(self._workers)}
+        self._owner: list[int] = []
+        for stage in range(work.stages):
+            for origin in range(work.origins):
+                self._owner += [index[worker] for worker in work.owners[stage, origin]]
+        kinds = work.kinds()
+        self.actions = len(self._owner) * len(kinds)
+        """In one run."""
+        self._takes = [
+            [work.costs.of(kind, stage) for stage in range(work.stages) for _ in range(self._across)]
+            for kind in kinds
+        ]
+        cap = work.cap
+        self._room = [len(self._owner) if cap is None else cap[worker] for worker in self._workers]
+        self._adopted = self._what_is_adopted()
 
-    def run(self) -> Step:
+    def _what_is_adopted(self) -> list[bool]:
+        """By cell: whether its worker computes more of another origin at this stage, or as much of an earlier one."""
+        work, adopted = self._work, []
+        for stage in range(work.stages):
+            home: dict[int, tuple[int, int]] = {}
+            for origin in range(work.origins):
+                owners = work.owners[stage, origin]
+                for worker in set(owners):
+                    count = owners.count(worker)
+                    if worker not in home or count > home[worker][0]:
+                        home[worker] = count, origin
+            for origin in range(work.origins):
+                adopted += [home[worker][1] != origin for worker in work.owners[stage, origin]]
+        return adopted
+
+    def _keys(self, rule: _Rule) -> list[int]:
+        """By cell: its key in a heap, of which the cell is the remainder."""
+        work, keys, cell = self._work, [], 0
+        cells = len(self._owner)
+        for stage in range(work.stages):
+            # Of a worker's several stages: forwards of later ones first, as in interleaved schedules.
+            behind = work.stages - 1 - stage
+            for origin in range(work.origins):
+                for microbatch in range(work.microbatches):
+                    turn = 2 * microbatch + _SOONER_MAX - (rule.sooner if self._adopted[cell] else 0)
+                    keys.append(((turn * work.origins + origin) * work.stages + behind) * cells + cell)
+                    cell += 1
+        return keys
+
+    def step(self, found: _Found) -> Step:
+        """In full."""
         work = self._work
-        for origin in range(work.origins):
-            for microbatch in range(work.microbatches):
-                self._at(0.0, Action(FORWARD, 0, origin, microbatch))
-        while self._events:
-            now = self._events[0][0]
+        kinds = work.kinds()
+        slots: dict[int, Sequence[Slot]] = {}
+        for n, worker in enumerate(self._workers):
+            row = []
+            for begin, end, event in zip(found.begins[n], found.ends[n], found.order[n], strict=True):
+                rest, microbatch = divmod(event // _CODES, work.microbatches)
+                stage, origin = divmod(rest, work.origins)
+                row.append(Slot(begin, end, Action(kinds[event % _CODES], stage, origin, microbatch)))
+            slots[worker] = row
+        return Step(slots=slots)
+
+    def run(self, rule: _Rule) -> _Found:
+        """In the time that the costs say: at each moment something ends or arrives, then free workers choose."""
+        split, patience = self._work.split, rule.patience
+        owner, keys, across, room = self._owner, self._keys(rule), self._across, list(self._room)
+        cells, transfer = len(owner), self._work.costs.transfer
+        takes, kinds = self._takes, len(self._takes)
+        found = _Found(self._rows(), self._rows(), self._rows())
+        # Heaps by worker: of keys, and of the times when backwards become ready.
+        forwards, backwards, weights, coming = self._rows(), self._rows(), self._rows(), self._rows()
+        begins, ends, order = found
+        busy = [False] * len(room)
+        calendar = {0.0: [cell * _CODES + _FORWARD_COMES for cell in range(across)]}
+        moments = [0.0]
+        while moments:
+            now = heappop(moments)
             touched = set()
-            while self._events and self._events[0][0] == now:
-                _, _, worker, action = heappop(self._events)
+            for event in calendar.pop(now):
+                cell, code = event >> _SHIFT, event & _MASK
+                worker = owner[cell]
                 touched.add(worker)
-                if action is not None:
-                    heappush(self._ready[action.kind][worker], (self._key(worker, action), action))
-            for worker in sorted(touched):
-                if self._free[worker] <= now:
-                    self._choose(worker, now)
-        return Step(slots=self._slots)
+                if code == _FORWARD_COMES:
+                    heappush(forwards[worker], keys[cell])
+                    continue
+                if code == _BACKWARD_COMES:
+                    heappush(backwards[worker], keys[cell])
+                    continue
+                busy[worker] = False
+                if code == _FORWARD:
+                    follower, arrival, heaps = cell + across, _FORWARD_COMES, forwards
+                    if follower >= cells:
+                        follower, heaps = cell, backwards
+                elif code == _BACKWARD:
+                    follower, arrival, heaps = cell - across, _BACKWARD_COMES, backwards
+                    if split:
+                        heappush(weights[worker], keys[cell])
+                else:
+                    continue
+                if follower < 0:
+                    continue
+                to = owner[follower]
+                if transfer and to != worker:
+                    _enter(calendar, moments, now + transfer, follower * _CODES + arrival)
+                else:
+                    heappush(heaps[to], keys[follower])
+                    touched.add(to)
+            for worker in touched:
+                if busy[worker]:
+                    continue
+                if backwards[worker]:
+                    code, heap = _BACKWARD, backwards[worker]
+                elif room[worker] and forwards[worker]:
+                    code, heap = _FORWARD, forwards[worker]
+                    room[worker] -= 1
+                elif weights[worker]:
+                    code, heap = _WEIGHT, weights[worker]
+                    if patience and _soon(coming[worker], now, patience * takes[_WEIGHT][heap[0] % cells]):
+                        continue
+                else:
+                    continue
+                cell = heappop(heap) % cells
+                end = now + takes[code][cell]
+                if code == kinds - 1:
+                    room[worker] += 1
+                elif patience and code == _BACKWARD and cell >= across:
+                    to = owner[cell - across]
+                    heappush(coming[to], end + (transfer if to != worker else 0.0))
+                busy[worker] = True
+                begins[worker].append(now)
+                ends[worker].append(end)
+                order[worker].append(cell * _CODES + code)
+                _enter(calendar, moments, end, cell * _CODES + code)
+        return found
 
-    def _key(self, worker: int, action: Action) -> tuple[float, ...]:
-        own = self._work.owners[action.stage, action.origin]
-        adopted = own[0] != own[-1] or any(w != worker for w in own)
-        # Of a worker's several stages: forwards of later ones first, as in interleaved schedules.
-        return (*self._rule.key(action, adopted), -action.stage)
+    def _rows(self) -> list[list[Any]]:
+        """One a worker."""
+        return [[] for _ in self._room]
 
-    def _at(self, when: float, action: Action) -> None:
-        worker = self._work.owners[action.stage, action.origin][action.microbatch]
-        self._push(when, worker, action)
 
-    def _push(self, when: float, worker: int, action: Action | None) -> None:
-        self._count += 1
-        if action is not None and action.kind in (BACKWARD, BACKWARD_INPUT):
-            heappush(self._coming[worker], when)
-        heappush(self._events, (when, self._count, worker, action))
+def _enter(calendar: dict[float, list[int]], moments: list[float], when: float, event: int) -> None:
+    """Makes it happen then."""
+    if when in calendar:
+        calendar[when].append(event)
+    else:
+        calendar[when] = [event]
+        heappush(moments, when)
 
-    def _choose(self, worker: int, now: float) -> None:
-        action = self._next(worker, now)
-        if action is None:
-            return
-        if action.kind == FORWARD:
-            self._held[worker] += 1
-        end = now + self._costs.of(action.kind, action.stage)
-        self._slots[worker].append(Slot(now, end, action))
-        self._free[worker] = end
-        if action.kind == self._work.adds():
-            self._held[worker] -= 1
-        self._follow(action, worker, end)
-        self._push(end, worker, None)
 
-    def _next(self, worker: int, now: float) -> Action | None:
-        ready, cap = self._ready, self._work.cap
-        for kind in (BACKWARD, BACKWARD_INPUT):
-            if kind in ready and ready[kind][worker]:
-                return heappop(ready[kind][worker])[1]
-        forwards = ready[FORWARD][worker]
-        if forwards and (cap is None or self._held[worker] < cap[worker]):
-            return heappop(forwards)[1]
-        weights = ready[BACKWARD_WEIGHT][worker] if self._work.split else []
-        if weights and not self._waits(worker, now, weights[0][1]):
-            return heappop(weights)[1]
-        return None
-
-    def _waits(self, worker: int, now: float, weights: Action) -> bool:
-        """A backward comes soon, and others wait for it."""
-        coming = self._coming[worker]
-        while coming and coming[0] <= now:
-            heappop(coming)
-        return bool(coming) and coming[0] - now < self._rule.patience * self._costs.of(
-            weights.kind, weights.stage
-        )
-
-    def _follow(self, action: Action, worker: int, end: float) -> None:
-        """What waits for nothing else from then on."""
-        kind, stage, origin, microbatch = action
-        work, backward = self._work, BACKWARD_INPUT if self._work.split else BACKWARD
-        if kind == FORWARD:
-            if stage + 1 < work.stages:
-                self._send(worker, end, Action(FORWARD, stage + 1, origin, microbatch))
-            else:
-                self._push(end, worker, Action(backward, stage, origin, microbatch))
-        elif kind == backward:
-            if stage > 0:
-                self._send(worker, end, Action(backward, stage - 1, origin, microbatch))
-            if work.split:
-                self._push(end, worker, Action(BACKWARD_WEIGHT, stage, origin, microbatch))
-
-    def _send(self, worker: int, end: float, action: Action) -> None:
-        to = self._work.owners[action.stage, action.origin][action.microbatch]
-        self._push(end if to == worker else end + self._costs.transfer, to, action)
+def _soon(times: list[float], now: float, within: float) -> bool:
+    """Whether one of a heap of times comes; those that are over are taken out."""
+    while times and times[0] <= now:
+        heappop(times)
+    return bool(times) and times[0] - now < within
