@@ -4,8 +4,10 @@ A worker that is free takes, of what it could begin now: a backward first, becau
 activations; then a forward, if it may hold more activations; then gradients of weights, for which nobody waits. Without
 failures and with 1F1B's activations this is 1F1B.
 
-It always comes to an end. Suppose that some worker holds activations and never goes on. Then it waits for a backward of
-the stage behind. At the last stage backwards wait for nobody; so, from there to the front, no worker waits for ever.
+It always comes to an end. A worker of several stages begins a forward only if there is room left for one microbatch at
+each later stage of its own that holds none (a *lane* is a worker's stage). Suppose that nobody can go on. Take the last
+stage at which anything is held. At the pipeline's last stage its backward waits for nobody. At another one its forward
+at the next stage has not begun, so that stage's worker has no room; but what it keeps free for later stages is there.
 
 A step may have a million actions. So the loop knows them as whole numbers: what is done with one microbatch at one
 stage is a *cell*, ``(stage * origins + origin) * microbatches + microbatch``, and an event is a cell and a code.
@@ -93,8 +95,19 @@ class _Scheduler:
             for kind in kinds
         ]
         cap = work.cap
+        self._lanes, self._lane = self._lanes_of(index)
         self._room = [len(self._owner) if cap is None else cap[worker] for worker in self._workers]
         self._adopted = self._what_is_adopted()
+
+    def _lanes_of(self, index: dict[int, int]) -> tuple[list[list[int]], list[int]]:
+        """By worker: its lanes, the last stage's first. By cell: its lane."""
+        number: dict[tuple[int, int], int] = {}
+        lanes: list[list[int]] = []
+        for worker, stages in self._work.stages_of().items():
+            lanes.append([len(number) + n for n in range(len(stages))])
+            for stage in reversed(stages):
+                number[index[worker], stage] = len(number)
+        return lanes, [number[owner, cell // self._across] for cell, owner in enumerate(self._owner)]
 
     def _what_is_adopted(self) -> list[bool]:
         """By cell: whether its worker computes more of another origin at this stage, or as much of an earlier one."""
@@ -144,10 +157,12 @@ class _Scheduler:
         split, patience = self._work.split, rule.patience
         owner, keys, across, room = self._owner, self._keys(rule), self._across, list(self._room)
         cells, transfer = len(owner), self._work.costs.transfer
-        takes, kinds = self._takes, len(self._takes)
+        takes, kinds, lane, lanes = self._takes, len(self._takes), self._lane, self._lanes
+        held = [0] * sum(map(len, lanes))
         found = _Found(self._rows(), self._rows(), self._rows())
-        # Heaps by worker: of keys, and of the times when backwards become ready.
-        forwards, backwards, weights, coming = self._rows(), self._rows(), self._rows(), self._rows()
+        # Heaps of keys by lane and by worker; and of the times when backwards become ready.
+        forwards: list[list[int]] = [[] for _ in held]
+        backwards, weights, coming = self._rows(), self._rows(), self._rows()
         begins, ends, order = found
         busy = [False] * len(room)
         calendar = {0.0: [cell * _CODES + _FORWARD_COMES for cell in range(across)]}
@@ -160,38 +175,36 @@ class _Scheduler:
                 worker = owner[cell]
                 touched.add(worker)
                 if code == _FORWARD_COMES:
-                    heappush(forwards[worker], keys[cell])
+                    heappush(forwards[lane[cell]], keys[cell])
                     continue
                 if code == _BACKWARD_COMES:
                     heappush(backwards[worker], keys[cell])
                     continue
                 busy[worker] = False
                 if code == _FORWARD:
-                    follower, arrival, heaps = cell + across, _FORWARD_COMES, forwards
+                    follower, arrival = cell + across, _FORWARD_COMES
                     if follower >= cells:
-                        follower, heaps = cell, backwards
+                        heappush(backwards[worker], keys[cell])
+                        continue
                 elif code == _BACKWARD:
-                    follower, arrival, heaps = cell - across, _BACKWARD_COMES, backwards
+                    follower, arrival = cell - across, _BACKWARD_COMES
                     if split:
                         heappush(weights[worker], keys[cell])
-                else:
-                    continue
-                if follower < 0:
+                if code == _WEIGHT or follower < 0:
                     continue
                 to = owner[follower]
                 if transfer and to != worker:
                     _enter(calendar, moments, now + transfer, follower * _CODES + arrival)
-                else:
-                    heappush(heaps[to], keys[follower])
-                    touched.add(to)
+                    continue
+                heappush(forwards[lane[follower]] if code == _FORWARD else backwards[to], keys[follower])
+                touched.add(to)
             for worker in touched:
                 if busy[worker]:
                     continue
                 if backwards[worker]:
                     code, heap = _BACKWARD, backwards[worker]
-                elif room[worker] and forwards[worker]:
-                    code, heap = _FORWARD, forwards[worker]
-                    room[worker] -= 1
+                elif room[worker] and (heap := _allowed(lanes[worker], forwards, held, room[worker])):
+                    code = _FORWARD
                 elif weights[worker]:
                     code, heap = _WEIGHT, weights[worker]
                     if patience and _soon(coming[worker], now, patience * takes[_WEIGHT][heap[0] % cells]):
@@ -200,9 +213,13 @@ class _Scheduler:
                     continue
                 cell = heappop(heap) % cells
                 end = now + takes[code][cell]
-                if code == kinds - 1:
+                if code == _FORWARD:
+                    room[worker] -= 1
+                    held[lane[cell]] += 1
+                elif code == kinds - 1:
                     room[worker] += 1
-                elif patience and code == _BACKWARD and cell >= across:
+                    held[lane[cell]] -= 1
+                if patience and code == _BACKWARD and cell >= across:
                     to = owner[cell - across]
                     heappush(coming[to], end + (transfer if to != worker else 0.0))
                 busy[worker] = True
@@ -215,6 +232,20 @@ class _Scheduler:
     def _rows(self) -> list[list[Any]]:
         """One a worker."""
         return [[] for _ in self._room]
+
+
+def _allowed(lanes: list[int], forwards: list[list[int]], held: list[int], room: int) -> list[int]:
+    """Where the forward is that a worker may begin; an empty heap: none."""
+    if len(lanes) == 1:
+        return forwards[lanes[0]]
+    best: list[int] = []
+    kept = 0
+    for lane in lanes:
+        heap = forwards[lane]
+        if heap and room > kept and (not best or heap[0] < best[0]):
+            best = heap
+        kept += not held[lane]
+    return best
 
 
 def _enter(calendar: dict[float, list[int]], moments: list[float], when: float, event: int) -> None:
