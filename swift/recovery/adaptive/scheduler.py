@@ -13,15 +13,15 @@ A step may have a million actions. So the loop knows them as whole numbers: what
 stage is a *cell*, ``(stage * origins + origin) * microbatches + microbatch``, and an event is a cell and a code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from swift.recovery.adaptive.steps import Slot, Step
 from swift.recovery.adaptive.work import Action, Work
 
-ACTIONS_MAX = 1_000_000
-"""Of all runs together, but for the first rule's, which every work gets: what bounds the time of a plan."""
+ACTIONS_MAX = 200_000
+"""Of all runs of one plan together, but for the first rule's, which every work gets: what bounds the time of a plan."""
 _SLACK = 1e-9
 _FORWARD, _BACKWARD, _WEIGHT, _FORWARD_COMES, _BACKWARD_COMES = range(5)
 """Codes of events: three ends, two arrivals from another worker. A backward is a whole one or the part for inputs."""
@@ -36,29 +36,38 @@ class _Rule(NamedTuple):
     """Adopted microbatches count as so many halves of a microbatch earlier."""
     patience: float
     """Gradients of weights are put off if a backward comes within so much of their own time."""
+    shuffle: int = 0
+    """Origins take turns in another order, a different one for each number. 0: microbatch by microbatch."""
 
 
 _SOONER_MAX = 15
-_RULES = tuple(
-    _Rule(sooner, patience) for sooner in (0, 3, -3, 7, -7, _SOONER_MAX) for patience in (0.0, 0.5)
+_RULES = (
+    *(_Rule(sooner, patience) for sooner in (0, 3, -3, 7, -7, _SOONER_MAX) for patience in (0.0, 0.5)),
+    *(_Rule(0, patience, shuffle) for shuffle in range(1, 9) for patience in (0.0, 0.5)),
 )
 
 
-def plan_step(work: Work, *, thorough: bool = True) -> Step:
+def plan_step(work: Work, *, thorough: bool = True, actions_max: int = ACTIONS_MAX) -> Step:
     """The shortest step that the rules find, the same for the same work wherever it is asked for. `thorough`: with as
-    many rules as `ACTIONS_MAX` lets it, until a step is as short as the bound; else with the first one."""
+    many rules as `actions_max` lets it, until a step is as short as the bound; else with the first one."""
     scheduler = _Scheduler(work)
-    rules = [rule for rule in _RULES if work.split or not rule.patience]
     least = work.bound() + _SLACK
-    best = scheduler.run(rules[0])
-    if thorough:
-        for rule in rules[1 : ACTIONS_MAX // scheduler.actions]:
-            if best.length() <= least:
-                break
-            found = scheduler.run(rule)
-            if found.length() < best.length() - _SLACK:  # the first of equals
-                best = found
+    best: _Found | None = None
+    for rule in scheduler.rules(actions_max if thorough else 0):
+        found = scheduler.run(rule)
+        if best is None or found.length() < best.length() - _SLACK:  # the first of equals
+            best = found
+        if best.length() <= least:
+            break
+    assert best is not None
     return scheduler.step(best)
+
+
+def found_steps(work: Work) -> Iterator[Step]:
+    """What each rule finds, however long; as many rules as `ACTIONS_MAX` lets it."""
+    scheduler = _Scheduler(work)
+    for rule in scheduler.rules(ACTIONS_MAX):
+        yield scheduler.step(scheduler.run(rule))
 
 
 class _Found(NamedTuple):
@@ -88,8 +97,6 @@ class _Scheduler:
             for origin in range(work.origins):
                 self._owner += [index[worker] for worker in work.owners[stage, origin]]
         kinds = work.kinds()
-        self.actions = len(self._owner) * len(kinds)
-        """In one run."""
         self._takes = [
             [work.costs.of(kind, stage) for stage in range(work.stages) for _ in range(self._across)]
             for kind in kinds
@@ -98,6 +105,11 @@ class _Scheduler:
         self._lanes, self._lane = self._lanes_of(index)
         self._room = [len(self._owner) if cap is None else cap[worker] for worker in self._workers]
         self._adopted = self._what_is_adopted()
+
+    def rules(self, actions_max: int) -> list[_Rule]:
+        """Those that may differ here, as many as are allowed for so much work."""
+        rules = [rule for rule in _RULES if self._work.split or not rule.patience]
+        return rules[: max(1, actions_max // (len(self._owner) * len(self._takes)))]
 
     def _lanes_of(self, index: dict[int, int]) -> tuple[list[list[int]], list[int]]:
         """By worker: its lanes, the last stage's first. By cell: its lane."""
@@ -124,17 +136,30 @@ class _Scheduler:
                 adopted += [home[worker][1] != origin for worker in work.owners[stage, origin]]
         return adopted
 
+    def _turns(self, shuffle: int) -> list[list[int]]:
+        """By origin and microbatch: when its turn is, in halves of a microbatch. Those of one origin stay in order."""
+        work, state = self._work, shuffle
+        most = 4 if shuffle % 2 else 8
+        turns = []
+        for _ in range(work.origins):
+            row = [_SOONER_MAX]
+            for _ in range(work.microbatches):
+                state = (state * 1103515245 + 12345) % 2**31  # the C library's example
+                row.append(row[-1] + ((state >> 16) % (most + 1) if shuffle else 2))
+            turns.append(row[1:])
+        return turns
+
     def _keys(self, rule: _Rule) -> list[int]:
         """By cell: its key in a heap, of which the cell is the remainder."""
         work, keys, cell = self._work, [], 0
-        cells = len(self._owner)
+        cells, turns = len(self._owner), self._turns(rule.shuffle)
         for stage in range(work.stages):
             # Of a worker's several stages: forwards of later ones first, as in interleaved schedules.
             behind = work.stages - 1 - stage
             for origin in range(work.origins):
-                for microbatch in range(work.microbatches):
-                    turn = 2 * microbatch + _SOONER_MAX - (rule.sooner if self._adopted[cell] else 0)
-                    keys.append(((turn * work.origins + origin) * work.stages + behind) * cells + cell)
+                for turn in turns[origin]:
+                    at = turn - rule.sooner if self._adopted[cell] else turn
+                    keys.append(((at * work.origins + origin) * work.stages + behind) * cells + cell)
                     cell += 1
         return keys
 

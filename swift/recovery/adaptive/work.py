@@ -107,22 +107,30 @@ class Work:
         """No order is quicker. Each worker waits for the first microbatch to come to it, computes all of its own, and
         the last one has to go back to the first stage; and it has no more activations at a time than its cap: if each
         is held for L at least, n of them take n * L / cap."""
-        head, tail, held = self._ways()
+        head, tail, _ = self._ways()
         longest = head[-1] + self.costs.of(FORWARD, self.stages - 1)
         longest += self.costs.of(self.kinds()[1], self.stages - 1) + tail[-1]
-        for worker, counts in self.counts().items():
-            first = min(counts)
-            load = {
-                kind: sum(n * self.costs.of(kind, stage) for stage, n in counts.items())
-                for kind in self.kinds()
-            }
-            weights = load.get(BACKWARD_WEIGHT, 0.0)
-            busy = sum(load.values())
+        for first, busy, weights, span in self._loads():
             longest = max(longest, head[first] + busy - weights + tail[first], head[first] + busy)
+            longest = max(longest, head[first] + span + (0.0 if self.split else tail[first]))
+        return longest
+
+    def period_bound(self) -> float:
+        """The same of the time from one step to the next, if they may overlap: a worker waits for nobody."""
+        return max(max(busy, span) for _, busy, _, span in self._loads())
+
+    def _loads(self) -> Iterator[tuple[int, float, float, float]]:
+        """Of each worker: its first stage; what it computes, and how much of that are gradients of weights alone; and
+        how long its activations need room (0: it has any)."""
+        held = self._ways()[2]
+        for worker, counts in self.counts().items():
+            load = [
+                sum(n * self.costs.of(kind, stage) for stage, n in counts.items()) for kind in self.kinds()
+            ]
+            span = 0.0
             if self.cap is not None:
                 span = sum(n * held[stage] for stage, n in counts.items()) / self.cap[worker]
-                longest = max(longest, head[first] + span + (0.0 if self.split else tail[first]))
-        return longest
+            yield min(counts), sum(load), load[-1] if self.split else 0.0, span
 
     def counts(self) -> dict[int, dict[int, int]]:
         """Worker -> stage -> of how many microbatches it computes it."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.recovery.adaptive import Action, Costs, Step, Work, plan_step, problems, shared
+from swift.recovery.adaptive import Action, Costs, Step, Work, out_of_order, plan_step, problems, shared
 from tests.unit.recovery.adaptive.works import one_each, one_f_one_b_length, works
 
 
@@ -148,6 +148,16 @@ def test_without_losses_replicas_are_alike(work: Work) -> None:
             if worker // work.origins == group
         ]
         assert all(row == rows[0] for row in rows)
+
+
+def test_gradients_that_come_in_another_order_are_named() -> None:
+    work = one_each(2, 2, 2, split=True, factor=2)
+    step = plan_step(work)
+    assert out_of_order(work, step) == []
+    slots = {worker: list(row) for worker, row in step.slots.items()}
+    first, second = (n for n, slot in enumerate(slots[1]) if slot.action.kind == "W")
+    slots[1][first], slots[1][second] = slots[1][second], slots[1][first]
+    assert out_of_order(work, Step(slots=slots)) == [(1, 0, 1)]
 
 
 def test_the_bound_of_one_worker_is_all_that_it_computes() -> None:
