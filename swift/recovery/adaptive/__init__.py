@@ -7,7 +7,7 @@ alike; ``move`` says where losses had better be. ``period`` is what a step takes
 """
 
 from swift.recovery.adaptive.checks import out_of_order, problems
-from swift.recovery.adaptive.normalize import Counts, Job, Planned, Plans, canonical, move, one_f_one_b
+from swift.recovery.adaptive.normalize import Counts, Job, Planned, Plans, canonical, even, move, one_f_one_b
 from swift.recovery.adaptive.period import period, shortest_period
 from swift.recovery.adaptive.scheduler import plan_step
 from swift.recovery.adaptive.steps import Slot, Step
@@ -24,6 +24,7 @@ __all__ = [
     "Step",
     "Work",
     "canonical",
+    "even",
     "move",
     "one_f_one_b",
     "out_of_order",

@@ -64,6 +64,11 @@ def one_f_one_b(stages: int, factor: float = 1.0) -> tuple[int, ...]:
     return tuple(max(1, int((stages - stage) * factor + 1e-9)) for stage in range(stages))
 
 
+def even(stages: int, factor: float = 1.0) -> tuple[int, ...]:
+    """By stage: the activations that 1F1B holds at the first one, which has most, times `factor`."""
+    return (one_f_one_b(stages, factor)[0],) * stages
+
+
 def canonical(lost: Lost, groups: int) -> Counts:
     """The form that all losses with the same plan have."""
     gone = set(lost)

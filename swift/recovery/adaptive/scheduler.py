@@ -183,13 +183,12 @@ class _Scheduler:
         owner, keys, across, room = self._owner, self._keys(rule), self._across, list(self._room)
         cells, transfer = len(owner), self._work.costs.transfer
         takes, kinds, lane, lanes = self._takes, len(self._takes), self._lane, self._lanes
-        held = [0] * sum(map(len, lanes))
+        held, busy = [0] * sum(map(len, lanes)), [False] * len(room)
         found = _Found(self._rows(), self._rows(), self._rows())
         # Heaps of keys by lane and by worker; and of the times when backwards become ready.
         forwards: list[list[int]] = [[] for _ in held]
         backwards, weights, coming = self._rows(), self._rows(), self._rows()
         begins, ends, order = found
-        busy = [False] * len(room)
         calendar = {0.0: [cell * _CODES + _FORWARD_COMES for cell in range(across)]}
         moments = [0.0]
         while moments:
