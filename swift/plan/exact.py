@@ -162,7 +162,8 @@ class _Program:
     def solve(self, highspy: Any, listed: Step, least: int, limit_s: float) -> Exact:
         """The step that was there, or a shorter one."""
         horizon, over = self._horizon, self._over * self._horizon
-        solver = highspy.Highs()
+        # Without callbacks, which nobody uses here: to set them, it prints its name on stdout.
+        solver = type("Quiet", (highspy.Highs,), {"enableCallbacks": lambda _: None})()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", limit_s)
         solver.setOptionValue("threads", 1)

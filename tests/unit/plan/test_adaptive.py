@@ -65,11 +65,13 @@ def test_the_worst_place_is_where_the_step_is_longest() -> None:
     assert sorted(rerouted.worst(request(), 5)) == [1, 2, 2]
 
 
-def test_what_is_exact_is_shown_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_exact_is_shown_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("highspy")
     small = ["--adaptive", "--stages", "2", "--replicas", "2", "--microbatches", "2", "--exact", "30"]
     assert main(small) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "the shortest" in line]
+    shown = capfd.readouterr().out.splitlines()
+    assert shown[0].startswith("2 stages")
+    lines = [line for line in shown if "the shortest" in line]
     assert len(lines) == 2 * 4 + 4
     for line in lines:
         match = re.search(r"planned (\d+), the shortest (\d+), bound ([\d.]+)$", line)

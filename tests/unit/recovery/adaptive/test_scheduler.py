@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.recovery.adaptive import Action, Costs, Step, Work, out_of_order, plan_step, problems, shared
-from tests.unit.recovery.adaptive.works import one_each, one_f_one_b_length, works
+from tests.unit.recovery.adaptive.works import losses, one_each, one_f_one_b_length, works
 
 
 def run(work: Work, step: Step, seed: int) -> int:
@@ -118,6 +118,7 @@ FIGURES = [
     (4, 4, 8, [(1, 0)], (1.46, 1.16, 1.04)),
     (4, 8, 16, [(1, 0), (1, 1)], (1.88, 1.56, 1.42)),
     (2, 4, 8, [(3, 0)], (1.73, 1.64, 1.61)),
+    (2, 4, 8, [(0, 0)], (1.73, 1.58, 1.46)),
 ]
 
 
@@ -158,6 +159,16 @@ def test_gradients_that_come_in_another_order_are_named() -> None:
     first, second = (n for n, slot in enumerate(slots[1]) if slot.action.kind == "W")
     slots[1][first], slots[1][second] = slots[1][second], slots[1][first]
     assert out_of_order(work, Step(slots=slots)) == [(1, 0, 1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(losses(2, 5), st.integers(1, 6))
+def test_those_that_are_left_share_evenly(lost: list[tuple[int, int]], microbatches: int) -> None:
+    work = one_each(5, 2, microbatches, lost=lost)
+    for group in range(2):
+        counts = [count[group] for count in work.counts().values() if group in count]
+        assert sum(counts) == 5 * microbatches
+        assert max(counts) - min(counts) <= 1
 
 
 def test_the_bound_of_one_worker_is_all_that_it_computes() -> None:
