@@ -10,4 +10,11 @@ verdict   whether the log pays, in bytes and in time
 report    all of it as one document, and as a table
 plot      the frontier as SVG
 command   the command line
+
+And what losses cost a job with replicas, `--adaptive` (docs/adaptive.md):
+
+adaptive  its flags
+rerouted  the throughput by number of losses, as a document and as a table
+exact     the shortest step of a small job, by an integer program
+gantt     a step as SVG
 """

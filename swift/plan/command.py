@@ -1,17 +1,19 @@
-"""`swift-ft plan`: which boundaries to log, out of a profile of the job: a file, or what a running job has measured."""
+"""`swift-ft plan`: which boundaries to log, out of a profile of the job: a file, or what a running job has measured.
+With --adaptive, what a job with replicas does with losses (`swift.plan.adaptive`)."""
 
 import argparse
 import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 
 from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.plan import adaptive
 from swift.plan.profile import DOCUMENT_BYTES_MAX, Cap, Profile, parse
 from swift.plan.running import Given, RunningJob
 from swift.words import show, tell
@@ -35,6 +37,9 @@ class Running:
     """Chosen already; empty: by the plan."""
 
 
+_ALONE = ("coordinator", "profile", "storage_cap", "recovery_cap", "worst_recovery_cap")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
     """What the command line says, checked."""
@@ -49,9 +54,13 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         save = self.running.save if self.running is not None else None
-        for flag, path in (("--json", self.json), ("--svg", self.svg), ("--save-profile", save)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UsageError(f"{flag}: there is no directory {path.absolute().parent}")
+        _check_places({"--json": self.json, "--svg": self.svg, "--save-profile": save})
+
+
+def _check_places(places: Mapping[str, Path | None]) -> None:
+    for flag, path in places.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{flag}: there is no directory {path.absolute().parent}")
 
 
 def _bytes(text: str, flag: str) -> int:
@@ -121,6 +130,7 @@ def _parser() -> Parser:
     job.add_argument(
         "--fixed", metavar="SECONDS", help="fixed part of every recovery (detect, plan, rebuild); default: 0"
     )
+    adaptive.add_arguments(parser)
     caps = parser.add_mutually_exclusive_group()
     caps.add_argument(
         "--storage-cap",
@@ -140,9 +150,19 @@ def _parser() -> Parser:
     return parser
 
 
-def config_of(argv: Sequence[str]) -> PlanConfig:
+def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive:
     """What the command line says. UsageError: a value that is none, or flags that contradict each other."""
     options = _parser().parse_args(argv)
+    if options.adaptive:
+        for name in _ALONE:
+            if getattr(options, name) is not None:
+                flag = "PROFILE" if name == "profile" else f"--{name.replace('_', '-')}"
+                raise UsageError(f"--adaptive plans with the flags of its own: leave out {flag}")
+        _check_places({"--json": options.json, "--svg": options.svg})
+        return adaptive.config_of(options)
+    for name in adaptive.FLAGS:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for replicas that lose ranks: give --adaptive")
     cap = None
     if options.storage_cap is not None:
         cap = Cap(kind="storage_bytes", value=_bytes(options.storage_cap, "--storage-cap"))
@@ -175,7 +195,7 @@ def _running(options: argparse.Namespace) -> Running | None:
                     f"--{flag} is for a running job: give --coordinator HOST:PORT and --job NAME"
                 )
         if options.profile is None:
-            raise UsageError("give a PROFILE, or --coordinator HOST:PORT and --job NAME")
+            raise UsageError("give a PROFILE, or --coordinator HOST:PORT and --job NAME, or --adaptive")
         return None
     if options.profile is not None:
         raise UsageError(f"give PROFILE ({options.profile}) or --coordinator, not both")
@@ -249,6 +269,15 @@ def _write(path: Path, content: str) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
 
 
+def run_adaptive(config: adaptive.Adaptive) -> int:
+    """The command with --adaptive. Raises UsageError for what cannot be planned."""
+    written = adaptive.run(config)
+    for name, path in (("json", config.json), ("svg", config.svg)):
+        if path is not None:
+            _write(path, written[name])
+    return 0
+
+
 def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
     """The command. Returns the exit code: `EXIT_NOT_MET` if no groups keep within the cap.
 
@@ -298,7 +327,8 @@ def _nobody(coordinator: str, job: str) -> RunningJob:
 def main(argv: Sequence[str] | None = None, connect: Callable[[str, str], RunningJob] = _nobody) -> int:
     """`connect(coordinator, job)` gives the line to a running job."""
     try:
-        return run(config_of(sys.argv[1:] if argv is None else argv), connect)
+        config = config_of(sys.argv[1:] if argv is None else argv)
+        return run_adaptive(config) if isinstance(config, adaptive.Adaptive) else run(config, connect)
     except SwiftError as error:
         tell(error)
         return error.exit_code

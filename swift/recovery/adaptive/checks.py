@@ -35,6 +35,20 @@ def problems(work: Work, step: Step) -> list[str]:
     return found
 
 
+def out_of_order(work: Work, step: Step) -> list[tuple[int, int, int]]:
+    """(worker, stage, origin) whose gradients are not added in the order of microbatches. These may come to the worker
+    by several ways. Their sum has other bits, unless the run keeps those that come early apart."""
+    found = []
+    for worker, order in step.orders().items():
+        newest: dict[tuple[int, int], int] = {}
+        for kind, stage, origin, microbatch in order:
+            if kind == work.adds():
+                if newest.get((stage, origin), -1) > microbatch:
+                    found.append((worker, stage, origin))
+                newest[stage, origin] = microbatch
+    return sorted(set(found))
+
+
 def needs(work: Work, action: Action) -> list[Action]:
     """What must be over before it begins."""
     kind, stage, origin, microbatch = action

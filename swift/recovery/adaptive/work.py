@@ -4,6 +4,7 @@ A *worker* is a rank, by its slot's number. It runs the stages of its stage grou
 *origin* (its data-parallel rank's batch) and for those that it has adopted. Times are in any one unit.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,21 +104,67 @@ class Work:
                     yield worker, Action(kind, stage, origin, microbatch)
 
     def bound(self) -> float:
-        """No order is quicker: the busiest worker computes all the time, and has to wait for the first microbatch to
-        come to it and the last one to leave it; and some microbatch passes through all stages and back."""
-        busy: dict[int, float] = {}
-        for worker, action in self.actions():
-            busy[worker] = busy.get(worker, 0.0) + self.costs.of(action.kind, action.stage)
-        before = [0.0]
-        for stage in range(self.stages):
-            before.append(before[-1] + self.costs.of(FORWARD, stage))
-        kind = BACKWARD_INPUT if self.split else BACKWARD
-        behind = [0.0]
-        for stage in range(self.stages):
-            behind.append(behind[-1] + self.costs.of(kind, stage))
-        through = before[-1] + behind[-1] + (self.costs.of(BACKWARD_WEIGHT, 0) if self.split else 0.0)
-        stages = self.stages_of()
-        return max(through, *(load + before[stages[worker][0]] for worker, load in busy.items()))
+        """No order is quicker. Each worker waits for the first microbatch to come to it, computes all of its own, and
+        the last one has to go back to the first stage; and it has no more activations at a time than its cap: if each
+        is held for L at least, n of them take n * L / cap."""
+        head, tail, _ = self._ways()
+        longest = head[-1] + self.costs.of(FORWARD, self.stages - 1)
+        longest += self.costs.of(self.kinds()[1], self.stages - 1) + tail[-1]
+        for first, busy, weights, span in self._loads():
+            longest = max(longest, head[first] + busy - weights + tail[first], head[first] + busy)
+            longest = max(longest, head[first] + span + (0.0 if self.split else tail[first]))
+        return longest
+
+    def period_bound(self) -> float:
+        """The same of the time from one step to the next, if they may overlap: a worker waits for nobody."""
+        return max(max(busy, span) for _, busy, _, span in self._loads())
+
+    def _loads(self) -> Iterator[tuple[int, float, float, float]]:
+        """Of each worker: its first stage; what it computes, and how much of that are gradients of weights alone; and
+        how long its activations need room (0: it has any)."""
+        held = self._ways()[2]
+        for worker, counts in self.counts().items():
+            load = [
+                sum(n * self.costs.of(kind, stage) for stage, n in counts.items()) for kind in self.kinds()
+            ]
+            span = 0.0
+            if self.cap is not None:
+                span = sum(n * held[stage] for stage, n in counts.items()) / self.cap[worker]
+            yield min(counts), sum(load), load[-1] if self.split else 0.0, span
+
+    def counts(self) -> dict[int, dict[int, int]]:
+        """Worker -> stage -> of how many microbatches it computes it."""
+        found: dict[int, dict[int, int]] = {}
+        for (stage, _), owners in self.owners.items():
+            for worker, count in Counter(owners).items():
+                of = found.setdefault(worker, {})
+                of[stage] = of.get(stage, 0) + count
+        return found
+
+    def _ways(self) -> tuple[list[float], list[float], list[float]]:
+        """By stage, at least: until the first forward can begin; from the end of a backward (of its part for inputs) to
+        the end of the step; and for how long an activation is held."""
+        costs, backward = self.costs, self.kinds()[1]
+        crosses = [0.0]  # into each stage
+        for stage in range(1, self.stages):
+            stays = any(
+                before == behind
+                for origin in range(self.origins)
+                for before, behind in zip(
+                    self.owners[stage - 1, origin], self.owners[stage, origin], strict=True
+                )
+            )
+            crosses.append(0.0 if stays else costs.transfer)
+        head, tail = [0.0], [costs.of(BACKWARD_WEIGHT, 0) if self.split else 0.0]
+        for stage in range(1, self.stages):
+            head.append(head[-1] + costs.of(FORWARD, stage - 1) + crosses[stage])
+            tail.append(tail[-1] + costs.of(backward, stage - 1) + crosses[stage])
+        held, through = [0.0] * self.stages, 0.0
+        for stage in reversed(range(self.stages)):
+            through += costs.of(FORWARD, stage) + costs.of(backward, stage)
+            held[stage] = through + (costs.of(BACKWARD_WEIGHT, stage) if self.split else 0.0)
+            through += 2 * crosses[stage]
+        return head, tail, held
 
 
 def shared(

@@ -1,0 +1,113 @@
+"""`swift-ft plan --adaptive`: what a job with replicas does with losses, before it has any."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift.errors import UsageError
+from swift.plan import gantt, rerouted
+from swift.recovery.adaptive import Costs
+from swift.words import show
+
+FLAGS = ("stages", "replicas", "microbatches", "times", "cap_factor", "failures", "exact", "way")
+_TIMES = "1,1,1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adaptive:
+    """What the command line says, checked."""
+
+    request: rerouted.Request
+    way: str
+    """To be drawn."""
+    exact_s: float | None
+    json: Path | None
+    svg: Path | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a job with replicas that loses ranks, instead of PROFILE")
+    group.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="the throughput with which replicas do the work of lost ranks; needs the next three flags",
+    )
+    group.add_argument("--stages", type=int, metavar="P", help="of the pipeline, one on each rank")
+    group.add_argument("--replicas", type=int, metavar="D", help="of each stage")
+    group.add_argument("--microbatches", type=int, metavar="M", help="of each replica in a step")
+    group.add_argument(
+        "--times",
+        metavar="F,I,W[,TRANSFER]",
+        help="of a forward, the backward's parts for inputs and for weights, and a transfer, in any unit; "
+        f"default: {_TIMES}",
+    )
+    group.add_argument(
+        "--cap-factor", type=float, metavar="X", help="activations in memory, times those of 1F1B; default: 1"
+    )
+    group.add_argument("--failures", type=int, metavar="K", help="up to so many ranks are lost; default: 2")
+    group.add_argument(
+        "--exact",
+        type=float,
+        metavar="SECONDS",
+        help="small jobs: compare each step with the shortest there is, searched for so long",
+    )
+    group.add_argument(
+        "--way",
+        choices=[way.name for way in rerouted.WAYS],
+        help="with --svg: the step that is drawn, of the last line; default: split, 2x",
+    )
+
+
+def config_of(options: argparse.Namespace) -> Adaptive:
+    """Raises UsageError for a value that is none, or flags that are missing."""
+    missing = [
+        f"--{name}" for name in ("stages", "replicas", "microbatches") if getattr(options, name) is None
+    ]
+    if missing:
+        raise UsageError(
+            f"--adaptive needs {' and '.join(missing)}, such as --stages 4 --replicas 4 --microbatches 8"
+        )
+    if options.way is not None and options.svg is None:
+        raise UsageError("--way names the step that --svg PATH draws: give --svg too")
+    if options.exact is not None and options.exact <= 0:
+        raise UsageError(f"--exact {options.exact:g}: give seconds, such as 60")
+    request = rerouted.Request(
+        stages=options.stages,
+        replicas=options.replicas,
+        microbatches=options.microbatches,
+        costs=_costs(options.times or _TIMES),
+        cap_factor=1.0 if options.cap_factor is None else options.cap_factor,
+        losses=2 if options.failures is None else options.failures,
+    )
+    return Adaptive(
+        request=request,
+        way=options.way or "split, 2x",
+        exact_s=options.exact,
+        json=options.json,
+        svg=options.svg,
+    )
+
+
+def _costs(text: str) -> Costs:
+    try:
+        times = [float(word) for word in text.split(",")]
+    except ValueError:
+        times = []
+    if len(times) not in (3, 4) or not all(0 <= time <= 1e9 for time in times) or min(times[:3]) <= 0:
+        raise UsageError(f"--times {text}: write F,I,W or F,I,W,TRANSFER, such as 1,1,1 or 2,2.1,1.9,0.3")
+    forward, inputs, weights, transfer = [*times, 0.0][:4]
+    return Costs(forward=(forward,), backward_input=(inputs,), backward_weight=(weights,), transfer=transfer)
+
+
+def run(config: Adaptive) -> dict[str, str]:
+    """Shows the table. Returns what is to be written as JSON and as SVG, by flag."""
+    document, drawn = rerouted.build(config.request, config.exact_s)
+    show(rerouted.text(document))
+    work, step = drawn[config.way]
+    counts = tuple(document["rows"][-1]["counts"])
+    title = f"{config.way}; lost: {rerouted.place(counts)}"
+    return {
+        "json": json.dumps(document, indent=2) + "\n",
+        "svg": gantt.draw(work, step, counts, title) if config.svg is not None else "",
+    }

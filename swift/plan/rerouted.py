@@ -1,0 +1,248 @@
+"""What a job does with losses of which every stage keeps a replica: its throughput by adaptive pipelines.
+
+For each number of losses the worst place is taken: the stage whose loss makes the longest step, all losses there, as
+far as one replica is left. Throughput is that of the step without losses, with whole backwards and 1F1B's memory,
+over that of the plan; both do the whole batch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from swift.errors import UsageError
+from swift.plan.exact import exact_step
+from swift.recovery.adaptive import (
+    Costs,
+    Counts,
+    Job,
+    Plans,
+    Step,
+    Work,
+    even,
+    one_f_one_b,
+    period,
+    plan_step,
+)
+from swift.recovery.adaptive.scheduler import ACTIONS_MAX
+
+STAGES_MAX, ORIGINS_MAX, MICROBATCHES_MAX, CELLS_MAX = 4096, 1024, 65536, 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the command line says, checked."""
+
+    stages: int
+    replicas: int
+    microbatches: int
+    """Of each replica."""
+    costs: Costs
+    cap_factor: float
+    """Times the activations of 1F1B."""
+    losses: int
+
+    def __post_init__(self) -> None:
+        for flag, value, least, most in (
+            ("--stages", self.stages, 1, STAGES_MAX),
+            ("--replicas", self.replicas, 2, ORIGINS_MAX),
+            ("--microbatches", self.microbatches, 1, MICROBATCHES_MAX),
+            ("--failures", self.losses, 0, self.stages * (self.replicas - 1)),
+        ):
+            if not least <= value <= most:
+                raise UsageError(f"{flag} {value}: give {least} to {most}")
+        if (cells := self.stages * self.replicas * self.microbatches) > CELLS_MAX:
+            raise UsageError(
+                f"stages * replicas * microbatches is {cells}, and a plan takes {CELLS_MAX} at most: plan with fewer "
+                "microbatches"
+            )
+        if not 0.01 <= self.cap_factor <= 1000:
+            raise UsageError(f"--cap-factor {self.cap_factor:g}: give 0.01 to 1000")
+
+    def job(self, way: "Way") -> Job:
+        """As that way has it."""
+        memory = even if way.even else one_f_one_b
+        return Job(
+            group_stages=[[stage] for stage in range(self.stages)],
+            origins=self.replicas,
+            microbatches=self.microbatches,
+            split=way.split,
+            costs=self.costs,
+            cap=memory(self.stages, self.cap_factor * way.memory),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How a job goes on."""
+
+    name: str
+    words: str
+    split: bool = False
+    even: bool = False
+    """Each worker may hold as many activations as the first stage's do."""
+    memory: float = 1.0
+    staggered: bool = False
+
+
+WAYS = (
+    Way(name="fused", words="backwards are whole; each stage holds as many activations as in 1F1B"),
+    Way(name="split", words="gradients of weights are computed later, where a worker would wait", split=True),
+    Way(
+        name="split, even",
+        words="the same, and every stage may hold as many activations as the first one does in 1F1B",
+        split=True,
+        even=True,
+    ),
+    Way(name="split, 2x", words="the same with twice as many of them", split=True, even=True, memory=2.0),
+    Way(
+        name="staggered",
+        words="the same, and a stage steps, and goes on, once its own gradients are there (a model)",
+        split=True,
+        even=True,
+        memory=2.0,
+        staggered=True,
+    ),
+)
+DROPPED = "each pipeline with a loss stands still, and the batch is smaller by its share"
+
+
+def worst(request: Request, losses: int) -> Counts:
+    """The counts for so many losses. Of large jobs only some stages are tried."""
+    whole, rest = divmod(losses, request.replicas - 1)
+
+    def at(stage: int) -> Counts:
+        """The stage first, then those behind it."""
+        counts = [0] * request.stages
+        for n in range(whole):
+            counts[(stage + n) % request.stages] = request.replicas - 1
+        if rest:
+            counts[(stage + whole) % request.stages] = rest
+        return tuple(counts)
+
+    job = request.job(WAYS[1])
+    actions = 3 * request.stages * request.replicas * request.microbatches
+    order = dict.fromkeys([request.stages - 1, 0, request.stages // 2, *range(request.stages)])
+    stages = list(order)[: max(1, ACTIONS_MAX // actions)] if losses else [0]
+    if len(stages) == 1:
+        return at(stages[0])
+
+    def length(counts: Counts) -> float:
+        lost = [(stage, role) for stage, count in enumerate(counts) for role in range(count)]
+        return plan_step(job.work(lost), thorough=False).length
+
+    return max(map(at, stages), key=length)
+
+
+def build(
+    request: Request, exact_s: float | None = None
+) -> tuple[dict[str, Any], dict[str, tuple[Work, Step]]]:
+    """The document; and by way, the step of its last row, to be drawn. `exact_s`: steps are compared with the shortest
+    ones, each searched for so many seconds.
+
+    Raises UsageError if that cannot be done.
+    """
+    plans = {_kind(way): Plans(request.job(way), losses=0) for way in WAYS}
+    whole = plans[_kind(WAYS[0])].of((0,) * request.stages).step.length
+    rows = []
+    drawn: dict[str, tuple[Work, Step]] = {}
+    for losses in range(request.losses + 1):
+        counts = worst(request, losses)
+        ways: dict[str, dict[str, float]] = {}
+        for way in WAYS:
+            planned = plans[_kind(way)].of(counts)
+            work, step = planned.placed([(s, d) for s, count in enumerate(counts) for d in range(count)])
+            length = period(work, step, staggered=True) if way.staggered else step.length
+            least = _bound(request, counts, way)
+            ways[way.name] = {
+                "length": length,
+                "bound": least,
+                "throughput": whole / length,
+                "throughput_bound": whole / least,
+                "idle_workers": len(planned.lost) - losses,
+            }
+            if exact_s is not None and not way.staggered:
+                found = exact_step(work, step, limit_s=exact_s)
+                ways[way.name] |= {"exact": found.step.length, "exact_least": found.least}
+            drawn[way.name] = work, step
+        dropped = (request.replicas - max(counts)) / request.replicas
+        rows.append({"losses": losses, "counts": list(counts), "ways": ways, "dropped": dropped})
+    document = {
+        "stages": request.stages,
+        "replicas": request.replicas,
+        "microbatches": request.microbatches,
+        "forward": request.costs.forward[0],
+        "backward_input": request.costs.backward_input[0],
+        "backward_weight": request.costs.backward_weight[0],
+        "transfer": request.costs.transfer,
+        "cap_factor": request.cap_factor,
+        "whole": whole,
+        "rows": rows,
+    }
+    return document, drawn
+
+
+def _kind(way: Way) -> tuple[bool, bool, float]:
+    """Ways of one kind have the same plans."""
+    return way.split, way.even, way.memory
+
+
+def _bound(request: Request, counts: Counts, way: Way) -> float:
+    lost = [(stage, role) for stage, count in enumerate(counts) for role in range(count)]
+    work = request.job(way).work(lost)
+    return work.period_bound() if way.staggered else work.bound()
+
+
+def place(counts: Counts) -> str:
+    """Of the losses, in words."""
+    return ", ".join(f"{count} at stage {stage}" for stage, count in enumerate(counts) if count) or "none"
+
+
+def text(document: dict[str, Any]) -> list[str]:
+    """The table, and what its columns are."""
+    numbers = (document[name] for name in ("stages", "replicas", "microbatches", "whole"))
+    head = "{} stages, {} replicas, {} microbatches each; a step without losses takes {:g}".format(*numbers)
+    names = [way.name for way in WAYS]
+    rows = [["losses", "the worst place", *names, "dropped"]]
+    for row in document["rows"]:
+        ways = [row["ways"][name] for name in names]
+        rows.append(
+            [
+                str(row["losses"]),
+                place(row["counts"]),
+                *(f"{way['throughput']:.2f} of {way['throughput_bound']:.2f}" for way in ways),
+                f"{row['dropped']:.2f}",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 1 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    width = max(map(len, names)) + 2
+    exact = []
+    for row in document["rows"]:
+        for name in names:
+            if "exact" in (way := row["ways"][name]):
+                shortest = f"{way['exact']:g}"
+                if way["exact_least"] < way["exact"]:
+                    shortest = f"{way['exact_least']:g} to {shortest}"
+                exact.append(
+                    f"{row['losses']:>6}  {name.ljust(width)}planned {way['length']:g}, the shortest {shortest}, bound "
+                    f"{way['bound']:g}"
+                )
+    return [
+        head,
+        "throughput over that step's (whole backwards, no losses), and what no order exceeds",
+        "",
+        *lines,
+        "",
+        *(f"{way.name.ljust(width)}{way.words}" for way in WAYS),
+        f"{'dropped'.ljust(width)}{DROPPED}",
+        *(
+            ["", "steps of the same workers for the same microbatches, by an integer program", *exact]
+            if exact
+            else []
+        ),
+    ]
