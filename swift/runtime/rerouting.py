@@ -62,7 +62,8 @@ class Rerouting(Adoption):
             name = type(schedule).__name__
             if actions is None:
                 raise UsageError(
-                    f"strategy='adaptive' with {name}: what it computes in which order is not known; use strategy='shrink'"
+                    f"strategy='adaptive' with {name}: nobody knows what it computes in which order; use "
+                    "strategy='shrink'"
                 )
             stages = [stage.stage_index for stage in _torch.schedule_stages(schedule)]
             problem = unordered(

@@ -69,6 +69,8 @@ def test_the_peers_of_its_stage_share_its_microbatches(
 @pytest.mark.parametrize(
     ("shape", "faults"),
     [
+        # Then some ranks compute gradients of a microbatch before those of the one before it.
+        ((2, 3), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 4, "step": 4, "phase": "reduce"}]),
         # No pipeline is whole after the second one.
         ((2, 2), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 3, "step": 7, "phase": "backward"}]),
         *(
