@@ -177,14 +177,14 @@ class Adoption:
     ) -> Gradients:
         """Parameter -> its gradient, for this origin's batch; of those that have one."""
 
-        def gradients() -> Gradients:
-            return {
-                p: p.grad.detach().clone()
-                for p in chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
-                if p.grad is not None and p.requires_grad
-            }
+        return self._carried_out(origin, train_step, step, drop, self._gradients_now)
 
-        return self._carried_out(origin, train_step, step, drop, gradients)
+    def _gradients_now(self) -> Gradients:
+        return {
+            p: p.grad.detach().clone()
+            for p in chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+            if p.grad is not None and p.requires_grad
+        }
 
     def _carried_out(
         self,

@@ -7,6 +7,7 @@ origin has an accumulator of its own, and a microbatch that comes early is kept 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
@@ -20,14 +21,20 @@ class Accumulator:
     """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], microbatches: Sequence[int], *, own: bool
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        microbatches: Sequence[int],
+        *,
+        own: bool,
+        begun: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """`own`: it is what ``parameter.grad`` is between two microbatches; else ``gradients``."""
+        """`own`: it is what ``parameter.grad`` is between two microbatches; else ``gradients``, which begin with
+        `begun`."""
         self._parameters = list(parameters)
         self._turns = list(microbatches)
         self._own = own
         self._early: dict[int, Gradients] = {}
-        self.gradients: Gradients = {}
+        self.gradients: Gradients = {p: begun[p] for p in self._parameters if p in begun}
 
     @contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:

@@ -9,7 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import torch
 
 from swift.errors import UsageError
 from swift.recovery import Assignment
@@ -17,6 +20,7 @@ from swift.recovery.adaptive import Action, Costs, Work, plan_step
 from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift.runtime import _torch
 from swift.runtime.apart import Accumulator, Gradients
+from swift.runtime.before import Before
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.reducer import Row, Shares
@@ -32,6 +36,8 @@ class Inputs(NamedTuple):
     args: Sequence[Any]
     kwargs: Sequence[Any]
     targets: Sequence[Any] | None
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
+    """What is there before the call: zeros, or what the trainer has computed by itself."""
 
 
 class Routes(NamedTuple):
@@ -146,14 +152,20 @@ class ReroutedCall:
         self._apart = apart
         self._accumulators: dict[tuple[int, Row], Accumulator] = {}
         """(stage, row) -> its gradients."""
+        self._modules = Before(())
+        self._inputs: Mapping[int, Inputs] = {}
         self._sends: list[Any] = []
         self._losses: dict[tuple[int, int], Any] = {}
+        self._outputs: dict[int, Any] = {}
+        """Of the last stage, by microbatch of this rank's own."""
 
     def run(self, schedule: Any, call: dict[str, Any], inputs: Mapping[int, Inputs]) -> None:
         """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
         routes, count = self._routes, self._routes.work.microbatches
         _torch.initialize_stages(schedule, call)
         stages = {stage.stage_index: stage for stage in _torch.schedule_stages(schedule)}
+        self._modules = Before(stage.submod for stage in stages.values())
+        self._inputs = inputs
         of = {self._own: Inputs(call["arg_mbs"], call["kwarg_mbs"], call.get("target_mbs")), **inputs}
         order = [action for action in routes.orders.get(self._slot, ()) if self._done(schedule, action)]
         others = {self._chunk(a.origin, a.microbatch): a.microbatch for a in order if a.origin != self._own}
@@ -176,6 +188,8 @@ class ReroutedCall:
         own = [self._losses[self._own, mb] for mb in range(count) if (self._own, mb) in self._losses]
         _torch.give_losses(schedule, own, call)
         for stage in stages.values():
+            if stage.is_last:
+                stage.output_chunks[:] = [self._outputs[mb] for mb in sorted(self._outputs)]
             if stage.has_backward:
                 stage.perform_reduce_grad(_torch.schedule_grad_scale(schedule))
 
@@ -211,8 +225,13 @@ class ReroutedCall:
         if origin == self._own:
             yield
             return
-        with self._quiet(), self._channel.as_origin(origin):
-            yield
+        # What a forward changes in its modules (buffers, counters) is the origin's own, whose rank is not there.
+        self._modules.keep()
+        try:
+            with self._quiet(), self._channel.as_origin(origin):
+                yield
+        finally:
+            self._modules.put_back()
 
     def _tag(self, backward: bool, source: int, action: Action, position: int) -> int:
         work = self._routes.work
@@ -283,9 +302,10 @@ class ReroutedCall:
         call: dict[str, Any],
     ) -> None:
         stage, mb, own = stages[action.stage], action.microbatch, action.origin == self._own
-        saves = own and call.get("return_outputs", True)
-        output = stage.forward_one_chunk(chunk, of.args[mb], of.kwargs[mb], save_forward_output=saves)
+        output = stage.forward_one_chunk(chunk, of.args[mb], of.kwargs[mb], save_forward_output=False)
         if stage.is_last:
+            if own and call.get("return_outputs", True):
+                self._outputs[mb] = output
             if of.targets is not None:
                 loss = _torch.compute_loss(schedule, output, of.targets[mb], call)
                 if loss is not None:
@@ -309,7 +329,8 @@ class ReroutedCall:
         if place not in self._accumulators:
             mine = self._routes.microbatches_of(self._slot, action.stage, action.origin)
             turns = [action.microbatch] if not own and not self._has_all(action.origin) else mine
-            self._accumulators[place] = Accumulator(stage.submod.parameters(), turns, own=own)
+            begun = {} if own or key.microbatch else self._inputs[action.origin].gradients
+            self._accumulators[place] = Accumulator(stage.submod.parameters(), turns, own=own, begun=begun)
         return self._accumulators[place].adding(action.microbatch)
 
     def _row_of(self, action: Action) -> Row:

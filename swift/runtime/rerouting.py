@@ -26,6 +26,10 @@ from swift.runtime.rerouted_call import Inputs, ReroutedCall, routes_of
 from swift.runtime.shared_replay.actions import Action, unordered
 
 _WHOLE, _SPLIT = 1, 2
+_ONE_CALL = (
+    "strategy='adaptive' and a train_step that calls the schedule more than once: while a rank is missing only one "
+    "call can be shared; use strategy='shrink'"
+)
 
 
 class Rerouting(Adoption):
@@ -43,6 +47,8 @@ class Rerouting(Adoption):
         """Of the step under way."""
         self._config = SessionConfig()
         """Until `set_up`."""
+        self._calls = 0
+        """Of the schedule, in the step under way."""
         self._splits: bool | None = None
         """All ranks get the same bits from split backwards. None: it is not known here."""
         self._trying = False
@@ -91,7 +97,7 @@ class Rerouting(Adoption):
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """As `Adoption.before`: learns what enters the schedule of the origins of which this rank computes some."""
-        self._call, self._inputs = None, {}
+        self._call, self._inputs, self._calls = None, {}, 0
         self._answers.reduced = False
         if self._channel.replaying:
             return
@@ -104,6 +110,12 @@ class Rerouting(Adoption):
                 self._inputs[origin] = self._carried_out(origin, train_step, step, drop, self._taken)
             finally:
                 self._capturing = False
+
+    def after(self) -> None:
+        """As `Adoption.after`."""
+        super().after()
+        if self._calls > 1:
+            raise UsageError(_ONE_CALL)
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
@@ -159,16 +171,14 @@ class Rerouting(Adoption):
                 torch.Tensor,
                 lambda tensor: tensor.detach().clone(),
                 Inputs(arguments["arg_mbs"], arguments["kwarg_mbs"], arguments.get("target_mbs")),
-            )
+            )._replace(gradients=self._gradients_now())
             raise Computed
         assignment = self._assignment()
+        self._calls += not self.under_way
         if not self._trying and (not assignment.adopted or self.under_way):
             return inner()
-        if self._call is not None and not self._trying:
-            raise UsageError(
-                "strategy='adaptive' and a train_step that calls the schedule twice, while a rank is missing; use "
-                "strategy='shrink'"
-            )
+        if self._calls > 1:
+            raise UsageError(_ONE_CALL)
         routes = routes_of(
             assignment,
             schedule,

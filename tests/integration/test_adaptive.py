@@ -145,3 +145,10 @@ def test_backwards_are_split_where_that_gives_the_same_bits(habit: str, splits: 
     outcome = run(tmp_path, (2, 2), [{"rank": 2, "step": 5, "phase": "reduce"}], habit, strategy="adaptive")
     assert {e["all"] for e in named(outcome, "splits_backward")} == {splits}
     check_bits(outcome, (2, 2), {2}, tmp_path, habit)
+
+
+@pytest.mark.timeout(300)
+def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_path: Path) -> None:
+    fault = {"rank": 2, "step": 5, "phase": "idle"}
+    outcome = run(tmp_path, (2, 2), [fault], "counts", strategy="adaptive")
+    check_bits(outcome, (2, 2), {2}, tmp_path, "counts")

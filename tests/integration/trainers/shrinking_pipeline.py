@@ -1,8 +1,8 @@
 """Replicas of a pipeline, of which some ranks are lost: `shrinking_pipeline.py session STEPS STAGES REPLICAS [HABIT]`
 in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT [HABIT]`, plain torch in one process:
 the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind
-its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "asks" does
-none of it.
+its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "counts" its
+own forwards in a buffer and an attribute, and fails if there are others; "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -33,13 +33,30 @@ class Adds(nn.Module):
         return x @ (self.a + self.b)
 
 
+class Counts(nn.Sequential):
+    """Its forwards."""
+
+    seen: Tensor
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        out: Tensor = super().forward(x)
+        return out
+
+
 def made(stage: int, habit: str) -> Made:
     torch.manual_seed(5 + stage)
-    module = (
-        Adds()
-        if habit == "adds"
-        else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    )
+    if habit == "adds":
+        module: nn.Module = Adds()
+    else:
+        whole = Counts if habit == "counts" else nn.Sequential
+        module = whole(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
     return module, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
@@ -106,6 +123,10 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             if habit == "evaluates" and step == 2:
                 schedule.eval(*inputs, **last)
             found[step] = bits(module, optimizer)
+            if isinstance(module, Counts):
+                assert int(module.seen) == module.calls == (step + 1) * MICROBATCHES, (
+                    "forwards of others count"
+                )
 
         session.transient("found", "told")
         session.run(train_step, num_steps=steps)
