@@ -30,6 +30,7 @@ from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.runtime.answers import Answers
 from swift.runtime.channel import Channel
+from swift.runtime.config import SessionConfig
 from swift.runtime.differences import Differences
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.origin_loaders import OriginLoaders
@@ -52,12 +53,12 @@ class Computed(Exception):
 class Adoption:
     """One rank's. Trainer's thread."""
 
-    reroutes = False
-    """Microbatches of others are computed among its own (`swift.runtime.rerouting`)."""
+    reroute: Callable[..., object] | None = None
+    """What carries out calls of a schedule in which ranks are missing (`swift.runtime.rerouting`)."""
 
     def __init__(
         self,
-        wanted: bool,
+        config: SessionConfig,
         slot: int,
         channel: Channel,
         state: TrainerState,
@@ -67,12 +68,13 @@ class Adoption:
         witness: Witness,
         differences: Differences,
     ) -> None:
-        """`wanted`: the job redistributes. `assignment`: of this generation. `groups`: those of the trainer, by name.
+        """`assignment`: of this generation. `groups`: those of the trainer, by name.
         `world`: all ranks, for the session itself."""
-        self._wanted = wanted
+        self._config = config
+        self._wanted = config.redistributes
         self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
         self._answers = self._pipeline.answers = Answers(
-            slot, assignment, self._data, differences, reroutes=self.reroutes
+            slot, assignment, self._data, differences, reroutes=config.reroutes
         )
         self._slot = slot
         self._channel = channel

@@ -4,7 +4,7 @@ Each is refused here if a recovery could not give it its state back; else it is 
 the channel logs its boundaries, the updates average its gradients, the state keeps what it holds.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift.errors import UsageError
 from swift.recovery import Assignment
-from swift.runtime import _torch, sharded
+from swift.runtime import _torch, _torch_calls, sharded
+from swift.runtime.adoption import Adoption
 from swift.runtime.backends.base import Backend
 from swift.runtime.channel import Channel
 from swift.runtime.gate import Gate
@@ -39,10 +40,8 @@ class ModelParts:
         channel: Channel,
         updates: Updates,
         state: TrainerState,
-        *,
-        reroute: Callable[..., Any] | None = None,
+        adoption: Adoption,
     ) -> None:
-        """`reroute`: what carries out calls of a schedule in which ranks are missing (`Rerouting.call`)."""
         self._rank = rank
         self._assignment = assignment
         self._backend = backend
@@ -51,7 +50,7 @@ class ModelParts:
         self._channel = channel
         self._updates = updates
         self._state = state
-        self._reroute = reroute
+        self._adoption = adoption
 
     def pipeline_stage(
         self,
@@ -135,8 +134,8 @@ class ModelParts:
                     "does not see them; give the stage a plain module, the session averages its gradients"
                 )
         _torch.wrap_loss(schedule, logged_loss(stages, self._channel))
-        if self._reroute is not None:
-            _torch.instead_of_calls(schedule, self._reroute)
+        if self._adoption.reroute is not None:
+            _torch_calls.instead_of_calls(schedule, self._adoption.reroute)
         number = len(self._state.schedules)
         _torch.around_calls(schedule, lambda: self._around_call(number))
         self._state.schedules.append(schedule)

@@ -18,7 +18,7 @@ from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.recovery.adaptive import Action, Costs, Work, plan_step
 from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from swift.runtime import _torch
+from swift.runtime import _torch, _torch_calls
 from swift.runtime.apart import Accumulator, Gradients
 from swift.runtime.before import Before
 from swift.runtime.channel import Channel
@@ -92,7 +92,7 @@ def routes_of(assignment: Assignment, schedule: Any, *, split: bool, memory: flo
         for origin in range(assignment.dp_size):
             told = (assignment.owner(group, origin, mb) for mb in range(microbatches))
             owners.append(((stage, origin), tuple(owner for owner in told if owner is not None)))
-    held = _torch.activations_held(schedule)
+    held = _torch_calls.activations_held(schedule)
     caps = None if held is None else [math.ceil(count * memory) for count in held]
     cap = (
         None
@@ -162,7 +162,7 @@ class ReroutedCall:
     def run(self, schedule: Any, call: dict[str, Any], inputs: Mapping[int, Inputs]) -> None:
         """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
         routes, count = self._routes, self._routes.work.microbatches
-        _torch.initialize_stages(schedule, call)
+        _torch_calls.initialize_stages(schedule, call)
         stages = {stage.stage_index: stage for stage in _torch.schedule_stages(schedule)}
         self._modules = Before(stage.submod for stage in stages.values())
         self._inputs = inputs
@@ -170,7 +170,7 @@ class ReroutedCall:
         order = [action for action in routes.orders.get(self._slot, ()) if self._done(schedule, action)]
         others = {self._chunk(a.origin, a.microbatch): a.microbatch for a in order if a.origin != self._own}
         for stage in stages.values():
-            _torch.extend_chunks(stage, others)
+            _torch_calls.extend_chunks(stage, others)
             stage.adopted = others
         arriving = {action: self._receive(stages[action.stage], action) for action in order}
         try:
@@ -184,9 +184,9 @@ class ReroutedCall:
         finally:
             for stage in stages.values():
                 stage.adopted = {}
-                _torch.forget_chunks(stage, others, count)
+                _torch_calls.forget_chunks(stage, others, count)
         own = [self._losses[self._own, mb] for mb in range(count) if (self._own, mb) in self._losses]
-        _torch.give_losses(schedule, own, call)
+        _torch_calls.give_losses(schedule, own, call)
         for stage in stages.values():
             if stage.is_last:
                 stage.output_chunks[:] = [self._outputs[mb] for mb in sorted(self._outputs)]
@@ -307,7 +307,7 @@ class ReroutedCall:
             if own and call.get("return_outputs", True):
                 self._outputs[mb] = output
             if of.targets is not None:
-                loss = _torch.compute_loss(schedule, output, of.targets[mb], call)
+                loss = _torch_calls.compute_loss(schedule, output, of.targets[mb], call)
                 if loss is not None:
                     self._losses[action.origin, mb] = loss
             return

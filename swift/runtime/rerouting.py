@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 
 from swift import events
 from swift.errors import UsageError
-from swift.runtime import _torch
+from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
-from swift.runtime.config import SessionConfig
 from swift.runtime.reducer import Shares
 from swift.runtime.rerouted_call import Inputs, ReroutedCall, routes_of
 from swift.runtime.shared_replay.actions import Action, unordered
@@ -35,8 +34,6 @@ _ONE_CALL = (
 class Rerouting(Adoption):
     """One rank's. Trainer's thread."""
 
-    reroutes = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._capturing = False
@@ -45,17 +42,12 @@ class Rerouting(Adoption):
         """By origin: what enters this rank's stages from outside, in the step under way."""
         self._call: ReroutedCall | None = None
         """Of the step under way."""
-        self._config = SessionConfig()
-        """Until `set_up`."""
         self._calls = 0
         """Of the schedule, in the step under way."""
         self._splits: bool | None = None
         """All ranks get the same bits from split backwards. None: it is not known here."""
         self._trying = False
         """Whether they do."""
-
-    def set_up(self, config: SessionConfig) -> None:
-        self._config = config
 
     def check(self) -> None:
         """As `Adoption.check`."""
@@ -163,10 +155,10 @@ class Rerouting(Adoption):
             )
         return taken
 
-    def call(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+    def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """(the schedule is called)"""
         if self._capturing:
-            _torch.split_inputs(schedule, arguments)
+            _torch_calls.split_inputs(schedule, arguments)
             self._captured = pytree.tree_map_only(
                 torch.Tensor,
                 lambda tensor: tensor.detach().clone(),

@@ -68,7 +68,6 @@ class Parts:
         cls, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
     ) -> Self:
         """`assignment`: of the full world. Raises UsageError if nothing can be written in `checkpoint_dir`."""
-
         logs: list[OwnLog] = []  # groups have the backend, and are not to hold the engine
 
         def assigned() -> Assignment:
@@ -100,11 +99,9 @@ class Parts:
         updates = _updates_of(config, reducer, faults, channel, groups, cut_step, member, communicator)
         state = TrainerState(channel.randomness, updates, groups.get("replicate"))
         state.iterators.install()
-        adopts = config.redistributes
-        kind = Rerouting if config.reroutes else Adoption
-        adoption = kind(adopts, rank, channel, state, assigned, groups, world, witness, differences)
-        if isinstance(adoption, Rerouting):
-            adoption.set_up(config)
+        adoption = _adopts(config)(
+            config, rank, channel, state, assigned, groups, world, witness, differences
+        )
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         engine = Engine(
             rank,
@@ -127,6 +124,7 @@ class Parts:
         cut_step.held_over.bind(engine.held_over)
         gate.bind(channel, updates, adoption)
         _torch.before_pickling(gate.pickles)
+        parts = ModelParts(rank, assignment, backend, gate, groups, channel, updates, state, adoption)
         return cls(
             gate=gate,
             groups=groups,
@@ -137,20 +135,14 @@ class Parts:
             crossing=Crossing(channel, updates, groups),
             losses=losses,
             lines=lines,
-            model_parts=ModelParts(
-                rank,
-                assignment,
-                backend,
-                gate,
-                groups,
-                channel,
-                updates,
-                state,
-                reroute=adoption.call if isinstance(adoption, Rerouting) else None,
-            ),
+            model_parts=parts,
             engine=engine,
             warming=Warming(rank, member.client, communicator, channel, state, store, witness),
         )
+
+
+def _adopts(config: SessionConfig) -> type[Adoption]:
+    return Rerouting if config.reroutes else Adoption
 
 
 def _service_ports(member: Member, logs: Sequence[OwnLog]) -> list[int]:

@@ -142,7 +142,8 @@ def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
     state: Any = SimpleNamespace(updates=made)
     differences: Any = SimpleNamespace(say=lambda _step, words: said.append(words))
     groups: Any = {"data": nothing, "pipeline": SimpleNamespace()}
-    adoption = Adoption(True, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differences)
+    config = SessionConfig(replicas=2, strategy="shrink")
+    adoption = Adoption(config, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differences)
     return adoption, said
 
 
