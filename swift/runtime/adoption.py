@@ -117,11 +117,11 @@ class Adoption:
         assignment = self._assignment()
         if not assignment.adopted:
             return None
+        group = assignment.group(self._slot)
         rows = [
-            [Row(assignment.slots[slot].dp_rank), *map(Row, assignment.adopted_by(slot))]
-            for slot in assignment.group(self._slot)
+            [Row(assignment.slots[slot].dp_rank), *map(Row, assignment.adopted_by(slot))] for slot in group
         ]
-        return Shares(rows, self._gradients)
+        return Shares(rows, group.index(self._slot), self._gradients)
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Computes what this rank has adopted in this step. `drop` takes a step back."""

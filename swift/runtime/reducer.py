@@ -43,10 +43,19 @@ class Shares(NamedTuple):
 
     rows: Sequence[Sequence[Row]]
     """Of each rank of the group, by its place: its own batch first."""
+    place: int
+    """This rank's."""
     gradients: Sequence[Mapping[torch.nn.Parameter, torch.Tensor]]
     """This rank's of each row behind its own batch."""
     scale: int = 1
     """What the sum of an origin's microbatches is divided by."""
+
+    def nothing(self, number: int) -> float:
+        """What stands in a row for a parameter without a gradient. Between origins a rank adds 0.0 there. Within an
+        origin autograd adds nothing, and -0.0 is what changes no bit (0.0 makes 0.0 of -0.0)."""
+        row = self.rows[self.place][number]
+        whole = sum(other.origin == row.origin for theirs in self.rows for other in theirs) == 1
+        return 0.0 if whole else -0.0
 
 
 class Reduction:
@@ -133,7 +142,8 @@ class Reducer:
         flat = kept.pop() if kept else torch.empty(rows, sum(sizes), dtype=used.dtype)
         torch.cat(parts, out=flat[0])
         for row, gradients in enumerate([] if shares is None else shares.gradients, start=1):
-            torch.cat(_parts(bucket, gradients), out=flat[row])
+            assert shares is not None
+            torch.cat(_parts(bucket, gradients, shares.nothing(row)), out=flat[row])
         reduction = Reduction(self._group, bucket, flat, self._contributions(), self._ordered, shares)
         self.seconds += time.monotonic() - began
         return reduction
@@ -211,10 +221,13 @@ def _sizes(bucket: Bucket) -> list[int]:
     return [*(parameter.numel() for parameter in bucket), len(bucket)]
 
 
-def _parts(bucket: Bucket, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> list[torch.Tensor]:
-    """Of an origin, as `Reducer.launch` makes them of its own."""
+def _parts(
+    bucket: Bucket, gradients: Mapping[torch.nn.Parameter, torch.Tensor], nothing: float
+) -> list[torch.Tensor]:
+    """Of an origin, as `Reducer.launch` makes them of its own. `nothing`: for a parameter without a gradient."""
     used = torch.tensor([p in gradients for p in bucket], dtype=bucket[0].dtype)
-    return [*(gradients.get(p, torch.zeros_like(p)).detach().reshape(-1) for p in bucket), used]
+    given = (gradients[p] if p in gradients else torch.full_like(p, nothing) for p in bucket)
+    return [*(gradient.detach().reshape(-1) for gradient in given), used]
 
 
 def sum_by_origin(

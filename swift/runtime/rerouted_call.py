@@ -204,9 +204,8 @@ class ReroutedCall:
             [Row(origin), *self._routes.share_of(slot, origin)]
             for slot, origin in zip(slots, origins, strict=True)
         ]
-        mine = rows[slots.index(self._slot)][1:]
-        gradients = self.gradients
-        return Shares(rows, [gradients.get(row, {}) for row in mine], scale)
+        gradients, place = self.gradients, slots.index(self._slot)
+        return Shares(rows, place, [gradients.get(row, {}) for row in rows[place][1:]], scale)
 
     # --- ---
 

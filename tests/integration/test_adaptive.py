@@ -152,3 +152,10 @@ def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_
     fault = {"rank": 2, "step": 5, "phase": "idle"}
     outcome = run(tmp_path, (2, 2), [fault], "counts", strategy="adaptive")
     check_bits(outcome, (2, 2), {2}, tmp_path, "counts")
+
+
+@pytest.mark.timeout(300)
+def test_a_second_call_of_the_schedule_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    refused = run(tmp_path, (2, 2), [], "twice", code_wanted=2, strategy="adaptive")
+    assert "calls the schedule more than once" in refused["output"]
+    assert not named(refused, "step_end")

@@ -2,7 +2,8 @@
 in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT [HABIT]`, plain torch in one process:
 the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind
 its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "counts" its
-own forwards in a buffer and an attribute, and fails if there are others; "asks" does none of it.
+own forwards in a buffer and an attribute, and fails if there are others; "twice" calls the schedule so often in each
+step; "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -113,7 +114,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             losses: list[Tensor] = []
             inputs = (batch,) if number == 0 else ()
             last = {"target": batch.roll(1, 0), "losses": losses} if number == stages - 1 else {}
-            schedule.step(*inputs, **last)
+            for _ in range(2 if habit == "twice" else 1):
+                schedule.step(*inputs, **last)
             if habit == "sums":
                 loss = torch.stack(losses).mean() if losses else torch.zeros(())
                 told.append(float(session.all_reduce(loss, "loss")))
