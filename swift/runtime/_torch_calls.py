@@ -66,11 +66,18 @@ def initialize_stages(schedule: Any, call: dict[str, Any]) -> None:
     initialize(*first, *loss)
 
 
-def compute_loss(schedule: Any, output: Any, target: Any, call: dict[str, Any]) -> Any:
+def skips_stages(stage: Any) -> bool:
+    """It gets tensors from others than the stage before it, or sends some to others than the one behind it."""
+    sources = {info.source for info in stage.args_recv_info.get(0, ()) if not info.is_root_arg}
+    sent = {to for stages in stage.act_send_info.values() for to in stages if to is not None}
+    return bool(sources - {stage.stage_index - 1} or sent - {stage.stage_index + 1})
+
+
+def compute_loss(schedule: Any, output: Any, target: Any, loss_kwargs: Any) -> Any:
     """Of one microbatch; None if the schedule has no loss function."""
     if schedule._loss_fn is None:
         return None
-    loss = (call["loss_kwargs"],) if call.get("loss_kwargs") is not None else ()
+    loss = (loss_kwargs,) if loss_kwargs is not None else ()
     return schedule._compute_loss(output, target, *loss)
 
 

@@ -201,6 +201,7 @@ class Adoption:
         self._channel.rehearsing = self.under_way = True
         try:
             with self._channel.as_origin(origin):
+                self._answers.early = self.reroute is not None
                 self._channel.begin_step(step)
                 self._state.begin_step()
                 self.loaders.begin(origin)
@@ -211,7 +212,7 @@ class Adoption:
                 given = result()
         finally:
             self._witness.quiet = quiet
-            self._channel.rehearsing = self.under_way = False
+            self._channel.rehearsing = self.under_way = self._answers.early = False
         drop()
         return given
 

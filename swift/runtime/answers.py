@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.runtime.backends.base import Collectives
 from swift.runtime.differences import Differences
@@ -40,6 +41,8 @@ class Answers:
         self._differences = differences
         self._reroutes = reroutes
         self._named = False
+        self.early = False
+        """(rerouting) A step is carried out for another origin, and has not called its schedule yet."""
         self.reduced = False
         """(adoption) The gradients of the step under way are being reduced, or are."""
 
@@ -50,7 +53,13 @@ class Answers:
         return (self.reduced or self._reroutes) and bool(assignment.adopted) and assignment.stage_groups > 1
 
     def into(self, results: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
-        """`run` leaves its result in `results`; so does this, on the ranks of all pipelines."""
+        """`run` leaves its result in `results`; so does this, on the ranks of all pipelines. Raises UsageError."""
+        if self.early:
+            raise UsageError(
+                "strategy='adaptive' and a train_step that communicates over its pipeline before it calls the "
+                "schedule: for a lost rank not all of its pipeline take part; do it behind the call, or use "
+                "strategy='shrink'"
+            )
         if not self.asked:
             run()
             return

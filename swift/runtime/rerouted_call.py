@@ -28,6 +28,8 @@ from swift.runtime.tags import COLLECTIVES, REROUTED
 
 _SLOTS = 16
 """Tensors that one stage sends to the next, at most."""
+MESSAGES_MAX = (COLLECTIVES - REROUTED) // (2 * _SLOTS)
+"""Stages x origins x microbatches, at most."""
 
 
 class Inputs(NamedTuple):
@@ -36,6 +38,7 @@ class Inputs(NamedTuple):
     args: Sequence[Any]
     kwargs: Sequence[Any]
     targets: Sequence[Any] | None
+    loss_kwargs: Mapping[str, Any] | None = None
     gradients: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
     """What is there before the call: zeros, or what the trainer has computed by itself."""
 
@@ -166,8 +169,18 @@ class ReroutedCall:
         stages = {stage.stage_index: stage for stage in _torch.schedule_stages(schedule)}
         self._modules = Before(stage.submod for stage in stages.values())
         self._inputs = inputs
-        of = {self._own: Inputs(call["arg_mbs"], call["kwarg_mbs"], call.get("target_mbs")), **inputs}
+        of = {
+            self._own: Inputs(
+                call["arg_mbs"], call["kwarg_mbs"], call.get("target_mbs"), call.get("loss_kwargs")
+            ),
+            **inputs,
+        }
         order = [action for action in routes.orders.get(self._slot, ()) if self._done(schedule, action)]
+        if any(_torch_calls.skips_stages(stage) for stage in stages.values()):
+            raise UsageError(
+                "strategy='adaptive' and a stage that passes tensors by a stage: they go from one stage to the next; "
+                "use strategy='shrink'"
+            )
         others = {self._chunk(a.origin, a.microbatch): a.microbatch for a in order if a.origin != self._own}
         for stage in stages.values():
             _torch_calls.extend_chunks(stage, others)
@@ -236,10 +249,10 @@ class ReroutedCall:
         work = self._routes.work
         number = (int(backward) * work.stages + source) * work.origins + action.origin
         tag = REROUTED + (number * work.microbatches + action.microbatch) * _SLOTS + position
-        if tag >= COLLECTIVES or position >= _SLOTS:
+        if position >= _SLOTS:
             raise UsageError(
-                f"strategy='adaptive' with {work.stages} stages, {work.origins} replicas and {work.microbatches} "
-                "microbatches: their messages cannot be told apart; use strategy='shrink'"
+                f"strategy='adaptive' and a stage that sends {position + 1} tensors: at most {_SLOTS} are told apart; "
+                "use strategy='shrink'"
             )
         return tag
 
@@ -306,7 +319,7 @@ class ReroutedCall:
             if own and call.get("return_outputs", True):
                 self._outputs[mb] = output
             if of.targets is not None:
-                loss = _torch_calls.compute_loss(schedule, output, of.targets[mb], call)
+                loss = _torch_calls.compute_loss(schedule, output, of.targets[mb], of.loss_kwargs)
                 if loss is not None:
                     self._losses[action.origin, mb] = loss
             return

@@ -9,8 +9,9 @@ world.
 Whether a trainer's step can be carried out for another origin is tried out as for `Adoption`, in a full world.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from swift.errors import UsageError
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
 from swift.runtime.reducer import Shares
-from swift.runtime.rerouted_call import Inputs, ReroutedCall, routes_of
+from swift.runtime.rerouted_call import MESSAGES_MAX, Inputs, ReroutedCall, routes_of
 from swift.runtime.shared_replay.actions import Action, unordered
 
 _WHOLE, _SPLIT = 1, 2
@@ -48,6 +49,8 @@ class Rerouting(Adoption):
         """All ranks get the same bits from split backwards. None: it is not known here."""
         self._trying = False
         """Whether they do."""
+        self._made: list[tuple[int, int]] | None = None
+        """Of gradients, as the schedule has left them: which, and of which version. None: nobody need look."""
 
     def check(self) -> None:
         """As `Adoption.check`."""
@@ -67,9 +70,20 @@ class Rerouting(Adoption):
             problem = unordered(
                 [Action(*each) for each in actions], stages, _torch.schedule_microbatches(schedule)
             )
+            problem = problem or self._problem_of(_torch.schedule_stages(schedule), schedule)
             if problem:
                 raise UsageError(f"strategy='adaptive' with {name}: {problem}; use strategy='shrink'")
         super().check()
+
+    def _problem_of(self, stages: Sequence[Any], schedule: Any) -> str:
+        """Why calls of this schedule cannot be rerouted; empty: they can."""
+        held = [parameter for stage in stages for parameter in set(stage.submod.parameters())]
+        if len(set(held)) < len(held):
+            return (
+                "two stages of a rank share a parameter, whose gradients cannot be kept apart by microbatch"
+            )
+        count = stages[0].num_stages * self._assignment().dp_size * _torch.schedule_microbatches(schedule)
+        return "" if count <= MESSAGES_MAX else f"{count} messages of a step cannot be told apart"
 
     def shares(self) -> Shares | None:
         """As `Adoption.shares`."""
@@ -89,7 +103,7 @@ class Rerouting(Adoption):
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """As `Adoption.before`: learns what enters the schedule of the origins of which this rank computes some."""
-        self._call, self._inputs, self._calls = None, {}, 0
+        self._call, self._inputs, self._calls, self._made = None, {}, 0, None
         self._answers.reduced = False
         if self._channel.replaying:
             return
@@ -102,6 +116,20 @@ class Rerouting(Adoption):
                 self._inputs[origin] = self._carried_out(origin, train_step, step, drop, self._taken)
             finally:
                 self._capturing = False
+
+    def _before_reduction(self) -> None:
+        made, self._made = self._made, None
+        if made is not None and made != self._versions():
+            raise UsageError(
+                "strategy='adaptive' and a train_step that changes gradients between schedule.step and their "
+                "reduction: those that others compute for a lost rank would stay as they are; call "
+                "session.reduce_gradients() first, or use strategy='shrink'"
+            )
+        super()._before_reduction()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+        return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
     def after(self) -> None:
         """As `Adoption.after`."""
@@ -133,10 +161,8 @@ class Rerouting(Adoption):
         2.13 computes wrong gradients when it splits, and where a stage has hooks that are not called then.
         """
         (schedule, *_) = self._state.schedules
-        own, equal = self._channel.origin, True
-        if not self._config.split_backward:
-            equal = False
-        elif not _torch.splits_backward(schedule):
+        own, equal, must = self._channel.origin, False, _torch.splits_backward(schedule)
+        if self._config.split_backward or must:
             whole = self._digest(self._computed(own, train_step, step, drop))
             self._trying = True
             try:
@@ -145,6 +171,11 @@ class Rerouting(Adoption):
                 self._trying = False
         told = torch.tensor([equal], dtype=torch.uint8)
         self._splits = all(bool(each) for each in self._world.gathered(told))
+        if must and not self._splits:
+            raise UsageError(
+                f"strategy='adaptive' with {type(schedule).__name__}: where each microbatch's gradients are computed "
+                "by themselves, they have other bits; use a schedule with whole backwards, or strategy='shrink'"
+            )
         events.emit("splits_backward", rank=self._slot, own=equal, all=self._splits)
 
     def _taken(self) -> Inputs:
@@ -157,18 +188,35 @@ class Rerouting(Adoption):
 
     def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """(the schedule is called)"""
+        self._answers.early = False
+        entering = [value for name, value in arguments.items() if name != "losses"]
+        tensors = (leaf for leaf in pytree.tree_leaves(entering) if isinstance(leaf, torch.Tensor))
+        if any(tensor.requires_grad for tensor in tensors):
+            raise UsageError(
+                "strategy='adaptive' and an input of the schedule that requires a gradient: nobody would compute it "
+                "for another rank; detach it, compute it inside of the stage, or use strategy='shrink'"
+            )
         if self._capturing:
             _torch_calls.split_inputs(schedule, arguments)
             self._captured = pytree.tree_map_only(
                 torch.Tensor,
                 lambda tensor: tensor.detach().clone(),
-                Inputs(arguments["arg_mbs"], arguments["kwarg_mbs"], arguments.get("target_mbs")),
+                Inputs(
+                    arguments["arg_mbs"],
+                    arguments["kwarg_mbs"],
+                    arguments.get("target_mbs"),
+                    arguments.get("loss_kwargs"),
+                ),
             )._replace(gradients=self._gradients_now())
             raise Computed
         assignment = self._assignment()
-        self._calls += not self.under_way
+        trains = all(stage.has_backward for stage in _torch.schedule_stages(schedule))
+        rehearses = self.under_way or self._channel.rehearsing
+        self._calls += not rehearses and (trains or bool(assignment.adopted))
         if not self._trying and (not assignment.adopted or self.under_way):
-            return inner()
+            given = inner()
+            self._made = self._versions()
+            return given
         if self._calls > 1:
             raise UsageError(_ONE_CALL)
         routes = routes_of(

@@ -155,7 +155,24 @@ def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_
 
 
 @pytest.mark.timeout(300)
-def test_a_second_call_of_the_schedule_is_refused_in_the_first_step(tmp_path: Path) -> None:
-    refused = run(tmp_path, (2, 2), [], "twice", code_wanted=2, strategy="adaptive")
-    assert "calls the schedule more than once" in refused["output"]
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        ("twice", "calls the schedule more than once"),
+        ("scales", "changes gradients between schedule.step and their reduction"),
+        ("counts first", "communicates over its pipeline before it calls the schedule"),
+    ],
+)
+def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
+    habit: str, words: str, tmp_path: Path
+) -> None:
+    refused = run(tmp_path, (2, 2), [], habit, code_wanted=2, strategy="adaptive")
+    assert words in refused["output"]
     assert not named(refused, "step_end")
+
+
+@pytest.mark.timeout(300)
+def test_a_loss_is_given_the_numbers_of_its_own_batch(tmp_path: Path) -> None:
+    fault = {"rank": 2, "step": 5, "phase": "idle"}
+    outcome = run(tmp_path, (2, 2), [fault], "weighs", strategy="adaptive")
+    check_bits(outcome, (2, 2), {2}, tmp_path, "weighs")

@@ -3,7 +3,8 @@ in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS O
 the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind
 its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "counts" its
 own forwards in a buffer and an attribute, and fails if there are others; "twice" calls the schedule so often in each
-step; "asks" does none of it.
+step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
+"weighs" its loss by a number of its batch (loss_kwargs); "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -66,8 +67,12 @@ def batch_of(step: int, origin: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + origin))
 
 
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
+def loss_of(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+    return (output - target).square().mean() * weight
+
+
+def weight_of(batch: Tensor) -> float:
+    return float(batch.abs().max())
 
 
 def bits(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -113,9 +118,19 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             position.step += 1
             losses: list[Tensor] = []
             inputs = (batch,) if number == 0 else ()
-            last = {"target": batch.roll(1, 0), "losses": losses} if number == stages - 1 else {}
+            last: dict[str, Any] = {}
+            if number == stages - 1:
+                last = {"target": batch.roll(1, 0), "losses": losses}
+                if habit == "weighs":
+                    last["loss_kwargs"] = {"weight": weight_of(batch)}
+            if habit == "counts first":
+                told.append(float(session.all_reduce(torch.ones(()), "number")))
             for _ in range(2 if habit == "twice" else 1):
                 schedule.step(*inputs, **last)
+            if habit == "scales":
+                for parameter in module.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(0.5)
             if habit == "sums":
                 loss = torch.stack(losses).mean() if losses else torch.zeros(())
                 told.append(float(session.all_reduce(loss, "loss")))
@@ -135,7 +150,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
 
 
-def gradients(modules: list[nn.Module], batch: Tensor) -> list[list[Tensor]]:
+def gradients(modules: list[nn.Module], batch: Tensor, weight: float) -> list[list[Tensor]]:
     """Of each stage: what a pipeline has accumulated when all microbatches are through it."""
     for module in modules:
         module.zero_grad()
@@ -146,7 +161,7 @@ def gradients(modules: list[nn.Module], batch: Tensor) -> list[list[Tensor]]:
             output = module(entered)
             passed.append((entered, output))
             entered = output.detach().requires_grad_()
-        loss_of(passed[-1][1], target).backward()
+        loss_of(passed[-1][1], target, weight).backward()
         for (_, output), (later, _) in reversed(list(itertools.pairwise(passed))):
             output.backward(later.grad)
     return [[p.grad / MICROBATCHES for p in module.parameters()] for module in modules]  # type: ignore[operator]
@@ -161,9 +176,9 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
     for step in range(steps):
         sums: Any = None
         for origin in range(replicas):
-            each = [
-                torch.cat([g.reshape(-1) for g in of]) for of in gradients(modules, batch_of(step, origin))
-            ]
+            batch = batch_of(step, origin)
+            weight = weight_of(batch) if habit == "weighs" else 1.0
+            each = [torch.cat([g.reshape(-1) for g in of]) for of in gradients(modules, batch, weight)]
             sums = each if sums is None else [total + mine for total, mine in zip(sums, each, strict=True)]
         for module, total in zip(modules, sums, strict=True):
             sizes = [p.numel() for p in module.parameters()]
