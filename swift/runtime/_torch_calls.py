@@ -13,6 +13,15 @@ from torch.distributed.pipelining import schedules as _schedules
 
 from swift.runtime import _torch
 
+_torch.require(
+    {
+        "torch.distributed.pipelining.schedules._PipelineSchedule": (
+            _schedules._PipelineSchedule,
+            ("_check_inputs", "_compute_loss", "_update_losses"),
+        )
+    }
+)
+
 
 def activations_held(schedule: Any) -> tuple[int, ...] | None:
     """By pipeline rank: of how many microbatches, over its stages, activations are held at a time, at most. None:

@@ -47,7 +47,6 @@ class Routes(NamedTuple):
     """Who computes what in a call."""
 
     work: Work
-    group_of_stage: Mapping[int, int]
     orders: Mapping[int, tuple[Action, ...]]
 
     def owner(self, stage: int, origin: int, microbatch: int) -> int:
@@ -103,21 +102,21 @@ def routes_of(assignment: Assignment, schedule: Any, *, split: bool, memory: flo
         else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
     )
     split = split or _torch.splits_backward(schedule)
-    return _routes(tuple(owners), tuple(sorted(groups.items())), microbatches, split, cap)
+    return _routes(tuple(owners), len(groups), microbatches, split, cap)
 
 
 @lru_cache(maxsize=8)
 def _routes(
     owners: tuple[tuple[tuple[int, int], tuple[int, ...]], ...],
-    groups: tuple[tuple[int, int], ...],
+    stages: int,
     microbatches: int,
     split: bool,
     cap: tuple[tuple[int, int], ...] | None,
 ) -> Routes:
-    ones = (1.0,) * (len(groups) - 1)
+    ones = (1.0,) * (stages - 1)
     work = Work(
-        stages=len(groups),
-        origins=len(owners) // len(groups),
+        stages=stages,
+        origins=len(owners) // stages,
         microbatches=microbatches,
         owners=dict(owners),
         split=split,
@@ -125,7 +124,7 @@ def _routes(
         costs=Costs(backward_input=(0.0, *ones), backward_weight=(2.0, *ones)) if split and ones else Costs(),
         cap=None if cap is None else dict(cap),
     )
-    return Routes(work, dict(groups), plan_step(work).orders())
+    return Routes(work, plan_step(work).orders())
 
 
 class ReroutedCall:
@@ -175,12 +174,7 @@ class ReroutedCall:
             ),
             **inputs,
         }
-        order = [action for action in routes.orders.get(self._slot, ()) if self._done(schedule, action)]
-        if any(_torch_calls.skips_stages(stage) for stage in stages.values()):
-            raise UsageError(
-                "strategy='adaptive' and a stage that passes tensors by a stage: they go from one stage to the next; "
-                "use strategy='shrink'"
-            )
+        order = routes.orders.get(self._slot, ())
         others = {self._chunk(a.origin, a.microbatch): a.microbatch for a in order if a.origin != self._own}
         for stage in stages.values():
             _torch_calls.extend_chunks(stage, others)
@@ -203,8 +197,7 @@ class ReroutedCall:
         for stage in stages.values():
             if stage.is_last:
                 stage.output_chunks[:] = [self._outputs[mb] for mb in sorted(self._outputs)]
-            if stage.has_backward:
-                stage.perform_reduce_grad(_torch.schedule_grad_scale(schedule))
+            stage.perform_reduce_grad(_torch.schedule_grad_scale(schedule))
 
     def computed(self, origin: int) -> list[int]:
         """The microbatches of another origin that this rank computes, ascending."""
@@ -221,10 +214,6 @@ class ReroutedCall:
         return Shares(rows, place, [gradients.get(row, {}) for row in rows[place][1:]], scale)
 
     # --- ---
-
-    def _done(self, schedule: Any, action: Action) -> bool:
-        """An evaluation has forwards alone."""
-        return action.kind == FORWARD or all(stage.has_backward for stage in _torch.schedule_stages(schedule))
 
     def _chunk(self, origin: int, microbatch: int) -> int:
         """The number under which a stage keeps what it has of a microbatch."""

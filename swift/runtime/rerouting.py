@@ -28,7 +28,7 @@ from swift.runtime.shared_replay.actions import Action, unordered
 _WHOLE, _SPLIT = 1, 2
 _ONE_CALL = (
     "strategy='adaptive' and a train_step that calls the schedule more than once: while a rank is missing only one "
-    "call can be shared; use strategy='shrink'"
+    "call, which trains, can be shared; use strategy='shrink'"
 )
 
 
@@ -211,13 +211,10 @@ class Rerouting(Adoption):
             raise Computed
         assignment = self._assignment()
         trains = all(stage.has_backward for stage in _torch.schedule_stages(schedule))
-        rehearses = self.under_way or self._channel.rehearsing
-        self._calls += not rehearses and (trains or bool(assignment.adopted))
-        if not self._trying and (not assignment.adopted or self.under_way):
-            given = inner()
-            self._made = self._versions()
-            return given
-        if self._calls > 1:
+        self._calls += trains and not (self.under_way or self._channel.rehearsing)
+        if not assignment.adopted and not (self._trying and trains):
+            return self._in_torchs_way(schedule, inner)
+        if self._calls > 1 or not trains:
             raise UsageError(_ONE_CALL)
         routes = routes_of(
             assignment,
@@ -249,6 +246,17 @@ class Rerouting(Adoption):
                 "adopted_step", rank=self._slot, step=self._channel.step, origin=origin, microbatches=mine
             )
         return None
+
+    def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:
+        """Nobody is missing."""
+        given = inner()
+        if any(_torch_calls.skips_stages(stage) for stage in _torch.schedule_stages(schedule)):
+            raise UsageError(
+                "strategy='adaptive' and a stage that passes tensors by a stage: they go from one stage to the next; "
+                "use strategy='shrink'"
+            )
+        self._made = self._versions()
+        return given
 
     @contextmanager
     def _quietly(self) -> Any:
