@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_shrink import named, pids
-from tests.integration.test_shrink_pipelines import check_bits, run
+from tests.integration.test_shrink_pipelines import check_bits, lose_and_return, lose_several, run
 from tests.integration.trainer_world import Run
 
 MATRIX = pytest.mark.matrix
@@ -104,11 +104,7 @@ def test_the_peers_of_its_stage_share_its_microbatches(
     ],
 )
 def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path) -> None:
-    outcome = run(tmp_path, shape, faults, strategy="adaptive")
-
-    lost = {fault["rank"] for fault in faults}
-    assert {e["rank"] for e in named(outcome, "left_vacant")} == lost
-    check_bits(outcome, shape, lost, tmp_path)
+    lose_several(shape, faults, tmp_path, "adaptive")
 
 
 @pytest.mark.timeout(300)
@@ -124,12 +120,7 @@ def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tm
 def test_one_that_comes_back_makes_the_world_full_again(
     shape: tuple[int, int], lost: int, phase: str, tmp_path: Path
 ) -> None:
-    fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
-    outcome = run(tmp_path, shape, [fault], max_restarts=1, strategy="adaptive")
-
-    assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
-    assert len(pids(outcome, lost)) == 2
-    check_bits(outcome, shape, set(), tmp_path)
+    lose_and_return(shape, lost, phase, tmp_path, "adaptive")
 
 
 @pytest.mark.timeout(300)

@@ -66,6 +66,25 @@ def check_bits(
     assert bool(named(outcome, "not_exact")) is not exact
 
 
+def lose_several(
+    shape: tuple[int, int], faults: list[dict[str, Any]], directory: Path, strategy: str, habit: str = "asks"
+) -> None:
+    """One after the other, or at once; nobody comes back."""
+    outcome = run(directory, shape, faults, habit, strategy=strategy)
+    lost = {fault["rank"] for fault in faults}
+    assert {e["rank"] for e in named(outcome, "left_vacant")} == lost
+    check_bits(outcome, shape, lost, directory)
+
+
+def lose_and_return(shape: tuple[int, int], lost: int, phase: str, directory: Path, strategy: str) -> None:
+    """Another process comes for the lost rank while the others train."""
+    fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
+    outcome = run(directory, shape, [fault], max_restarts=1, strategy=strategy)
+    assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
+    assert len(pids(outcome, lost)) == 2
+    check_bits(outcome, shape, set(), directory)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "lost", "phase", "habit"),
@@ -132,11 +151,7 @@ def test_another_rank_of_its_stage_sits_in_its_place(
     ],
 )
 def test_two_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path) -> None:
-    outcome = run(tmp_path, shape, faults, "sums")
-
-    lost = {fault["rank"] for fault in faults}
-    assert {e["rank"] for e in named(outcome, "left_vacant")} == lost
-    check_bits(outcome, shape, lost, tmp_path)
+    lose_several(shape, faults, tmp_path, "shrink", "sums")
 
 
 @pytest.mark.timeout(300)
@@ -151,12 +166,7 @@ def test_two_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_pa
 def test_one_that_comes_back_makes_the_world_full_again(
     shape: tuple[int, int], lost: int, phase: str, tmp_path: Path
 ) -> None:
-    fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
-    outcome = run(tmp_path, shape, [fault], max_restarts=1)
-
-    assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
-    assert len(pids(outcome, lost)) == 2
-    check_bits(outcome, shape, set(), tmp_path)
+    lose_and_return(shape, lost, phase, tmp_path, "shrink")
 
 
 @pytest.mark.timeout(300)
