@@ -86,6 +86,8 @@ class Adoption:
         self._begins = False
         """A generation does, and nobody has asked yet whether all have tried it out."""
         self._tried = False
+        self._at_start = True
+        """The job has done no step yet, so that it can still be refused."""
         self.under_way = False
         """A step that is taken back, for the gradients of one origin."""
         self._gradients: list[Gradients] = []
@@ -108,9 +110,9 @@ class Adoption:
                 "lost_shard='drop'"
             )
 
-    def arm(self) -> None:
-        """Another generation goes on, perhaps with a process that is new."""
-        self._begins = self._wanted
+    def arm(self, *, at_start: bool) -> None:
+        """Another generation goes on, perhaps with a process that is new. `at_start`: the job begins."""
+        self._begins, self._at_start = self._wanted, at_start
 
     def shares(self) -> Shares | None:
         """What is reduced in this step. None: each rank has its own gradients alone."""
@@ -247,12 +249,20 @@ class Adoption:
         )
         for rank, other in next_to.items():
             if not torch.equal(gathered[rank][_DIGEST_BYTES:], gathered[other][:_DIGEST_BYTES]):
-                raise UsageError(
+                self._refuse(
+                    step,
                     f"lost_shard='redistribute': data-parallel rank {rank} has computed other gradients for the batch "
                     f"of rank {other} than rank {other} itself; ask session.dp_rank inside of train_step, make "
-                    "loaders with session.loader(lambda dp_rank: ...), or use lost_shard='drop'"
+                    "loaders with session.loader(lambda dp_rank: ...), or use lost_shard='drop'",
                 )
         self._tried = self._tried or takes_part
+
+    def _refuse(self, step: int, words: str) -> None:
+        """(all ranks, with the same words) Raises UsageError before the first step; later the job is named inexact."""
+        if self._at_start:
+            raise UsageError(words)
+        if self._slot == self._assignment().occupied[0]:
+            self._differences.say(step, words)
 
     def _digest(self, gradients: Gradients) -> bytes:
         state = xxhash.xxh3_128()

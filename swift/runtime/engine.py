@@ -226,8 +226,9 @@ class Engine:
         view, published = self.membership.view, self.membership.plan
         self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
         self._measures.gradient_bytes = self._state.gradient_bytes()
-        self._rehearsal.arm(at_start=view.state == pb.FORMING)
-        self._adoption.arm()
+        at_start = view.state == pb.FORMING
+        self._rehearsal.arm(at_start=at_start)
+        self._adoption.arm(at_start=at_start)
 
     def _freed(self) -> None:
         latest = self._member.watcher.latest

@@ -143,7 +143,7 @@ class Reducer:
         torch.cat(parts, out=flat[0])
         for row, gradients in enumerate([] if shares is None else shares.gradients, start=1):
             assert shares is not None
-            torch.cat(_parts(bucket, gradients, shares.nothing(row)), out=flat[row])
+            torch.cat(parts_of(bucket, gradients, shares.nothing(row)), out=flat[row])
         reduction = Reduction(self._group, bucket, flat, self._contributions(), self._ordered, shares)
         self.seconds += time.monotonic() - began
         return reduction
@@ -221,7 +221,7 @@ def _sizes(bucket: Bucket) -> list[int]:
     return [*(parameter.numel() for parameter in bucket), len(bucket)]
 
 
-def _parts(
+def parts_of(
     bucket: Bucket, gradients: Mapping[torch.nn.Parameter, torch.Tensor], nothing: float
 ) -> list[torch.Tensor]:
     """Of an origin, as `Reducer.launch` makes them of its own. `nothing`: for a parameter without a gradient."""
@@ -233,8 +233,15 @@ def _parts(
 def sum_by_origin(
     collectives: Collectives, rows: torch.Tensor, whose: Sequence[Sequence[Row]], scale: int = 1
 ) -> None:
-    """Writes into the first row the sum over all origins, in their order, from the first on. An origin that is in parts
-    is summed first, in the order of its microbatches, and divided by `scale`, as its own rank would have done it.
+    """Writes into the first row what `summed_by_origin` gives."""
+    rows[0].copy_(summed_by_origin(collectives, rows, whose, scale))
+
+
+def summed_by_origin(
+    collectives: Collectives, rows: torch.Tensor, whose: Sequence[Sequence[Row]], scale: int = 1
+) -> torch.Tensor:
+    """The sum over all origins, in their order, from the first on [n]. An origin that is in parts is summed first, in
+    the order of its microbatches, and divided by `scale`, as its own rank would have done it.
 
     `rows` [of this rank, n]; `whose`: of each member, by its place, what its rows are. Each member sums a part of the n
     numbers, as in `Messages.all_reduce`, so the bits are those of a full world.
@@ -255,7 +262,7 @@ def sum_by_origin(
         total.add_(other)
     sums = [torch.empty_like(total) for _ in range(places)]
     collectives.all_gather(sums, total)
-    rows[0].copy_(torch.cat(sums)[: rows.shape[1]])
+    return torch.cat(sums)[: rows.shape[1]]
 
 
 def _of_origin(parts: Mapping[int | None, torch.Tensor], scale: int) -> torch.Tensor:

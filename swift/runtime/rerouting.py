@@ -19,13 +19,17 @@ from torch.utils import _pytree as pytree
 
 from swift import events
 from swift.errors import UsageError
+from swift.recovery import Assignment
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
-from swift.runtime.reducer import Shares
-from swift.runtime.rerouted_call import MESSAGES_MAX, Inputs, ReroutedCall, routes_of
+from swift.runtime.apart import Gradients
+from swift.runtime.reducer import Row, Shares
+from swift.runtime.rerouted_call import MESSAGES_MAX, Inputs, ReroutedCall, Routes, routes_of
 from swift.runtime.shared_replay.actions import Action, unordered
+from swift.runtime.vacancy_trial import Left, all_told, difference, left_by, summed, with_vacancies
 
 _WHOLE, _SPLIT = 1, 2
+_NO_CALL = "strategy='adaptive' and a train_step that does not call the schedule; use strategy='shrink'"
 _ONE_CALL = (
     "strategy='adaptive' and a train_step that calls the schedule more than once: while a rank is missing only one "
     "call, which trains, can be shared; use strategy='shrink'"
@@ -49,6 +53,12 @@ class Rerouting(Adoption):
         """All ranks get the same bits from split backwards. None: it is not known here."""
         self._trying = False
         """Whether they do."""
+        self._stops = False
+        """A step ends with its call of the schedule, and is taken back."""
+        self._left: Left | None = None
+        """By that call."""
+        self._pretended: Assignment | None = None
+        """In this step, slots of this one are taken for vacant."""
         self._made: list[tuple[int, int]] | None = None
         """Of gradients, as the schedule has left them: which, and of which version. None: nobody need look."""
 
@@ -110,12 +120,22 @@ class Rerouting(Adoption):
         adopted = self._assignment().adopted_by(self._slot)
         if self._begins:
             self._begin(train_step, step, drop)
-        for origin in adopted:
-            self._capturing = True
-            try:
-                self._inputs[origin] = self._carried_out(origin, train_step, step, drop, self._taken)
-            finally:
-                self._capturing = False
+        self._inputs = self._inputs_of(adopted, train_step, step, drop)
+
+    def _inputs_of(
+        self,
+        origins: Sequence[int],
+        train_step: Callable[[int], object],
+        step: int,
+        drop: Callable[[], None],
+    ) -> dict[int, Inputs]:
+        self._capturing = True
+        try:
+            return {
+                origin: self._carried_out(origin, train_step, step, drop, self._taken) for origin in origins
+            }
+        finally:
+            self._capturing = False
 
     def _before_reduction(self) -> None:
         made, self._made = self._made, None
@@ -143,7 +163,9 @@ class Rerouting(Adoption):
         if not self._assignment().adopted:
             if self._try_due():
                 self._try_out(train_step, step, drop)
-                self._try_to_split(train_step, step, drop)
+                in_torchs_way = self._left_by_call(train_step, step, drop)
+                self._try_to_split(in_torchs_way, train_step, step, drop)
+                self._try_vacancies(in_torchs_way, train_step, step, drop)
             return
         if not self._tried:
             self._differences.say(
@@ -154,21 +176,23 @@ class Rerouting(Adoption):
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
         self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
 
-    def _try_to_split(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+    def _try_to_split(
+        self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
+    ) -> None:
         """Backwards are split, in steps that lack ranks, if that gives each rank the same bits as the schedule does.
 
         It does as a rule. It does not for parameters that are used in a sum or twice (`x @ (a + b)`), of which torch
         2.13 computes wrong gradients when it splits, and where a stage has hooks that are not called then.
         """
         (schedule, *_) = self._state.schedules
-        own, equal, must = self._channel.origin, False, _torch.splits_backward(schedule)
+        equal, must = False, _torch.splits_backward(schedule)
         if self._config.split_backward or must:
-            whole = self._digest(self._computed(own, train_step, step, drop))
             self._trying = True
             try:
-                equal = self._digest(self._computed(own, train_step, step, drop)) == whole
+                left = self._left_by_call(train_step, step, drop)
             finally:
                 self._trying = False
+            equal = not difference(self._state.stages, in_torchs_way, left)
         told = torch.tensor([equal], dtype=torch.uint8)
         self._splits = all(bool(each) for each in self._world.gathered(told))
         if must and not self._splits:
@@ -178,12 +202,75 @@ class Rerouting(Adoption):
             )
         events.emit("splits_backward", rank=self._slot, own=equal, all=self._splits)
 
+    def _try_vacancies(
+        self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
+    ) -> None:
+        """Whether a step that lacks ranks would have the same bits (`swift.runtime.vacancy_trial`)."""
+        assignment, stages = self._assignment(), self._state.stages
+        if assignment.vacant:
+            return  # nobody's batch is to be computed by others, or it would be adopted
+        pretended, schedule = with_vacancies(assignment), self._state.schedules[0]
+        routes, here = self._routes_of(pretended, schedule), self._slot in pretended.members
+        group = assignment.group(self._slot)
+        rows = [
+            routes.share_of(slot, assignment.slots[slot].dp_rank) if slot in pretended.members else []
+            for slot in group
+        ]
+        left, mine = in_torchs_way, list[Gradients]()
+        if here:
+            left, mine = self._left_in(pretended, rows[group.index(self._slot)], train_step, step, drop)
+        theirs = summed(self._data, stages, rows, mine, _torch.schedule_grad_scale(schedule))
+        if not here:
+            left = in_torchs_way._replace(gradients=theirs)
+        told = all_told(self._world, difference(stages, in_torchs_way, left))
+        events.emit("vacancies_tried", rank=self._slot, step=step, vacant=list(pretended.vacant))
+        slot, what = next((pair for pair in zip(assignment.occupied, told, strict=True) if pair[1]), (0, ""))
+        if what:
+            lost = " and ".join(map(str, pretended.vacant)) if len(pretended.vacant) < 3 else "of all stages"
+            self._refuse(
+                step,
+                f"strategy='adaptive' was tried out as if ranks {lost} were lost, and {what} for the batch of rank "
+                f"{slot} has other bits: what belongs to a batch must reach stages and loss as an argument of "
+                "schedule.step, and a forward must not depend on earlier ones; or use strategy='shrink'",
+            )
+
+    def _left_in(
+        self,
+        pretended: Assignment,
+        rows: Sequence[Row],
+        train_step: Callable[[int], object],
+        step: int,
+        drop: Callable[[], None],
+    ) -> tuple[Left, list[Gradients]]:
+        """What a call leaves in this world, in which this rank is there; and what it has of each of these rows."""
+        self._inputs = self._inputs_of(pretended.adopted_by(self._slot), train_step, step, drop)
+        self._pretended = pretended
+        try:
+            left = self._left_by_call(train_step, step, drop)
+        finally:
+            self._pretended, self._inputs = None, {}
+        call, self._call = self._call, None
+        assert call is not None
+        return left, [call.gradients.get(row, {}) for row in rows]
+
+    def _left_by_call(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Left:
+        """What the call of the schedule leaves, in a step of this rank's own that is taken back."""
+        self._stops = True
+        try:
+            return self._carried_out(self._channel.origin, train_step, step, drop, self._what_is_left)
+        finally:
+            self._stops = False
+
+    def _what_is_left(self) -> Left:
+        left, self._left = self._left, None
+        if left is None:
+            raise UsageError(_NO_CALL)
+        return left
+
     def _taken(self) -> Inputs:
         taken, self._captured = self._captured, None
         if taken is None:
-            raise UsageError(
-                "strategy='adaptive' and a train_step that does not call the schedule; use strategy='shrink'"
-            )
+            raise UsageError(_NO_CALL)
         return taken
 
     def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
@@ -209,29 +296,33 @@ class Rerouting(Adoption):
                 ),
             )._replace(gradients=self._gradients_now())
             raise Computed
-        assignment = self._assignment()
         trains = all(stage.has_backward for stage in _torch.schedule_stages(schedule))
         self._calls += trains and not (self.under_way or self._channel.rehearsing)
+        given = self._called(schedule, inner, arguments, trains=trains)
+        if self._stops and trains:
+            self._left = left_by(schedule, arguments, self._state.stages)
+            raise Computed
+        return given
+
+    def _called(
+        self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any], *, trains: bool
+    ) -> Any:
+        assignment = self._pretended or self._assignment()
         if not assignment.adopted and not (self._trying and trains):
             return self._in_torchs_way(schedule, inner)
         if self._calls > 1 or not trains:
             raise UsageError(_ONE_CALL)
-        routes = routes_of(
-            assignment,
-            schedule,
-            split=self._trying or bool(self._splits),
-            memory=self._config.adaptive_memory,
-        )
+        apart = self._config.exact_gradients or self._pretended is not None
         self._call = ReroutedCall(
-            routes,
+            self._routes_of(assignment, schedule),
             self._slot,
             self._channel.origin,
             self._channel,
             self._world,
             quiet=self._quietly,
-            apart=self._config.exact_gradients,
+            apart=apart,
         )
-        if not self._config.exact_gradients and not self._trying:
+        if not (apart or self._trying):
             self._answers.name(
                 self._channel.step, "gradients of a lost rank's microbatches were added to other ranks' own"
             )
@@ -240,12 +331,20 @@ class Rerouting(Adoption):
             self._call.run(schedule, arguments, self._inputs)
         finally:
             self._channel.rehearsing = rehearsing
-        for origin in self._inputs:
+        for origin in self._inputs if self._pretended is None else ():
             mine = self._call.computed(origin)
             events.emit(
                 "adopted_step", rank=self._slot, step=self._channel.step, origin=origin, microbatches=mine
             )
         return None
+
+    def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:
+        return routes_of(
+            assignment,
+            schedule,
+            split=self._trying or bool(self._splits),
+            memory=self._config.adaptive_memory,
+        )
 
     def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:
         """Nobody is missing."""

@@ -152,13 +152,15 @@ def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_
         ("twice", "calls the schedule more than once"),
         ("scales", "changes gradients between schedule.step and their reduction"),
         ("counts first", "communicates over its pipeline before it calls the schedule"),
+        ("hides", "the gradient of '0.weight' of stage 0 for the batch of rank 1 has other bits"),
+        ("remembers", "must not depend on earlier ones"),
     ],
 )
 def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
     habit: str, words: str, tmp_path: Path
 ) -> None:
     refused = run(tmp_path, (2, 2), [], habit, code_wanted=2, strategy="adaptive")
-    assert words in refused["output"]
+    assert words in refused["output"], refused["output"]
     assert not named(refused, "step_end")
 
 

@@ -120,18 +120,16 @@ class Messages:
         self.all_to_all(outputs, [own] * self._n)
 
     def all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> None:
-        """`outgoing[r]` goes to rank r, `incoming[r]` comes from it. Contiguous tensors."""
+        """`outgoing[r]` goes to rank r, `incoming[r]` comes from it. Contiguous tensors; empty ones are not sent."""
         tag = self._next_tag()
         if incoming[self._own].data_ptr() != outgoing[self._own].data_ptr():
             incoming[self._own].copy_(outgoing[self._own])
-        works = [
-            work
-            for source, target in self._peers()
-            for work in (
-                self._wire.recv([incoming[source]], source, tag),
-                self._wire.send([outgoing[target]], target, tag),
-            )
-        ]
+        works = []
+        for source, target in self._peers():
+            if incoming[source].numel():
+                works.append(self._wire.recv([incoming[source]], source, tag))
+            if outgoing[target].numel():
+                works.append(self._wire.send([outgoing[target]], target, tag))
         for work in works:
             work.wait()
 

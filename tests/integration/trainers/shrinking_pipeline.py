@@ -4,7 +4,8 @@ the mean over all origins in every step. HABIT: "sums" the loss over its pipelin
 its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "counts" its
 own forwards in a buffer and an attribute, and fails if there are others; "twice" calls the schedule so often in each
 step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
-"weighs" its loss by a number of its batch (loss_kwargs); "asks" does none of it.
+"weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an object that its loss knows;
+"remembers" its last forward, and adds a little of it; "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -52,10 +53,25 @@ class Counts(nn.Sequential):
         return out
 
 
+class Remembers(nn.Sequential):
+    """What its last forward has given, on average."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.last = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        before, self.last = self.last, float(out.detach().mean())
+        return out * (1 + before)
+
+
 def made(stage: int, habit: str) -> Made:
     torch.manual_seed(5 + stage)
     if habit == "adds":
         module: nn.Module = Adds()
+    elif habit == "remembers":
+        module = Remembers(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     else:
         whole = Counts if habit == "counts" else nn.Sequential
         module = whole(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -105,7 +121,12 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         number = session.pipeline_rank
         module, plain, scheduler = made(number, habit)
         stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
+        hidden = {"weight": 1.0}
+
+        def loss_fn(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+            return loss_of(output, target, weight) * hidden["weight"]
+
+        schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_fn)
         optimizer = session.optimizer(plain)
         position = Position()
         session.register(schedule=schedule, scheduler=scheduler, loader=position)
@@ -123,6 +144,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                 last = {"target": batch.roll(1, 0), "losses": losses}
                 if habit == "weighs":
                     last["loss_kwargs"] = {"weight": weight_of(batch)}
+            if habit == "hides":
+                hidden["weight"] = weight_of(batch)
             if habit == "counts first":
                 told.append(float(session.all_reduce(torch.ones(()), "number")))
             for _ in range(2 if habit == "twice" else 1):
