@@ -118,10 +118,20 @@ def duplicate(scene: Scene) -> None:
     name = scene.draw.choice([path.name, f"{number:020d}{SUFFIX}", f"{path.name}.new", "readme.txt"])
     target = near.parent / name
     if target != path and not target.is_dir():
-        shutil.copyfile(path, target)
+        _copy_over(path, target)
         scene.say("duplicate", path, target)
         scene.overlaps = True
         scene.touched.discard(str(path.relative_to(scene.directory)))
+
+
+def _copy_over(path: Path, target: Path) -> None:
+    """Something else may have been put in its place: a link, which leads out of the directory, or a pipe."""
+    if target.is_symlink() or not target.is_file():
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+    shutil.copyfile(path, target)
 
 
 def copy_of(kind: str) -> Callable[[Scene], None]:
@@ -131,8 +141,9 @@ def copy_of(kind: str) -> Callable[[Scene], None]:
         target = scene.directory / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == SUFFIX:  # another server's segments are cut at other records
-            scene.overlaps |= not target.exists() or walk(target).end != walk(path).end
-        shutil.copyfile(path, target)
+            plain = target.is_file() and not target.is_symlink()
+            scene.overlaps |= not plain or walk(target).end != walk(path).end
+        _copy_over(path, target)
         scene.say(f"copy, {kind},", target)
 
     return copy
