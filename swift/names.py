@@ -13,12 +13,26 @@ JOB_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LASTING_KEYS = "swift/"
 """How keys that the ranks of a job share begin, if they are about the job and not about one generation of it."""
 
-ENV_STRATEGY = "SWIFT_STRATEGY"
-ENV_LOST_SHARD = "SWIFT_LOST_SHARD"
-ENV_SNAPSHOT_EVERY = "SWIFT_SNAPSHOT_EVERY"
+LAUNCHER_SETTINGS = {
+    setting: f"SWIFT_{setting.upper()}"
+    for setting in (
+        "strategy",
+        "lost_shard",
+        "snapshot_every",
+        "exact_gradients",
+        "split_backward",
+        "adaptive_memory",
+    )
+}
+"""Settings of a session that `swift-ft run` has flags for (`flag_of`) -> the variable by which ranks are told."""
 ENV_ALLOW_INEXACT = "SWIFT_ALLOW_INEXACT"
 
 JOB_GRAMMAR = "1 to 64 of a-z 0-9 . _ -, the first a letter or a digit"
+
+
+def flag_of(setting: str) -> str:
+    """Of `LAUNCHER_SETTINGS`."""
+    return f"--{setting.replace('_', '-')}"
 
 
 def check_name(kind: str, name: str) -> str:

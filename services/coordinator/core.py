@@ -224,10 +224,9 @@ class Job(Transitions):
             self.replays[rank] = heartbeat.replay
         said = self.checkpoints.hear(rank, heartbeat.unsaved)
         told = [self._event(name, **fields) for name, fields in said]
-        if self.setbacks.made_progress():
-            told.append(self._event("progress", version=self.checkpoints.newest_known()))
-            return self._told(told)
-        return self._told(told) if any(name == GIVEN_UP for name, _ in said) else [*told]
+        progress = self._progress()
+        changed = progress or any(name == GIVEN_UP for name, _ in said)
+        return self._told([*told, *progress]) if changed else [*told]
 
     def _suspect(self, suspect: m.Suspect, now: float) -> list[Effect]:
         row, rank = self.row, suspect.sender.rank
@@ -322,6 +321,7 @@ class Job(Transitions):
         if not (complete or logged):
             return []
         event = [self._event("checkpoint_complete", version=durable.version)] if complete else []
+        event += self._progress() if complete else []
         return [*event, *in_force, m.PublishView(), *(self._trim() if complete else [])]
 
     def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:
@@ -435,7 +435,7 @@ class Job(Transitions):
             why = self.suspicions.due(self.row, self._timing.suspicion_s, now) or self.endings.due(now)
             if why:
                 return self._without_death(why)
-            return self.give_up(self._awaited.overdue(self.row, self._timing.replaced_within_s, now))
+            return self.give_up(self.overdue(now))
         events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
         return [*self._deaths(late, lost), *events]
 

@@ -46,11 +46,13 @@ class Setbacks:
         row.setbacks += 1
 
     def made_progress(self) -> bool:
-        """(a rank has told its version) True: all have come to a new one, and this was not known."""
+        """(a rank has told its version, or a checkpoint is complete) True: all have come to a new one, and this was not
+        known. Steps may be so short that a rank dies before it has told any version: all have had what is saved."""
         row = self._row
         if row.state is not State.RUNNING or not (row.setbacks or row.refusals or row.exits):
             return False
-        if any(self._steps.version(rank) <= row.reached for rank in row.slots()):
+        saved = max(row.checkpoints, default=0)
+        if any(max(self._steps.version(rank), saved) <= row.reached for rank in row.slots()):
             return False
         row.setbacks, row.refusals, row.exits = 0, 0, {}
         return True

@@ -30,7 +30,8 @@ class Timing:
     """A step is called hung once it has run for so many times the longest of the last steps."""
 
     replaced_within_s: float = REPLACED_WITHIN_S
-    """If no process has joined for a lost rank for so long, none will: its launcher may be lost with it."""
+    """If no process has joined for a lost rank for so long, none will: its launcher may be lost with it. So long is
+    waited at most (`swift.recovery.waiting`)."""
     log_lost_s: float = LOG_LOST_S
     """A log server that has not answered for so long is lost, if another one is left; 0: never. Long enough for one
     that is started again, and shorter than ranks wait for it."""

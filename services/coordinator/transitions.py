@@ -117,6 +117,15 @@ class Transitions:
         events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
         return [*self._anew(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
 
+    def overdue(self, now: float) -> list[int]:
+        """The lost ranks for which to wait longer costs more than to go on without them."""
+        timing, row = self._timing, self.row
+        if not vacancies.shrinks_late(row.config):
+            return []
+        known = self.measured.values()
+        limit_s = vacancies.patience_s(row, known, timing.lease_s, timing.replaced_within_s)
+        return self._awaited.overdue(row, limit_s, now)
+
     def give_up(self, ranks: Sequence[int]) -> list[Effect]:
         """No process comes for these, which nobody holds."""
         row = self.row
@@ -212,6 +221,14 @@ class Transitions:
         if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
             return []
         return [m.TrimLogs(below_step=self.row.checkpoints[-1])]
+
+    def _progress(self) -> list[m.Emit]:
+        """(a rank has told its version, or a checkpoint is complete)"""
+        if not self.setbacks.made_progress():
+            return []
+        return [
+            self._event("progress", version=max([self.checkpoints.newest_known(), *self.row.checkpoints]))
+        ]
 
     def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
         """The row has changed, of which these tell; nothing without any."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from services.coordinator.row import LACKS, JobRow, State
-from swift.recovery import Plan, reroutes
+from swift.recovery import Plan, RankMeasured, reroutes, worth_waiting_s
 from swift.recovery import shrinks as strategy_shrinks
 
 
@@ -60,8 +60,8 @@ class Awaited:
         self._since: dict[int, float] = {}
 
     def overdue(self, row: JobRow, limit_s: float, now: float) -> list[int]:
-        """Those for which nobody has come for so long; none if no whole pipeline is left without them: then the job
-        has nothing better to do than to wait."""
+        """Those for which nobody has come for so long (`patience_s`); none if the others could not go on without them:
+        then the job has nothing better to do than to wait."""
         waits = shrinks_late(row.config) and row.state in (State.FENCING, State.PLANNING)
         missing = [slot for slot in row.slots() if slot not in row.holders] if waits else []
         if not self._since.keys() <= set(missing):
@@ -69,6 +69,12 @@ class Awaited:
         self._since = {slot: self._since.get(slot, now) for slot in missing}
         late = [slot for slot, since in self._since.items() if now - since > limit_s]
         return late if late and _whole(row, set(row.slots()) - {*row.given_up, *late}) else []
+
+
+def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, most_s: float) -> float:
+    """How long to wait for a process: as long as that costs less than to go on without it, within these bounds."""
+    worth_s = worth_waiting_s(measured, replicas=int(row.config["replicas"]), reroutes=_reroutes(row))
+    return most_s if worth_s is None else min(max(worth_s, least_s), most_s)
 
 
 def give_up(row: JobRow, slots: Iterable[int]) -> str:
@@ -79,7 +85,8 @@ def give_up(row: JobRow, slots: Iterable[int]) -> str:
     if _whole(row, set(row.slots()) - set(row.given_up)):
         return ""
     ranks = ", ".join(map(str, row.given_up))
-    return f"no process takes the place of rank {ranks}, and no whole pipeline is left without it"
+    left = "nobody of its stage is left" if _reroutes(row) else "no whole pipeline is left without it"
+    return f"no process takes the place of rank {ranks}, and {left}"
 
 
 def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
@@ -145,12 +152,16 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
 def _whole(row: JobRow, left: set[int]) -> bool:
     """One data-parallel rank has all its slots; where microbatches are rerouted, each stage group has one."""
     replicas = int(row.config["replicas"])
-    if reroutes(row.config.get("strategy", "")):
+    if _reroutes(row):
         return all(
             not left.isdisjoint(range(first, first + replicas))
             for first in range(0, row.world_size, replicas)
         )
     return any(left.issuperset(range(origin, row.world_size, replicas)) for origin in range(replicas))
+
+
+def _reroutes(row: JobRow) -> bool:
+    return reroutes(row.config.get("strategy", ""), row.config.get("lost_shard", ""))
 
 
 def _drops(row: JobRow) -> bool:

@@ -39,6 +39,10 @@ class DrillConfig:
     checkpoint_mode: str = DEFAULTS["checkpoint_mode"]
     lost_shard: str = DEFAULTS["lost_shard"]
     """Of a strategy that shrinks. Empty: "redistribute"."""
+    exact_gradients: str = DEFAULTS["exact_gradients"]
+    """Of "adaptive". "on" or "off", as the next one."""
+    split_backward: str = DEFAULTS["split_backward"]
+    adaptive_memory: float = DEFAULTS["adaptive_memory"]
     snapshot_every: int = DEFAULTS["snapshot_every"]
     """Steps, of the strategies "snapshot" and "auto"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]
@@ -200,6 +204,13 @@ class DrillConfig:
     def drops(self) -> bool:
         """Nobody computes the batches of lost ranks."""
         return self.finishes_cut_steps or (self.shrinks and self.lost_shard == "drop")
+
+    @property
+    def promises_no_bits(self) -> str:
+        """What was asked for that is close to the failure-free run, and not bit for bit. Empty: nothing."""
+        if self.exact_gradients == "off":
+            return "gradients of lost ranks were added to other ranks' own"
+        return "an arithmetic undo is not exact" if self.undo == "arithmetic" else ""
 
     @property
     def finishes_cut_steps(self) -> bool:

@@ -86,6 +86,7 @@ class Facts:
         for recovery in recoveries:
             vacant = recovery.vacant
             inexact = inexact or (recovery.inexact and asked.undo == "arithmetic")
+            inexact = inexact or (bool(vacant) and asked.exact_gradients == "off")
             if recovery.target_version is not None:
                 at_recovery.append(at(int(recovery.target_version), recovery.generation))
         return cls(

@@ -28,8 +28,10 @@ def losses(events: Sequence[Event]) -> dict[int, dict[int, float]]:
     return losses_of
 
 
-def curves(ours: Losses, twin: Losses, steps: int, dp_size: int) -> dict[str, Any] | None:
-    """`loss` of the report; None: there are no losses in a trace."""
+def curves(
+    ours: Losses, twin: Losses, steps: int, dp_size: int, *, vacancies: bool = False
+) -> dict[str, Any] | None:
+    """`loss` of the report; None: there are no losses in a trace. `vacancies`: ranks that are lost tell none."""
     rows = []
     for step in sorted(ours):
         common = sorted(ours[step].keys() & twin.get(step, {}).keys())
@@ -45,7 +47,8 @@ def curves(ours: Losses, twin: Losses, steps: int, dp_size: int) -> dict[str, An
         "failure_free": _mean([row[2] for row in last]),
     }
     relative = [abs(row[1] - row[2]) / abs(row[2]) if row[2] else math.inf for row in rows]
-    whole = all(len(run.get(step, {})) == dp_size for run in (ours, twin) for step in range(steps))
+    fewest = {id(ours): 1 if vacancies else dp_size, id(twin): dp_size}
+    whole = all(len(run.get(step, {})) >= fewest[id(run)] for run in (ours, twin) for step in range(steps))
     return {
         "steps": [row[0] for row in rows],
         "recovered": [_finite(row[1]) for row in rows],

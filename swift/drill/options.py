@@ -62,7 +62,7 @@ class Option:
     """Help does not show "" and None."""
     known: tuple[str, ...] = ()
     """The values that there are; case, and - for _, do not matter."""
-    bounds: tuple[int, int] | None = None
+    bounds: tuple[float, float] | None = None
     several: bool = False
     """It may be given several times."""
     field: str = ""
@@ -100,7 +100,7 @@ class Option:
         if self.bounds is not None:
             least, most = self.bounds
             if not least <= value <= most:
-                raise UsageError(f"--{self.name} must be {least} to {_power(most)}, not {value}")
+                raise UsageError(f"--{self.name} must be {least:g} to {_power(int(most))}, not {value}")
 
     def words(self, value: Any) -> list[str]:
         """That ask for this value."""
@@ -172,6 +172,31 @@ OPTIONS = (
         name="lost-shard",
         help="with --strategy shrink or rollback, what becomes of a lost rank's batches (default: redistribute)",
         known=LOST_SHARDS,
+        reach=Reach.RUN,
+    ),
+    Option(
+        name="exact-gradients",
+        help="with --strategy adaptive, whether a lost rank's gradients are kept apart, or added to a rank's own "
+        "('off': not exact)",
+        default="on",
+        known=("on", "off"),
+        reach=Reach.RUN,
+    ),
+    Option(
+        name="split-backward",
+        help="with --strategy adaptive, whether gradients of weights are computed behind those of inputs while a rank "
+        "is missing",
+        default="on",
+        known=("on", "off"),
+        reach=Reach.RUN,
+    ),
+    Option(
+        name="adaptive-memory",
+        metavar="FACTOR",
+        help="with --strategy adaptive, how many times the activations of the schedule a rank may hold meanwhile",
+        kind=float,
+        default=1.0,
+        bounds=(1.0, 1000.0),
         reach=Reach.RUN,
     ),
     Option(

@@ -63,6 +63,7 @@ def build(facts: Facts) -> dict[str, Any]:
         facts.evidence.twin_losses,
         facts.asked.topology.steps,
         facts.asked.topology.replicas,
+        vacancies=facts.asked.shrinks,
     )
     survivors = timeline.survivors_kept(facts.events, facts.asked.topology.ranks)
     predicted, prediction_checks = prediction.section(facts)
@@ -96,6 +97,7 @@ def build(facts: Facts) -> dict[str, Any]:
         **_strategy(facts, facts.recoveries),
         "exact": verdict == PASS and exact,
         "not_exact": named,
+        "by_the_loss_curve": facts.asked.promises_no_bits if facts.at_end.inexact else "",
         # With the failure-free run, with which nothing is compared that drops batches.
         "bitwise_equal": not facts.asked.drops
         and all_of(comparison.equal for comparison in facts.comparisons),
@@ -139,8 +141,8 @@ def _reason(facts: Facts, verdict: str, checks: Sequence[Check], curves: Mapping
         assert curves is not None, "the verdict rests on them"
         equal = sum(comparison.equal is True for comparison in compared)
         return (
-            f"{how}; an arithmetic undo was used, which promises no bits: at {equal} of {len(compared)} places every "
-            f"digest equals the failure-free run's; {loss.check(curves).detail}"
+            f"{how}; {facts.asked.promises_no_bits}, so no bits are promised: at {equal} of {len(compared)} places "
+            f"every digest equals the failure-free run's; {loss.check(curves).detail}"
         )
     if facts.asked.drops:
         return (

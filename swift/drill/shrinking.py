@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault
+from swift.drill.options import DEFAULTS
 from swift.errors import ServiceError, UsageError
 from swift.recovery import lost_shard_problem, reroutes
 
@@ -40,6 +41,16 @@ def check(config: "DrillConfig") -> None:
     version = grown_at(config.grow)
     if problem := lost_shard_problem(config.strategy, config.lost_shard):
         raise UsageError(f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}")
+    asked = {
+        name
+        for name in ("exact_gradients", "split_backward", "adaptive_memory")
+        if getattr(config, name) != DEFAULTS[name]
+    }
+    if asked and not _reroutes(config):
+        flag = f"--{min(asked).replace('_', '-')}"
+        raise UsageError(f"{flag} needs --strategy adaptive, or --lost-shard reroute")
+    if config.exact_gradients == "off" and not config.allow_inexact:
+        raise UsageError("--exact-gradients off is not exact: add --allow-inexact, or leave it out")
     if not config.shrinks:
         if config.grow:
             raise UsageError(f"--grow {config.grow} needs --strategy shrink, rollback or lossy-forward")
@@ -74,8 +85,9 @@ def check(config: "DrillConfig") -> None:
     if shape.replicas == 1:
         _check_moving(config)
         return
-    if reroutes(config.strategy) and shape.pipeline_ranks == 1:
-        raise UsageError(f"{flag} with --stages 1: it is for pipelines; use --strategy shrink")
+    if _reroutes(config) and shape.pipeline_ranks == 1:
+        other = "--lost-shard redistribute" if config.strategy == "auto" else "--strategy shrink"
+        raise UsageError(f"{flag} with --stages 1: it is for pipelines; use {other}")
     if problem := _nobody_left(config, victims):
         raise UsageError(f"{flag}: {problem}")
     if len(victims) < len(kills):
@@ -92,12 +104,16 @@ def check(config: "DrillConfig") -> None:
         )
 
 
+def _reroutes(config: "DrillConfig") -> bool:
+    return reroutes(config.strategy, config.lost_shard)
+
+
 def _nobody_left(config: "DrillConfig", victims: set[int]) -> str:
     """Why the others could not go on; empty: they can."""
     shape = config.topology
     if shape.pipeline_ranks == 1:
         return "every rank is killed; leave one" if len(victims) == shape.replicas else ""
-    if reroutes(config.strategy):
+    if _reroutes(config):
         groups = [rank // shape.replicas for rank in victims]
         return (
             "every replica of a stage is killed; leave one"

@@ -19,6 +19,7 @@ from torch.distributed import DistError
 from swift import events
 from swift.arguments import only_finite
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.launch import recovery_flags
 from swift.launch.agent import ReplacingAgent, say
 from swift.launch.children import Nursery
 from swift.launch.decisions import Outcome
@@ -41,20 +42,11 @@ from swift.launch.torch_names import (
     parse_rendezvous_endpoint,
     to_map,
 )
-from swift.names import (
-    ENV_ALLOW_INEXACT,
-    ENV_LOST_SHARD,
-    ENV_SNAPSHOT_EVERY,
-    ENV_STRATEGY,
-    JOB_GRAMMAR,
-    JOB_PATTERN,
-)
-from swift.recovery.types import LOST_SHARDS, STRATEGIES, lost_shard_problem
+from swift.names import JOB_GRAMMAR, JOB_PATTERN
 from swift.words import tell
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
 START_METHODS = ("fork", "spawn")
-REPLACEMENTS_DEFAULT = 100
 GRACE_S_DEFAULT = 5.0
 LAST_CHECKPOINT_S_DEFAULT = 15.0
 """With the grace, less than the 30 s that schedulers leave between SIGTERM and SIGKILL."""
@@ -161,61 +153,10 @@ def make_parser() -> argparse.ArgumentParser:
         "fresh interpreters, for modules of --preload that must not be forked. If a module starts a thread or keeps a "
         "file open, processes are spawned in any case (default fork).",
     )
-    _add_recovery(ours)
+    recovery_flags.add(ours)
     _add_health_check(ours)
     _add_checkpoints(ours)
     return parser
-
-
-def _add_recovery(ours: "argparse._ArgumentGroup") -> None:
-    ours.add_argument(
-        "--paranoid",
-        action="store_true",
-        help="Compute the first step twice from one state and compare the results; do so after every recovery too.",
-    )
-    ours.add_argument(
-        "--strategy",
-        choices=STRATEGIES,
-        help="How a lost rank's state is restored (docs/strategies.md), if the script does not say it. With 'shrink', "
-        "'rollback' and 'lossy-forward' the others go on without it; --max-restarts 0 leaves its place vacant.",
-    )
-    ours.add_argument(
-        "--lost-shard",
-        "--lost_shard",
-        choices=LOST_SHARDS,
-        help="With --strategy shrink or rollback, and with auto if no process takes a lost rank's place: the others "
-        "compute its batches ('redistribute'), or nobody does ('drop', not exact).",
-    )
-    ours.add_argument(
-        "--snapshot-every",
-        "--snapshot_every",
-        type=int,
-        metavar="K",
-        help="With --strategy snapshot, and auto: steps between two copies of the state in host memory.",
-    )
-    ours.add_argument(
-        "--allow-inexact",
-        "--allow_inexact",
-        action="store_true",
-        help="Allow strategies that do not lead to the bits of a run that never failed.",
-    )
-    ours.add_argument(
-        "--max-restarts",
-        "--max_restarts",
-        type=int,
-        default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
-        metavar="N",
-        help="How many dead processes this launcher replaces in total (default %(default)s). If a process ends by "
-        "itself three times before a new version is reached, the job ends in any case.",
-    )
-    ours.add_argument(
-        "--retry-exceptions",
-        type=int,
-        default=0,
-        metavar="N",
-        help="How many times all ranks do a step again that has raised an exception (default 0: the job ends with the "
-        "exception). The same exception twice in one step ends the job.",
-    )
 
 
 def _add_health_check(ours: "argparse._ArgumentGroup") -> None:
@@ -275,15 +216,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     meeting = choose_meeting(args)
     # torch's own log handling would make a directory that nobody uses.
     log_dir, args.log_dir = args.log_dir, os.devnull
-    for name, value in (
-        ("SWIFT_PARANOID", "1" if args.paranoid else None),
-        (ENV_STRATEGY, args.strategy),
-        (ENV_LOST_SHARD, args.lost_shard),
-        (ENV_SNAPSHOT_EVERY, None if args.snapshot_every is None else str(args.snapshot_every)),
-        (ENV_ALLOW_INEXACT, "1" if args.allow_inexact else None),
-    ):
-        if value is not None:
-            os.environ[name] = value
+    recovery_flags.tell(args, os.environ)
     if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -353,11 +286,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("run: --coordinator HOST:PORT is needed (or the variable SWIFT_COORDINATOR)")
     if not re.fullmatch(r"\S+:\d{1,5}", args.coordinator):
         raise UsageError(f"run: --coordinator {args.coordinator}: write HOST:PORT")
-    for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
-        if count < 0:
-            raise UsageError(f"run: --{flag} {count}: 0 or more")
-    if args.snapshot_every is not None and args.snapshot_every < 1:
-        raise UsageError(f"run: --snapshot-every {args.snapshot_every}: 1 or more")
     if not 0 <= args.sigterm_checkpoint_s < 86400:
         raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
     if args.spares < 0:
@@ -366,8 +294,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"run: --monitor-interval {args.monitor_interval}: seconds, more than 0")
     if args.job is not None and not JOB_PATTERN.fullmatch(args.job):
         raise UsageError(f"run: --job {args.job}: {JOB_GRAMMAR}")
-    if args.strategy and (problem := lost_shard_problem(args.strategy, args.lost_shard or "")):
-        raise UsageError(f"run: --lost-shard {args.lost_shard} with --strategy {args.strategy}: {problem}")
+    recovery_flags.check(args)
     _check_origin(args)
     if args.module:
         top = args.training_script.partition(".")[0]

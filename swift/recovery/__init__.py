@@ -28,6 +28,7 @@ from swift.recovery.types import (
     reroutes,
     shrinks,
 )
+from swift.recovery.waiting import worth_waiting_s
 
 __all__ = [
     "FROM_CHECKPOINT",
@@ -58,4 +59,5 @@ __all__ = [
     "plan_off_log",
     "reroutes",
     "shrinks",
+    "worth_waiting_s",
 ]

@@ -138,8 +138,9 @@ SNAPSHOTTING = frozenset({"auto", "snapshot"})
 """Those under which all may go back to snapshots, if there are any."""
 SHRINKING = frozenset({"shrink", "adaptive", "rollback", "lossy-forward"})
 """Those under which the others go on without a rank that is lost, in a smaller world."""
-LOST_SHARDS = ("redistribute", "drop")
-"""Under these: who computes the batches of a lost data-parallel rank. The others, or nobody."""
+LOST_SHARDS = ("redistribute", "reroute", "drop")
+"""Under these: who computes the batches of a lost data-parallel rank. Another one each of them, its peers together by
+microbatches (pipelines), or nobody."""
 
 
 def shrinks(strategy: str) -> bool:
@@ -147,17 +148,19 @@ def shrinks(strategy: str) -> bool:
     return strategy in SHRINKING
 
 
-def reroutes(strategy: str) -> bool:
+def reroutes(strategy: str, lost_shard: str) -> bool:
     """Microbatches of a lost rank go to its peers, each by itself, in the step of all."""
-    return strategy == "adaptive"
+    return strategy == "adaptive" or (strategy == "auto" and lost_shard == "reroute")
 
 
 def lost_shard_problem(strategy: str, lost_shard: str) -> str:
     """Why `lost_shard` cannot be asked for with this strategy; empty: it can, or nothing is asked for."""
     if lost_shard and strategy != "auto" and not shrinks(strategy):
         return "a lost rank comes back, and computes its batches itself; leave it out, or use shrink, rollback or auto"
-    if reroutes(strategy) and lost_shard == "drop":
+    if strategy == "adaptive" and lost_shard == "drop":
         return "the peers of a lost rank compute its microbatches; leave it out, or use shrink"
+    if lost_shard == "reroute" and strategy not in ("auto", "adaptive"):
+        return "one rank computes a lost one's batch; leave it out, or use adaptive"
     if strategy == "lossy-forward" and lost_shard == "redistribute":
         return "nobody computes the batches of a lost rank; leave it out, or use shrink or rollback"
     return ""

@@ -26,7 +26,6 @@ import torch
 import xxhash
 
 from swift import events
-from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.runtime.answers import Answers
 from swift.runtime.channel import Channel
@@ -73,9 +72,7 @@ class Adoption:
         self._config = config
         self._wanted = config.redistributes
         self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
-        self._answers = self._pipeline.answers = Answers(
-            slot, assignment, self._data, differences, reroutes=config.reroutes
-        )
+        self._answers = self._pipeline.answers = Answers(slot, assignment, self._data, differences, config)
         self._slot = slot
         self._channel = channel
         self._state = state
@@ -100,14 +97,13 @@ class Adoption:
         if not self._wanted:
             return
         if len(updates.optimizers) > 1:
-            raise UsageError(
-                "lost_shard='redistribute' with several optimizers: only what comes before the first reduction is "
-                "computed for a lost rank; use one optimizer with several param_groups, or lost_shard='drop'"
+            raise self._config.not_shared(
+                "with several optimizers: only what comes before the first reduction is computed for a lost rank",
+                f"use one optimizer with several param_groups, or {self._for_others()}",
             )
         if any(journal.whole for journal in updates.journals):
-            raise UsageError(
-                "lost_shard='redistribute' with an optimizer that computes gradients in its step (LBFGS): use "
-                "lost_shard='drop'"
+            raise self._config.not_shared(
+                "with an optimizer that computes gradients in its step (LBFGS)", f"use {self._for_others()}"
             )
 
     def arm(self, *, at_start: bool) -> None:
@@ -143,9 +139,10 @@ class Adoption:
     def after(self) -> None:
         """(the step is done) Raises UsageError for one that nobody could have carried out for another rank."""
         if self._wanted and self._state.updates.stepped > 1:
-            raise UsageError(
-                "lost_shard='redistribute' and a train_step that updates twice: only what comes before the first "
-                "update is computed for a lost rank; make two steps of it, or use lost_shard='drop'"
+            raise self._config.not_shared(
+                "and a train_step that updates twice: only what comes before the first update is computed for a lost "
+                "rank",
+                f"make two steps of it, or use {self._for_others()}",
             )
 
     def communicated(self, step: int, *, of_pipeline: bool) -> None:
@@ -154,9 +151,10 @@ class Adoption:
             self._answers.trainers(step)
             return
         if self.under_way:
-            raise UsageError(
-                "lost_shard='redistribute' and a train_step that communicates before its gradients are reduced: for a "
-                "lost rank it is carried out by one rank alone; do it behind optimizer.step(), or use lost_shard='drop'"
+            raise self._config.not_shared(
+                "and a train_step that communicates before its gradients are reduced: for a lost rank it is carried "
+                "out by one rank alone",
+                f"do it behind optimizer.step(), or use {self._for_others()}",
             )
         if self._wanted and self._assignment().adopted:
             self._answers.name(step, "a collective of train_step lacked the part of a rank that was lost")
@@ -164,9 +162,10 @@ class Adoption:
     def scheduled(self) -> None:
         """A schedule is called. Raises UsageError behind the reduction: nobody would be there for a lost rank."""
         if self._wanted and self._answers.reduced and self._assignment().stage_groups > 1:
-            raise UsageError(
-                "lost_shard='redistribute' and a schedule that is called behind the update: for a lost rank only what "
-                "comes before it is computed; evaluate at the beginning of the next step"
+            raise self._config.not_shared(
+                "and a schedule that is called behind the update: for a lost rank only what comes before it is "
+                "computed",
+                "" if self._config.reroutes else "evaluate at the beginning of the next step",
             )
 
     # --- ---
@@ -251,18 +250,25 @@ class Adoption:
             if not torch.equal(gathered[rank][_DIGEST_BYTES:], gathered[other][:_DIGEST_BYTES]):
                 self._refuse(
                     step,
-                    f"lost_shard='redistribute': data-parallel rank {rank} has computed other gradients for the batch "
-                    f"of rank {other} than rank {other} itself; ask session.dp_rank inside of train_step, make "
-                    "loaders with session.loader(lambda dp_rank: ...), or use lost_shard='drop'",
+                    f"was tried out: data-parallel rank {rank} has computed other gradients for the batch of rank "
+                    f"{other} than rank {other} itself",
+                    "ask session.dp_rank inside of train_step, make loaders with session.loader(lambda dp_rank: ...), "
+                    f"or use {self._for_others()}",
                 )
         self._tried = self._tried or takes_part
 
-    def _refuse(self, step: int, words: str) -> None:
+    def _for_others(self) -> str:
+        """What a trainer can use that others cannot carry out for a lost rank."""
+        alone = self._assignment().stage_groups == 1 and not self._config.reroutes
+        return "lost_shard='drop'" if alone else "strategy='auto' without a lost_shard, and spares"
+
+    def _refuse(self, step: int, problem: str, instead: str = "") -> None:
         """(all ranks, with the same words) Raises UsageError before the first step; later the job is named inexact."""
+        error = self._config.not_shared(problem, instead)
         if self._at_start:
-            raise UsageError(words)
+            raise error
         if self._slot == self._assignment().occupied[0]:
-            self._differences.say(step, words)
+            self._differences.say(step, str(error))
 
     def _digest(self, gradients: Gradients) -> bytes:
         state = xxhash.xxh3_128()

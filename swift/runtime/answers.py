@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.runtime.backends.base import Collectives
+from swift.runtime.config import SessionConfig
 from swift.runtime.differences import Differences
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ class Answers:
         assignment: Callable[[], Assignment],
         data: "ReconfigurableGroup",
         differences: Differences,
-        *,
-        reroutes: bool,
+        config: SessionConfig,
     ) -> None:
-        """`assignment`: of this generation. `data`: the ranks of this stage. `reroutes`: microbatches do not pass along
-        pipelines (`swift.runtime.rerouting`), so the representatives of the stages answer, at any time of a step."""
+        """`assignment`: of this generation. `data`: the ranks of this stage. If the job reroutes, microbatches do not
+        pass along pipelines (`swift.runtime.rerouting`), so the representatives of the stages answer, at any time of a
+        step."""
         self._slot = slot
         self._assignment = assignment
         self._data = data
         self._differences = differences
-        self._reroutes = reroutes
+        self._config, self._reroutes = config, config.reroutes
         self._named = False
         self.early = False
         """(rerouting) A step is carried out for another origin, and has not called its schedule yet."""
@@ -55,10 +55,10 @@ class Answers:
     def into(self, results: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
         """`run` leaves its result in `results`; so does this, on the ranks of all pipelines. Raises UsageError."""
         if self.early:
-            raise UsageError(
-                "strategy='adaptive' and a train_step that communicates over its pipeline before it calls the "
-                "schedule: for a lost rank not all of its pipeline take part; do it behind the call, or use "
-                "strategy='shrink'"
+            raise self._config.not_shared(
+                "and a train_step that communicates over its pipeline before it calls the schedule: for a lost rank "
+                "not all of its pipeline take part",
+                "do it behind the call",
             )
         if not self.asked:
             run()

@@ -46,7 +46,8 @@ class SessionConfig:
     lost_shard: str = ""
     """With "shrink" and "rollback", and with "auto" if no process takes a lost rank's place (empty: then the job ends
     or waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
-    compute them, and the job stays exact. "drop": nobody does; the mean is over those that are left, the learning rate
+    compute them, and the job stays exact. "reroute" (with "auto", for pipelines): its peers share them, as with
+    "adaptive". "drop": nobody does; the mean is over those that are left, the learning rate
     stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always dropped."""
     exact_gradients: bool = True
     """With "adaptive": gradients of other ranks' microbatches are kept apart and added in the order of origins. False:
@@ -163,7 +164,8 @@ class SessionConfig:
         for name, usual in _ADAPTIVE.items():
             if getattr(self, name) != usual and not self.reroutes:
                 raise UsageError(
-                    f"{name}={getattr(self, name)} with strategy={self.strategy!r}: it is for strategy='adaptive'"
+                    f"{name}={getattr(self, name)} with strategy={self.strategy!r}: it is for strategy='adaptive', and "
+                    "for 'auto' with lost_shard='reroute'"
                 )
         if self.paranoid and self.updates == "wait_free":
             raise UsageError(
@@ -242,7 +244,7 @@ class SessionConfig:
     @property
     def reroutes(self) -> bool:
         """Microbatches of a lost rank are shared by its peers, in the step of all."""
-        return reroutes(self.strategy)
+        return reroutes(self.strategy, self.lost_shard)
 
     @property
     def drops(self) -> bool:
@@ -253,6 +255,18 @@ class SessionConfig:
     def finishes_cut_steps(self) -> bool:
         """A step whose reduction a loss cuts short is finished with the gradients of those that are left."""
         return self.strategy == "lossy-forward"
+
+    def not_shared(self, problem: str, instead: str = "") -> UsageError:
+        """The job's way to do what a lost rank would have done does not go with this. `instead`: what does."""
+        way, usual = "lost_shard='redistribute'", "use lost_shard='drop'"
+        if self.reroutes:
+            way, usual = "lost_shard='reroute'", "use lost_shard='redistribute'"
+        if self.strategy == "adaptive":
+            way, usual = "strategy='adaptive'", "use strategy='shrink'"
+        return UsageError(f"{way} {problem}; {instead or usual}")
+
+    def _of_lost(self) -> str:
+        return "drop" if self.drops else "reroute" if self.reroutes else "redistribute"
 
     def agreed(self) -> dict[str, str]:
         """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""
@@ -272,5 +286,5 @@ class SessionConfig:
             **({"paranoid": "True"} if self.paranoid else {}),
             **({"snapshot_every": str(self.steps_to_snapshot)} if self.steps_to_snapshot else {}),
             **({name: str(getattr(self, name)) for name in _ADAPTIVE} if self.reroutes else {}),
-            **({"lost_shard": "drop" if self.drops else "redistribute"} if self.shrinks else {}),
+            **({"lost_shard": self._of_lost()} if self.shrinks else {}),
         }

@@ -143,14 +143,17 @@ class ReroutedCall:
         *,
         quiet: Callable[[], Any],
         apart: bool,
+        not_shared: Callable[[str], UsageError],
     ) -> None:
-        """`quiet`: a context in which nobody is shown what passes. `apart`: gradients of other origins are kept so."""
+        """`quiet`: a context in which nobody is shown what passes. `apart`: gradients of other origins are kept so.
+        `not_shared`: as `SessionConfig.not_shared`."""
         self._routes = routes
         self._slot = slot
         self._own = origin
         self._channel = channel
         self._world = world
         self._quiet = quiet
+        self._not_shared = not_shared
         self._apart = apart
         self._accumulators: dict[tuple[int, Row], Accumulator] = {}
         """(stage, row) -> its gradients."""
@@ -239,9 +242,8 @@ class ReroutedCall:
         number = (int(backward) * work.stages + source) * work.origins + action.origin
         tag = REROUTED + (number * work.microbatches + action.microbatch) * _SLOTS + position
         if position >= _SLOTS:
-            raise UsageError(
-                f"strategy='adaptive' and a stage that sends {position + 1} tensors: at most {_SLOTS} are told apart; "
-                "use strategy='shrink'"
+            raise self._not_shared(
+                f"and a stage that sends {position + 1} tensors: at most {_SLOTS} are told apart"
             )
         return tag
 

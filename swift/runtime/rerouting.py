@@ -18,7 +18,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from swift import events
-from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
@@ -29,10 +28,10 @@ from swift.runtime.shared_replay.actions import Action, unordered
 from swift.runtime.vacancy_trial import Left, all_told, difference, left_by, summed, with_vacancies
 
 _WHOLE, _SPLIT = 1, 2
-_NO_CALL = "strategy='adaptive' and a train_step that does not call the schedule; use strategy='shrink'"
+_NO_CALL = "and a train_step that does not call the schedule"
 _ONE_CALL = (
-    "strategy='adaptive' and a train_step that calls the schedule more than once: while a rank is missing only one "
-    "call, which trains, can be shared; use strategy='shrink'"
+    "and a train_step that calls the schedule more than once: while a rank is missing only one call, which trains, can "
+    "be shared"
 )
 
 
@@ -65,24 +64,19 @@ class Rerouting(Adoption):
     def check(self) -> None:
         """As `Adoption.check`."""
         if not self._state.schedules:
-            raise UsageError(
-                "strategy='adaptive' without a pipeline schedule: it shares microbatches; use strategy='shrink'"
-            )
+            raise self._config.not_shared("without a pipeline schedule: microbatches are shared")
         for schedule in self._state.schedules:
             actions = _torch.schedule_actions(schedule)
             name = type(schedule).__name__
             if actions is None:
-                raise UsageError(
-                    f"strategy='adaptive' with {name}: nobody knows what it computes in which order; use "
-                    "strategy='shrink'"
-                )
+                raise self._config.not_shared(f"with {name}: nobody knows what it computes in which order")
             stages = [stage.stage_index for stage in _torch.schedule_stages(schedule)]
             problem = unordered(
                 [Action(*each) for each in actions], stages, _torch.schedule_microbatches(schedule)
             )
             problem = problem or self._problem_of(_torch.schedule_stages(schedule), schedule)
             if problem:
-                raise UsageError(f"strategy='adaptive' with {name}: {problem}; use strategy='shrink'")
+                raise self._config.not_shared(f"with {name}: {problem}")
         super().check()
 
     def _problem_of(self, stages: Sequence[Any], schedule: Any) -> str:
@@ -101,9 +95,8 @@ class Rerouting(Adoption):
         if not assignment.adopted:
             return None
         if self._call is None:
-            raise UsageError(
-                "strategy='adaptive' and gradients that no call of the schedule has made: call it once in each step, "
-                "or use strategy='shrink'"
+            raise self._config.not_shared(
+                "and gradients that no call of the schedule has made: it is called once in each step"
             )
         if not self._config.exact_gradients:
             return None
@@ -140,10 +133,10 @@ class Rerouting(Adoption):
     def _before_reduction(self) -> None:
         made, self._made = self._made, None
         if made is not None and made != self._versions():
-            raise UsageError(
-                "strategy='adaptive' and a train_step that changes gradients between schedule.step and their "
-                "reduction: those that others compute for a lost rank would stay as they are; call "
-                "session.reduce_gradients() first, or use strategy='shrink'"
+            raise self._config.not_shared(
+                "and a train_step that changes gradients between schedule.step and their reduction: those that others "
+                "compute for a lost rank would stay as they are",
+                "call session.reduce_gradients() first",
             )
         super()._before_reduction()
 
@@ -155,7 +148,7 @@ class Rerouting(Adoption):
         """As `Adoption.after`."""
         super().after()
         if self._calls > 1:
-            raise UsageError(_ONE_CALL)
+            raise self._config.not_shared(_ONE_CALL)
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
@@ -196,9 +189,9 @@ class Rerouting(Adoption):
         told = torch.tensor([equal], dtype=torch.uint8)
         self._splits = all(bool(each) for each in self._world.gathered(told))
         if must and not self._splits:
-            raise UsageError(
-                f"strategy='adaptive' with {type(schedule).__name__}: where each microbatch's gradients are computed "
-                "by themselves, they have other bits; use a schedule with whole backwards, or strategy='shrink'"
+            raise self._config.not_shared(
+                f"with {type(schedule).__name__}: where each microbatch's gradients are computed by themselves, they "
+                "have other bits"
             )
         events.emit("splits_backward", rank=self._slot, own=equal, all=self._splits)
 
@@ -229,9 +222,9 @@ class Rerouting(Adoption):
             lost = " and ".join(map(str, pretended.vacant)) if len(pretended.vacant) < 3 else "of all stages"
             self._refuse(
                 step,
-                f"strategy='adaptive' was tried out as if ranks {lost} were lost, and {what} for the batch of rank "
-                f"{slot} has other bits: what belongs to a batch must reach stages and loss as an argument of "
-                "schedule.step, and a forward must not depend on earlier ones; or use strategy='shrink'",
+                f"was tried out as if ranks {lost} were lost, and {what} for the batch of rank {slot} has other bits: "
+                "what belongs to a batch must reach stages and loss as an argument of schedule.step, and a forward "
+                "must not depend on earlier ones",
             )
 
     def _left_in(
@@ -264,13 +257,13 @@ class Rerouting(Adoption):
     def _what_is_left(self) -> Left:
         left, self._left = self._left, None
         if left is None:
-            raise UsageError(_NO_CALL)
+            raise self._config.not_shared(_NO_CALL)
         return left
 
     def _taken(self) -> Inputs:
         taken, self._captured = self._captured, None
         if taken is None:
-            raise UsageError(_NO_CALL)
+            raise self._config.not_shared(_NO_CALL)
         return taken
 
     def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
@@ -279,9 +272,9 @@ class Rerouting(Adoption):
         entering = [value for name, value in arguments.items() if name != "losses"]
         tensors = (leaf for leaf in pytree.tree_leaves(entering) if isinstance(leaf, torch.Tensor))
         if any(tensor.requires_grad for tensor in tensors):
-            raise UsageError(
-                "strategy='adaptive' and an input of the schedule that requires a gradient: nobody would compute it "
-                "for another rank; detach it, compute it inside of the stage, or use strategy='shrink'"
+            raise self._config.not_shared(
+                "and an input of the schedule that requires a gradient: nobody would compute it for another rank",
+                "detach it, or compute it inside of the stage",
             )
         if self._capturing:
             _torch_calls.split_inputs(schedule, arguments)
@@ -311,7 +304,7 @@ class Rerouting(Adoption):
         if not assignment.adopted and not (self._trying and trains):
             return self._in_torchs_way(schedule, inner)
         if self._calls > 1 or not trains:
-            raise UsageError(_ONE_CALL)
+            raise self._config.not_shared(_ONE_CALL)
         apart = self._config.exact_gradients or self._pretended is not None
         self._call = ReroutedCall(
             self._routes_of(assignment, schedule),
@@ -321,6 +314,7 @@ class Rerouting(Adoption):
             self._world,
             quiet=self._quietly,
             apart=apart,
+            not_shared=self._config.not_shared,
         )
         if not (apart or self._trying):
             self._answers.name(
@@ -350,9 +344,8 @@ class Rerouting(Adoption):
         """Nobody is missing."""
         given = inner()
         if any(_torch_calls.skips_stages(stage) for stage in _torch.schedule_stages(schedule)):
-            raise UsageError(
-                "strategy='adaptive' and a stage that passes tensors by a stage: they go from one stage to the next; "
-                "use strategy='shrink'"
+            raise self._config.not_shared(
+                "and a stage that passes tensors by a stage: they go from one stage to the next"
             )
         self._made = self._versions()
         return given

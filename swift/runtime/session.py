@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift import events, reinitializing, warm_up
 from swift.errors import UsageError
-from swift.names import ENV_ALLOW_INEXACT, ENV_LOST_SHARD, ENV_SNAPSHOT_EVERY, ENV_STRATEGY
+from swift.names import ENV_ALLOW_INEXACT, LAUNCHER_SETTINGS, flag_of
 from swift.recovery import Assignment
 from swift.runtime import _torch, sharded
 from swift.runtime.config import SessionConfig
@@ -412,22 +412,24 @@ class Session:
         return metrics.start(listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress()))
 
 
+_USUAL = SessionConfig()
+
+
 def _launchers(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What `swift-ft run` was told of a session's settings. Raises UsageError: the script says something else."""
     told: dict[str, Any] = {}
-    for name, flag, variable in (
-        ("strategy", "--strategy", ENV_STRATEGY),
-        ("lost_shard", "--lost-shard", ENV_LOST_SHARD),
-        ("snapshot_every", "--snapshot-every", ENV_SNAPSHOT_EVERY),
-    ):
-        value = os.environ.get(variable)
-        if not value:
+    for name, variable in LAUNCHER_SETTINGS.items():
+        word = os.environ.get(variable)
+        if not word:
             continue
-        if str(settings.get(name, value)) != value:
+        kind = type(getattr(_USUAL, name))
+        value = word == "on" if kind is bool else kind(word)
+        if settings.get(name, value) != value:
             raise UsageError(
-                f"swift-ft run was given {flag} {value}, and the script says {name}={settings[name]!r}: leave one out"
+                f"swift-ft run was given {flag_of(name)} {word}, and the script says {name}={settings[name]!r}: leave "
+                "one out"
             )
-        told[name] = int(value) if name == "snapshot_every" else value
+        told[name] = value
     if os.environ.get(ENV_ALLOW_INEXACT):
         told["allow_inexact"] = True
     return told

@@ -12,6 +12,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     ask [rank= generation= after=] reason=               pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=] [given_up=yes]   unfit rank= reason=   given_up rank=
                      fail [rank=] reason=     stop run= [reason=]
+    measured rank= step_s=                             (a step takes so long)
     beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
     fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
          [server=]
@@ -39,7 +40,7 @@ from services.coordinator.timing import Timing
 from services.coordinator.views import view_of
 from swift._pb import coordinator_pb2 as pb
 from swift.control.updates import applied, between, whole
-from swift.recovery import HeldSnapshot, StreamSummary
+from swift.recovery import HeldSnapshot, RankMeasured, StreamSummary
 from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
@@ -101,6 +102,12 @@ class World:
         out = self.step(join)
         self.incarnations[int(rank)] = inc
         return out
+
+    def do_measured(self, rank: str, step_s: str) -> list[str]:
+        measured = RankMeasured(
+            step=9, steps=5, microbatches=4, step_s=float(step_s), update_s=0.0, stages=()
+        )
+        return self.step(m.Measure(sender=self.sender(rank), measured=measured))
 
     def do_ready(
         self,

@@ -35,6 +35,15 @@ Events = list[dict[str, Any]]
             "every pipeline loses a rank; leave one whole",
         ),
         ("--stages 1 --strategy shrink", "--replicas 2 or more"),
+        (
+            "--strategy adaptive --stages 2 --replicas 2 --exact-gradients off",
+            "--exact-gradients off is not exact",
+        ),
+        ("--stages 2 --replicas 2 --adaptive-memory 2", "--adaptive-memory needs --strategy adaptive"),
+        (
+            "--stages 1 --replicas 2 --lost-shard reroute",
+            "it is for pipelines; use --lost-shard redistribute",
+        ),
         ("--strategy replay --lost-shard drop", "with --strategy replay: a lost rank comes back"),
         ("--replicas 1 --lost-shard redistribute", "nobody else holds a lost rank's state"),
         (
@@ -43,7 +52,7 @@ Events = list[dict[str, Any]]
         ),
         ("--grow step=20", "--grow step=20 needs --strategy shrink"),
         (f"{COMMAND} {KILL} --lost-shard drop", "add --allow-inexact"),
-        (f"{COMMAND} {KILL} --lost-shard keep", "one of redistribute, drop"),
+        (f"{COMMAND} {KILL} --lost-shard keep", "one of redistribute, reroute, drop"),
         (f"{COMMAND} {KILL} --grow 8", "write step=N"),
         (f"{COMMAND} {KILL} --grow step=4", "comes later"),
         (f"{COMMAND} {KILL} --grow step=11", "at most 10"),

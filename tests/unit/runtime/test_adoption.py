@@ -195,7 +195,7 @@ def test_a_collective_without_those_that_are_lost_is_named_once() -> None:
         ({"replicas": 1, "lost_shard": "drop"}, "give at least 2 replicas, without shards"),
         ({"replicas": 2, "shards": 2}, "give at least 2 replicas, without shards"),
         ({"replicas": 2, "lost_shard": "drop"}, "say allow_inexact=True"),
-        ({"replicas": 2, "lost_shard": "some"}, "lost_shard='some'; give one of redistribute, drop"),
+        ({"replicas": 2, "lost_shard": "some"}, "lost_shard='some'; give one of redistribute, reroute, drop"),
         ({"replicas": 2, "updates": "wait_free"}, "use updates='after_backward'"),
         ({"replicas": 3, "reduction": "fast"}, "use reduction='ordered'"),
     ],
@@ -231,6 +231,23 @@ def test_auto_goes_on_without_a_rank_where_shrink_could(given: dict[str, Any], w
     assert (config.shrinks, config.redistributes, config.drops) == (True, True, False)
     assert config.agreed()["lost_shard"] == "redistribute"
     assert not SessionConfig(replicas=2).shrinks
+
+
+def test_auto_reroutes_if_it_is_told_so() -> None:
+    config = SessionConfig(replicas=2, lost_shard="reroute", adaptive_memory=2.0)
+    assert (config.shrinks, config.redistributes, config.reroutes) == (True, True, True)
+    assert config.agreed()["lost_shard"] == "reroute"
+    assert "lost_shard='reroute' with it; use lost_shard='redistribute'" in str(config.not_shared("with it"))
+    assert "; wait" in str(config.not_shared("with it", "wait"))
+    assert not SessionConfig(replicas=2, lost_shard="redistribute").reroutes
+    with pytest.raises(
+        UsageError, match="one rank computes a lost one's batch; leave it out, or use adaptive"
+    ):
+        SessionConfig(strategy="shrink", replicas=2, lost_shard="reroute")
+    with pytest.raises(
+        UsageError, match="it is for strategy='adaptive', and for 'auto' with lost_shard='reroute'"
+    ):
+        SessionConfig(replicas=2, lost_shard="redistribute", adaptive_memory=2.0)
 
 
 def test_of_two_the_sum_has_one_order() -> None:
