@@ -171,6 +171,13 @@ class StepProfile:
             other_bytes=self._other,
         )
 
+    def stage_seconds(self) -> dict[int, tuple[float, float]]:
+        """Stage -> what a microbatch took there in recent steps: its forward, and its whole backward. Empty: nothing is
+        known yet."""
+        measured = self.measured({}, None, None)
+        stages = measured.stages if measured is not None else ()
+        return {stage.stage: (stage.forward_s, stage.backward_s) for stage in stages}
+
     def measured(
         self,
         gradient_bytes: Mapping[int, int],

@@ -8,6 +8,7 @@ other origins apart. Every rank works the lists out for itself, from the same nu
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 
 from swift.errors import UsageError
 from swift.recovery import Assignment
-from swift.recovery.adaptive import Action, Costs, Work, plan_step
+from swift.recovery.adaptive import Action, Costs, Work, period, plan_step
 from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.apart import Accumulator, Gradients
@@ -80,7 +81,27 @@ class Routes(NamedTuple):
         )
 
 
-def routes_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float) -> Routes:
+Seconds = tuple[tuple[float, float], ...]
+"""By stage: what the forward and the whole backward of a microbatch take, in any unit."""
+
+
+def equal_seconds(stages: int) -> Seconds:
+    """If nobody has measured anything."""
+    return ((1.0, 2.0),) * stages
+
+
+def seconds_of(told: Sequence[torch.Tensor]) -> Seconds:
+    """From what ranks have measured: [stages, 2] of each, with nan for what it does not know. The median of those that
+    know, in units of the mean forward. Of equal stages if nobody knows one of them."""
+    medians = torch.stack(list(told)).nanmedian(dim=0).values
+    if not bool(torch.isfinite(medians).all() and (medians > 0).all()):
+        return equal_seconds(len(medians))
+    return tuple((float(forward), float(backward)) for forward, backward in medians / medians[:, 0].mean())
+
+
+def routes_of(
+    assignment: Assignment, schedule: Any, *, split: bool, memory: float, seconds: Seconds
+) -> Routes:
     """Of a call of this schedule in this generation; the same at all ranks.
 
     `split`: backwards are split, also if the schedule's are whole. `memory`: how many times the activations that a rank
@@ -102,7 +123,7 @@ def routes_of(assignment: Assignment, schedule: Any, *, split: bool, memory: flo
         else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
     )
     split = split or _torch.splits_backward(schedule)
-    return _routes(tuple(owners), len(groups), microbatches, split, cap)
+    return _routes(tuple(owners), len(groups), microbatches, split, cap, seconds)
 
 
 @lru_cache(maxsize=8)
@@ -112,19 +133,35 @@ def _routes(
     microbatches: int,
     split: bool,
     cap: tuple[tuple[int, int], ...] | None,
+    seconds: Seconds,
 ) -> Routes:
-    ones = (1.0,) * (stages - 1)
     work = Work(
         stages=stages,
         origins=len(owners) // stages,
         microbatches=microbatches,
         owners=dict(owners),
         split=split,
-        # torch computes the whole backward of the first stage with its weights.
-        costs=Costs(backward_input=(0.0, *ones), backward_weight=(2.0, *ones)) if split and ones else Costs(),
+        costs=_costs_of(seconds, split=split),
         cap=None if cap is None else dict(cap),
     )
-    return Routes(work, plan_step(work).orders())
+    steps = [plan_step(work)]
+    if seconds != equal_seconds(stages):
+        # The rules are no exact method: now and then they find more where all stages are alike.
+        alike = _costs_of(equal_seconds(stages), split=split)
+        steps.append(plan_step(replace(work, costs=alike)))
+    return Routes(work, min(steps, key=lambda step: period(work, step, staggered=False)).orders())
+
+
+def _costs_of(seconds: Seconds, *, split: bool) -> Costs:
+    """How much of a backward is for weights nobody has measured: half of it. Of the first stage it is all: there torch
+    computes the whole backward with the weights."""
+    halves = [backward / 2 for _, backward in seconds]
+    inputs = [0.0, *halves[1:]] if split and len(halves) > 1 else halves
+    return Costs(
+        forward=tuple(forward for forward, _ in seconds),
+        backward_input=tuple(inputs),
+        backward_weight=tuple(backward - part for (_, backward), part in zip(seconds, inputs, strict=True)),
+    )
 
 
 class ReroutedCall:

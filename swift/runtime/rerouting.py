@@ -9,6 +9,7 @@ world.
 Whether a trainer's step can be carried out for another origin is tried out as for `Adoption`, in a full world.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -23,7 +24,16 @@ from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
 from swift.runtime.apart import Gradients
 from swift.runtime.reducer import Row, Shares
-from swift.runtime.rerouted_call import MESSAGES_MAX, Inputs, ReroutedCall, Routes, routes_of
+from swift.runtime.rerouted_call import (
+    MESSAGES_MAX,
+    Inputs,
+    ReroutedCall,
+    Routes,
+    Seconds,
+    equal_seconds,
+    routes_of,
+    seconds_of,
+)
 from swift.runtime.shared_replay.actions import Action, unordered
 from swift.runtime.vacancy_trial import Left, all_told, difference, left_by, summed, with_vacancies
 
@@ -52,6 +62,8 @@ class Rerouting(Adoption):
         """All ranks get the same bits from split backwards. None: it is not known here."""
         self._trying = False
         """Whether they do."""
+        self._seconds: Seconds = ()
+        """That stages take, as all have told at the beginning of this generation."""
         self._stops = False
         """A step ends with its call of the schedule, and is taken back."""
         self._left: Left | None = None
@@ -152,7 +164,7 @@ class Rerouting(Adoption):
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
-        self._begins = False
+        self._begins, self._seconds = False, ()
         if not self._assignment().adopted:
             if self._try_due():
                 self._try_out(train_step, step, drop)
@@ -168,6 +180,15 @@ class Rerouting(Adoption):
         (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
         self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
+        self._seconds = self._told_seconds()
+        events.emit("planned_by", rank=self._slot, step=step, splits=self._splits, seconds=self._seconds)
+
+    def _told_seconds(self) -> Seconds:
+        """(all ranks) What each stage takes, from what all have measured. The same at each: they plan by it."""
+        own = torch.full((self._assignment().num_stages, 2), math.nan, dtype=torch.float64)
+        for stage, taken in self._channel.profile.stage_seconds().items():
+            own[stage] = torch.tensor(taken, dtype=torch.float64)
+        return seconds_of(self._world.gathered(own))
 
     def _try_to_split(
         self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
@@ -338,6 +359,7 @@ class Rerouting(Adoption):
             schedule,
             split=self._trying or bool(self._splits),
             memory=self._config.adaptive_memory,
+            seconds=self._seconds or equal_seconds(assignment.num_stages),
         )
 
     def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:

@@ -60,6 +60,8 @@ def test_the_peers_of_its_stage_share_its_microbatches(
         assert of == origin
         assert [microbatch for microbatch, _ in pairs] == list(range(MICROBATCHES)), "each by one rank"
         assert {rank for _, rank in pairs} == set(peers[:MICROBATCHES]), "and all of them take part"
+    planned = {str(event["seconds"]) for event in named(outcome, "planned_by")}
+    assert len(planned) == 1, "all plan by the same times"
     for rank in set(range(stages * replicas)) - {lost}:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
     check_bits(outcome, shape, {lost}, tmp_path)
