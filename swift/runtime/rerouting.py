@@ -183,9 +183,14 @@ class Rerouting(Adoption):
         self._seconds = self._told_seconds()
         events.emit("planned_by", rank=self._slot, step=step, splits=self._splits, seconds=self._seconds)
 
+    def _stage_count(self) -> int:
+        """Of the schedule. (An assignment of this process counts each stage group as one.)"""
+        (schedule, *_) = self._state.schedules
+        return int(_torch.schedule_stages(schedule)[0].num_stages)
+
     def _told_seconds(self) -> Seconds:
         """(all ranks) What each stage takes, from what all have measured. The same at each: they plan by it."""
-        own = torch.full((self._assignment().num_stages, 2), math.nan, dtype=torch.float64)
+        own = torch.full((self._stage_count(), 2), math.nan, dtype=torch.float64)
         for stage, taken in self._channel.profile.stage_seconds().items():
             own[stage] = torch.tensor(taken, dtype=torch.float64)
         return seconds_of(self._world.gathered(own))
@@ -359,7 +364,7 @@ class Rerouting(Adoption):
             schedule,
             split=self._trying or bool(self._splits),
             memory=self._config.adaptive_memory,
-            seconds=self._seconds or equal_seconds(assignment.num_stages),
+            seconds=self._seconds or equal_seconds(self._stage_count()),
         )
 
     def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:

@@ -167,6 +167,20 @@ def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("habit", ["ties", "halves"])
+@pytest.mark.parametrize(
+    ("shape", "lost"),
+    [((2, 2), 0), pytest.param((2, 3), 5, marks=MATRIX), pytest.param((4, 2), 2, marks=MATRIX)],
+)
+def test_tied_weights_and_bf16_between_stages(
+    shape: tuple[int, int], lost: int, habit: str, tmp_path: Path
+) -> None:
+    fault = {"rank": lost, "step": 5, "phase": "backward", "microbatch": 2}
+    outcome = run(tmp_path, shape, [fault], habit, strategy="adaptive")
+    check_bits(outcome, shape, {lost}, tmp_path, habit)
+
+
+@pytest.mark.timeout(300)
 def test_a_loss_is_given_the_numbers_of_its_own_batch(tmp_path: Path) -> None:
     fault = {"rank": 2, "step": 5, "phase": "idle"}
     outcome = run(tmp_path, (2, 2), [fault], "weighs", strategy="adaptive")

@@ -5,7 +5,8 @@ its update, which nobody can do for a lost rank; "adds" has stages whose backwar
 own forwards in a buffer and an attribute, and fails if there are others; "twice" calls the schedule so often in each
 step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
 "weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an object that its loss knows;
-"remembers" its last forward, and adds a little of it; "asks" does none of it.
+"remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last; "halves"
+what passes between stages to bf16; "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -66,15 +67,35 @@ class Remembers(nn.Sequential):
         return out * (1 + before)
 
 
-def made(stage: int, habit: str) -> Made:
+class Halves(nn.Sequential):
+    """What it gives to the next stage."""
+
+    last = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x.float())
+        return out if self.last else out.bfloat16()
+
+
+def tied(module: nn.Module, stage: int) -> nn.Parameter:
+    """The weight that the first and the last stage share."""
+    assert isinstance(module, nn.Sequential)
+    weight = module[0 if stage == 0 else 2].weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def made(stage: int, stages: int, habit: str) -> Made:
     torch.manual_seed(5 + stage)
     if habit == "adds":
         module: nn.Module = Adds()
     elif habit == "remembers":
         module = Remembers(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     else:
-        whole = Counts if habit == "counts" else nn.Sequential
+        whole = {"counts": Counts, "halves": Halves}.get(habit, nn.Sequential)
         module = whole(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        if isinstance(module, Halves):
+            module.last = stage == stages - 1
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
     return module, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
@@ -119,7 +140,9 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         seed=1, checkpoint_every=4, replicas=replicas, bucket_bytes=1024, reduction="ordered"
     ) as session:
         number = session.pipeline_rank
-        module, plain, scheduler = made(number, habit)
+        module, plain, scheduler = made(number, stages, habit)
+        if habit == "ties" and number in (0, stages - 1):
+            session.tie(tied(module, number), (0, stages - 1))
         stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
         hidden = {"weight": 1.0}
 
@@ -193,8 +216,11 @@ def gradients(modules: list[nn.Module], batch: Tensor, weight: float) -> list[li
 def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, dict[int, str]]:
     """Stage -> step -> digest."""
     torch.set_num_threads(1)
-    parts = [made(stage, habit) for stage in range(stages)]
+    parts = [made(stage, stages, habit) for stage in range(stages)]
     modules = [module for module, _, _ in parts]
+    shared = [tied(modules[stage], stage) for stage in (0, stages - 1)] if habit == "ties" else []
+    if shared:
+        shared[1].data.copy_(shared[0].data)
     found: dict[str, dict[int, str]] = {str(stage): {} for stage in range(stages)}
     for step in range(steps):
         sums: Any = None
@@ -207,10 +233,18 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
             sizes = [p.numel() for p in module.parameters()]
             for parameter, mean in zip(module.parameters(), (total / replicas).split(sizes), strict=True):
                 parameter.grad = mean.view_as(parameter).clone()
+        if shared:
+            first, last = (parameter.grad for parameter in shared)
+            assert first is not None
+            assert last is not None
+            first.add_(last)
+            last.copy_(first)
+        counted = [
+            [p for p in m.parameters() if not any(p is other for other in shared[1:])] for m in modules
+        ]
         squares = [
-            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad) for p in m.parameters()]))
-            ** 2
-            for m in modules
+            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad) for p in mine])) ** 2
+            for mine in counted
         ]
         whole = squares[0].clone()
         for square in squares[1:]:

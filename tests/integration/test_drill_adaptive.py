@@ -1,0 +1,87 @@
+"""Drills of pipelines whose ranks share a lost one's microbatches: a transformer with dropout, clipping and AdamW.
+
+Every step that is compared has the bits of the failure-free run, under all of torch's schedules."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.test_drill_shrink import exact, spec
+
+pytestmark = pytest.mark.timeout(300)
+
+MATRIX = pytest.mark.matrix
+SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b", "interleavedzerobubble", "zbv", "dualpipev")
+
+
+def words(stages: int, replicas: int, *more: str) -> list[str]:
+    return ["--stages", str(stages), "--replicas", str(replicas), "--strategy", "adaptive", *more]
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "lost"),
+    [
+        # No pipeline is whole after the second one.
+        ((2, 2), "interleavedzerobubble", {0: 6, 3: 9}),
+        ((2, 3), "1f1b", {4: 6}),
+        *(
+            pytest.param(shape, schedule, lost, marks=MATRIX)
+            for schedule in SCHEDULES
+            for shape, lost in (((2, 2), {1: 6}), ((2, 2), {0: 5, 3: 8}), ((2, 3), {2: 6}))
+            if (shape, schedule, lost) != ((2, 2), "interleavedzerobubble", {0: 6, 3: 9})
+        ),
+        # Of one stage, of neighbouring stages, of three stages.
+        *(
+            pytest.param(shape, "1f1b", lost, marks=MATRIX)
+            for shape, lost in (
+                ((4, 2), {2: 5, 5: 7}),
+                ((4, 3), {0: 5, 1: 7, 5: 9}),
+                ((4, 3), {3: 5, 6: 5, 9: 8}),
+                ((2, 4), {5: 5, 6: 7, 0: 9}),
+            )
+        ),
+    ],
+)
+def test_the_peers_of_lost_ranks_share_their_microbatches(
+    shape: tuple[int, int], schedule: str, lost: dict[int, int], twins: Twins, tmp_path: Path
+) -> None:
+    faults = kills(*(spec(rank, "backward", step) for rank, step in lost.items()))
+    report = passed(drill(*words(*shape, "--schedule", schedule), *faults, twins=twins, at=tmp_path))
+    at_once = len(set(lost.values())) < len(lost)
+    assert report["exact"] is True
+    assert report["shrink"]["vacant_after"][-1] == sorted(lost)
+    assert at_once or len(report["recoveries"]) == len(lost)
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (3, "optimizer"),
+        *(pytest.param(rank, phase, marks=MATRIX) for rank, phase in ((0, "reduce"), (2, "idle"))),
+    ],
+)
+def test_a_rank_comes_back(rank: int, phase: str, twins: Twins, tmp_path: Path) -> None:
+    report = passed(
+        drill(*words(2, 2, "--grow", "step=10"), *kills(spec(rank, phase)), twins=twins, at=tmp_path)
+    )
+    exact(report, [rank], [])
+
+
+@pytest.mark.parametrize("memory", ["1", pytest.param("2", marks=MATRIX)])
+def test_auto_reroutes_if_no_process_comes(memory: str, twins: Twins, tmp_path: Path) -> None:
+    asked = ["--stages", "2", "--replicas", "2", "--lost-shard", "reroute", "--adaptive-memory", memory]
+    report = passed(drill(*asked, *kills(spec(3, "forward")), twins=twins, at=tmp_path))
+    exact(report, [3])
+
+
+def test_gradients_that_are_not_kept_apart_are_named(twins: Twins, tmp_path: Path) -> None:
+    asked = words(2, 2, "--exact-gradients", "off", "--allow-inexact")
+    outcome = drill(*asked, *kills(spec(1, "backward")), twins=twins, at=tmp_path)
+    report = outcome.report
+    assert report is not None
+    assert (report["verdict"], report["exact"]) == ("PASS", False), outcome.explain()
+    assert report["not_exact"]
+    for named in report["not_exact"]:
+        assert named.endswith("gradients of a lost rank's microbatches were added to other ranks' own")
+    assert "no bits are promised" in report["reason"]
