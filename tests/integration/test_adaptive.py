@@ -126,6 +126,20 @@ def test_one_that_comes_back_makes_the_world_full_again(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "dies"),
+    [((2, 3), 3), *(pytest.param(shape, dies, marks=MATRIX) for shape, dies in (((2, 3), 4), ((2, 2), 3)))],
+)
+def test_a_loss_while_one_comes_back(shape: tuple[int, int], dies: int, tmp_path: Path) -> None:
+    """Of the one that gives it the state, or of itself."""
+    lost = shape[1] + 1
+    faults = [{"rank": lost, "step": 4, "phase": "reduce"}, {"rank": dies, "phase": "copy"}]
+    outcome = run(tmp_path, shape, faults, max_restarts=2, strategy="adaptive")
+    assert sorted(e["rank"] for e in named(outcome, "left_vacant")) == sorted([lost, dies])
+    check_bits(outcome, shape, set(), tmp_path)
+
+
+@pytest.mark.timeout(300)
 def test_what_the_trainer_sums_over_its_pipeline_is_named(tmp_path: Path) -> None:
     """Nobody has the lost rank's part of it; the weights do not depend on it, but the session cannot know."""
     outcome = run(tmp_path, (2, 2), [{"rank": 3, "step": 5, "phase": "idle"}], "sums", strategy="adaptive")
