@@ -326,6 +326,17 @@ class Before:
             self._value(tensor, parameter=True)
         self._old = {}, {}, {}
 
+    def lend(self) -> None:
+        """Behind `keep`: buffers are copies until `put_back`. What a forward does to them does not touch those that
+        graphs of other forwards have saved: autograd refuses a backward whose tensors were changed in place."""
+        copies: dict[int, torch.Tensor] = {}
+        for module in self._modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and plain_tensor(buffer):
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.detach().clone()
+                    module._buffers[name] = copies[id(buffer)]
+
     def forget(self) -> None:
         """The step is done."""
         self._kept = []

@@ -268,6 +268,7 @@ class ReroutedCall:
             return
         # What a forward changes in its modules (buffers, counters) is the origin's own, whose rank is not there.
         self._modules.keep()
+        self._modules.lend()
         try:
             with self._quiet(), self._channel.as_origin(origin):
                 yield

@@ -1,6 +1,7 @@
 """Two passes of the schedule, one update."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

@@ -1,6 +1,7 @@
 """A stage that counts its calls in a plain attribute and warms up by them."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

@@ -1,6 +1,7 @@
 """BatchNorm in the stages of a pipeline."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

@@ -1,6 +1,7 @@
 """A pipeline whose batch grows over time."""
 
 # verdict: refused
+# adaptive: refused
 # worlds: 2
 # says: batches are of one size
 

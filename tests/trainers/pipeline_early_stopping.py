@@ -1,6 +1,7 @@
 """Early stopping by session.stop on the last stage alone, which has the loss; with replicas by their common one."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2, 4
 # steps: 16
 # quick

@@ -1,6 +1,7 @@
 """schedule.eval at the start of every third step."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

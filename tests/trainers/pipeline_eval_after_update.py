@@ -1,6 +1,7 @@
 """schedule.eval behind optimizer.step()."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

@@ -1,6 +1,7 @@
 """schedule.eval with another batch size than training."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

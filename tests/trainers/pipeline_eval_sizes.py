@@ -1,6 +1,7 @@
 """schedule.eval with batches of several sizes, before the update and behind it."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

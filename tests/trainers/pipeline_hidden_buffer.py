@@ -1,6 +1,7 @@
 """A stage with a running mean in a buffer that is not persistent."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

@@ -44,6 +44,6 @@ with swift.Session.from_env(checkpoint_every=5) as session:
 
     session.run(train_step, num_steps=probe.steps())
     folder = Path(os.environ["SWIFT_CHECKPOINT_DIR"], os.environ["SWIFT_JOB"], "metrics")
-    lines = [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / f"rank{session.rank}.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(probe.steps()))
     probe.end(session, module=module, optimizer=optimizer, lines=[line["weight"] for line in lines])

@@ -1,6 +1,7 @@
 """dist.all_reduce of the loss before the update, as a metric."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

@@ -1,6 +1,7 @@
 """dist.all_gather_object of the loss, as a metric."""
 
 # verdict: refused
+# adaptive: refused
 # worlds: 2
 # says: a collective of Python objects in train_step
 

@@ -1,6 +1,7 @@
 """dist.reduce of the loss to the first rank, as a metric."""
 
 # verdict: refused
+# adaptive: refused
 # worlds: 2
 # says: dist.reduce in train_step
 

@@ -1,6 +1,7 @@
 """A stage whose forward moves a frozen parameter (a momentum copy)."""
 
 # verdict: same bits
+# adaptive: refused
 # worlds: 2
 
 import probe

@@ -1,6 +1,7 @@
 """A process group of the author's own, for a metric."""
 
 # verdict: refused
+# adaptive: refused
 # worlds: 2
 # says: dist.new_group
 

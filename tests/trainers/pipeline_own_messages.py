@@ -1,6 +1,7 @@
 """dist.send of the loss from the last rank to the first, by hand."""
 
 # verdict: refused
+# adaptive: refused
 # worlds: 2
 # says: by hand is not logged
 

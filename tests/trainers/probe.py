@@ -1,6 +1,7 @@
 """What a trainer of this folder says of itself: its losses while it runs, and all it has in the end.
 
-Nothing of `swift` is used here, and nothing is told to it: a trainer reads as its author would write it, but for
+Nothing of `swift` is used here, and nothing is told to it (but for a number of replicas, if the harness wants them): a
+trainer reads as its author would write it, but for
 these two calls. ``note(step, loss)`` stands last in its step; the harness may kill the rank there, or some time
 after it. ``end(session, name=thing, ...)`` stands after `session.run`.
 """
@@ -25,6 +26,8 @@ ENV_KILLS = "TRAINERS_KILLS"
 0: at once; `again`: only where the rank has noted the step before."""
 ENV_STEPS = "TRAINERS_STEPS"
 ENV_SLOW = "TRAINERS_SLOW"
+ENV_REPLICAS = "TRAINERS_REPLICAS"
+"""So many, also of a trainer whose session has one."""
 _DEPTH_MAX = 12
 _CALM_S = 0.04
 """After each step of a run with kills. A step takes a millisecond here: without a pause no checkpoint is complete
@@ -34,6 +37,17 @@ _kills = json.loads(os.environ.get(ENV_KILLS) or "[]")
 # The harness's own, not a variable of the trainer's: nothing in a step depends on it, and a logger observes.
 _clock: Any = logging.getLogger("probe")
 _clock.noted, _clock.step_s = time.monotonic(), 0.01
+
+
+if os.environ.get(ENV_REPLICAS):
+    from swift import Session
+
+    _from_env = Session.from_env.__func__  # type: ignore[attr-defined]
+
+    def _with_replicas(cls: Any, **settings: Any) -> Any:
+        return _from_env(cls, **{"replicas": int(os.environ[ENV_REPLICAS]), **settings})
+
+    Session.from_env = classmethod(_with_replicas)  # type: ignore[assignment,method-assign]
 
 
 def steps() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers.harness import header, table, verdict
-from tests.trainers.harness.__main__ import judge
+from tests.trainers.harness.__main__ import judge, judge_adaptive
 from tests.trainers.harness.run import Kill, Outcome
 from tests.trainers.harness.services import Services
 
@@ -37,6 +37,23 @@ def test_a_trainer(trainer: header.Trainer, world: int, services: Services, tmp_
 @pytest.mark.parametrize(("trainer", "world"), [pair for pair in ALL if pair not in QUICK], ids=_name)
 def test_every_trainer(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
     _check(trainer, world, services, tmp_path)
+
+
+FEW = ("pipeline_dropout", "pipeline_hidden_buffer")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "trainer",
+    [pytest.param(t, marks=[] if t.name in FEW else pytest.mark.matrix) for t in header.pipelines()],
+    ids=_name,
+)
+def test_a_pipeline_whose_ranks_are_lost_for_good(
+    trainer: header.Trainer, services: Services, tmp_path: Path
+) -> None:
+    """With two replicas, under strategy "adaptive"."""
+    found, where = judge_adaptive(services, tmp_path, trainer)
+    assert found.word == trainer.adaptive, f"{found}\n{(where / 'stderr').read_text()[-3000:]}"
 
 
 def _check(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:

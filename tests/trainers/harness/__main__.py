@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.trainers.harness import header, run, table, verdict
@@ -43,12 +44,48 @@ def judge(
     return found, killed.directory
 
 
+def judge_adaptive(services: Services, place: Path, trainer: header.Trainer) -> tuple[verdict.Verdict, Path]:
+    """With two replicas of two stages, of which two ranks are lost and nobody comes for them."""
+    place.mkdir(parents=True, exist_ok=True)
+    world, name = 4, f"{trainer.name.replace('_', '-')}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
+    calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm", replicas=2)
+    found = verdict.of_undisturbed(calm)
+    if found.word != verdict.SAME:
+        return found, calm.directory
+    kills = run.two_losses(trainer, world)
+    killed = run.run(services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed", replicas=2)
+    found = verdict.of_killed(calm, killed, len(kills), [kill.rank for kill in kills])
+    if found.word == verdict.SAME and killed.fired < len(kills):
+        found = verdict.Verdict(
+            word=verdict.MISS, why=f"only {killed.fired} of {len(kills)} kills came about"
+        )
+    return found, killed.directory
+
+
+def adaptive(services: Services, place: Path, trainers: Sequence[header.Trainer], *, keeps: bool) -> int:
+    """What comes of pipelines whose ranks are lost for good. The number of misses."""
+    missed = 0
+    for trainer in trainers:
+        began = time.monotonic()
+        found, where = judge_adaptive(services, place, trainer)
+        good = found.word == trainer.adaptive
+        missed += not good
+        word = "ok  " if good else "MISS"
+        print(f"{word} {trainer.name} ({time.monotonic() - began:.0f} s): {found}", flush=True)
+        if keeps and not good:
+            print(f"     {where}", flush=True)
+    return missed
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/trainers", description=__doc__)
     parser.add_argument("names", nargs="*", help="trainers (default: all)")
     parser.add_argument("--world", type=int, help="number of ranks (default: those in the header)")
     parser.add_argument("--table", action="store_true", help="write the table of docs/trainers.md and stop")
     parser.add_argument("--warm-up", action="store_true", help="spares are warmed up before each kill")
+    parser.add_argument(
+        "--adaptive", action="store_true", help="pipelines with two replicas, whose ranks are lost for good"
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep what the runs leave there")
     arguments = parser.parse_args(argv)
     if arguments.table:
@@ -62,6 +99,10 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="swift-trainers-", ignore_cleanup_errors=True) as temporary:
         place = Path(arguments.keep or temporary).resolve()
         with Services(place / "services") as services:
+            if arguments.adaptive:
+                keeps = bool(arguments.keep)
+                pipelines = [trainer for trainer in header.pipelines() if trainer in wanted]
+                return 1 if adaptive(services, place / "adaptive", pipelines, keeps=keeps) else 0
             for trainer in wanted:
                 for world in [arguments.world] if arguments.world else trainer.worlds:
                     began = time.monotonic()

@@ -7,6 +7,7 @@
 # steps: 14                     (default 14)
 # says: a piece of the line     (of what is refused, or named)
 # kills: tail, optimizer        (default: what its kind has; see `places`)
+# adaptive: refused             (a pipeline with two replicas under that strategy; default: same bits)
 # quick                         the default suite runs it too
 """
 
@@ -20,7 +21,7 @@ VERDICTS = ("same bits", "refused", "named inexact")
 STEPS_DEFAULT = 14
 _NOT_TRAINERS = ("__init__", "probe", "conftest")
 _FIELD = re.compile(
-    r"^# (verdict|worlds|steps|says|kills|quick|patience|misses|because)(?:: (.*))?$", re.MULTILINE
+    r"^# (verdict|worlds|steps|says|kills|adaptive|quick|patience|misses|because)(?:: (.*))?$", re.MULTILINE
 )
 
 
@@ -38,6 +39,8 @@ class Trainer:
     steps: int
     says: str
     kills: tuple[str, ...]
+    adaptive: str
+    """The verdict if ranks are lost for good, under strategy "adaptive"."""
     quick: bool
     patience_s: float
     """A run that takes longer stands still."""
@@ -67,11 +70,17 @@ def read(path: Path) -> Trainer:
         steps=int(fields.get("steps") or STEPS_DEFAULT),
         says=fields.get("says", ""),
         kills=tuple(word.strip() for word in (kills or default).split(",")),
+        adaptive=fields.get("adaptive") or "same bits",
         quick="quick" in fields,
         patience_s=float(fields.get("patience") or PATIENCE_S),
         misses=tuple(int(world) for world in (fields.get("misses") or "").split(",") if world),
         because=fields.get("because") or "",
     )
+
+
+def pipelines() -> list[Trainer]:
+    """Those that call a schedule."""
+    return [trainer for trainer in trainers() if trainer.name.startswith("pipeline")]
 
 
 def trainers() -> list[Trainer]:

@@ -75,8 +75,10 @@ class Running:
         job: str,
         *,
         warm_up: bool = False,
+        replicas: int = 0,
     ) -> None:
-        """`warm_up`: spares are warmed up, and each kill waits for one."""
+        """`warm_up`: spares are warmed up, and each kill waits for one. `replicas`: strategy "adaptive", with so many;
+        nobody comes for a rank that is killed."""
         self._held = [(f"k{number}", kill.rank) for number, kill in enumerate(kills)] if warm_up else []
         self._services = services
         self._directory = directory
@@ -112,10 +114,12 @@ class Running:
             probe.ENV_KILLS: json.dumps(probed),
             probe.ENV_STEPS: str(trainer.steps),
             probe.ENV_SLOW: "1" if kills else "",
+            probe.ENV_REPLICAS: str(replicas or ""),
         }
         words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
         words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]
         words += ["--warm-up"] if warm_up else []
+        words += ["--strategy", "adaptive", "--max-restarts", "0"] if replicas else []
         assert services.forks is not None
         self._process: Forked = services.forks.run(
             "tests.trainers.harness.launcher",
@@ -196,9 +200,10 @@ def run(
     job: str,
     *,
     warm_up: bool = False,
+    replicas: int = 0,
 ) -> Outcome:
     """To its end."""
-    running = Running(services, directory, trainer, world, kills, job, warm_up=warm_up)
+    running = Running(services, directory, trainer, world, kills, job, warm_up=warm_up, replicas=replicas)
     try:
         while (outcome := running.poll()) is None:
             time.sleep(0.005)
@@ -215,6 +220,14 @@ def two_kills(trainer: Trainer, world: int) -> list[Kill]:
     return [
         Kill(place=place, rank=(world - 1 - number) % world, step=step)
         for number, step in enumerate((2, trainer.steps // 2))
+    ]
+
+
+def two_losses(trainer: Trainer, world: int) -> list[Kill]:
+    """Of different stages and replicas, so that no pipeline is whole after the second one."""
+    return [
+        Kill(place="backward", rank=world - 1, step=3, microbatch=1),
+        Kill(place="idle", rank=0, step=trainer.steps // 2),
     ]
 
 

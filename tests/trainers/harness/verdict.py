@@ -1,6 +1,7 @@
 """Two runs -> what the second one is worth. Nothing is run here."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tests.trainers.harness.run import Outcome
@@ -71,8 +72,8 @@ def of_undisturbed(run: Outcome) -> Verdict:
     return Verdict(word=SAME)
 
 
-def of_killed(undisturbed: Outcome, killed: Outcome, kills: int) -> Verdict:
-    """A run with kills beside the one without."""
+def of_killed(undisturbed: Outcome, killed: Outcome, kills: int, lost: Collection[int] = ()) -> Verdict:
+    """A run with kills beside the one without. `lost`: ranks that are not there at the end."""
     if killed.code == USAGE:
         refusal = _refusal(killed)
         named = _LEFT_BEHIND.match(refusal.why) or _is_named(killed)
@@ -80,7 +81,7 @@ def of_killed(undisturbed: Outcome, killed: Outcome, kills: int) -> Verdict:
     if killed.code != 0:
         by_name = _ENDED_BY_NAME.match((said(killed) or [""])[-1])
         return Verdict(word=NAMED if by_name else MISS, why=by_name.group() if by_name else _end(killed))
-    different = _differences(undisturbed, killed)
+    different = _differences(undisturbed, killed, [f"rank{rank}" for rank in lost])
     if _is_named(killed):
         line = next((line for line in said(killed) if _NAMED.search(line)), "the plan says so")
         return Verdict(word=NAMED, why=line)
@@ -91,8 +92,10 @@ def of_killed(undisturbed: Outcome, killed: Outcome, kills: int) -> Verdict:
     return Verdict(word=SAME)
 
 
-def _differences(undisturbed: Outcome, killed: Outcome) -> list[str]:
-    different = [f"{rank} has no end" for rank in undisturbed.ends if rank not in killed.ends]
+def _differences(undisturbed: Outcome, killed: Outcome, lost: Collection[str]) -> list[str]:
+    different = [
+        f"{rank} has no end" for rank in undisturbed.ends if rank not in killed.ends and rank not in lost
+    ]
     for rank, end in undisturbed.ends.items():
         theirs = killed.ends.get(rank, {}).get("digests", {})
         different += [

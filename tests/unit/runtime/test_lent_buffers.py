@@ -1,0 +1,66 @@
+"""Forwards for other ranks between a rank's own forwards and backwards leave no trace (`swift.runtime.before`)."""
+
+import pytest
+import torch
+from torch import nn
+
+from swift.runtime.before import Before
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def gradients(
+    batches: list[torch.Tensor], *, others: list[torch.Tensor], lends: bool = True
+) -> list[torch.Tensor]:
+    """All forwards come first, those for others after each of one's own; then the backwards."""
+    module = model()
+    before = Before([module])
+    own, theirs = [], []
+    for batch, other in zip(batches, others, strict=True):
+        own.append(module(batch).square().sum())
+        before.keep()
+        if lends:
+            before.lend()
+        theirs.append(module(other).square().sum())
+        before.put_back()
+    for loss in own:
+        loss.backward()
+    found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    found += [buffer.clone() for buffer in module.buffers()]
+    for loss in theirs:
+        loss.backward()
+    return found
+
+
+def batches(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, 4, generator=generator) for _ in range(3)]
+
+
+def test_backwards_find_what_their_forwards_have_saved_and_buffers_are_ones_own() -> None:
+    mixed = gradients(batches(1), others=batches(2))
+    module = model()
+    for loss in [module(batch).square().sum() for batch in batches(1)]:
+        loss.backward()
+    alone = [p.grad for p in module.parameters() if p.grad is not None] + list(module.buffers())
+    assert all(torch.equal(one, other) for one, other in zip(mixed, alone, strict=True))
+
+
+def test_buffers_that_are_not_lent_break_the_backward() -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(batches(1), others=batches(2), lends=False)
+
+
+def test_a_buffer_of_two_names_is_lent_once() -> None:
+    module = model()
+    module.register_buffer("again", module[1].running_mean)  # type: ignore[index]
+    before = Before([module])
+    before.keep()
+    before.lend()
+    assert module.again is module[1].running_mean  # type: ignore[index]
+    lent = module.again
+    before.put_back()
+    assert module.again is module[1].running_mean is not lent  # type: ignore[index]
