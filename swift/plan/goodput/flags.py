@@ -109,13 +109,20 @@ def config_of(options: argparse.Namespace) -> Goodput:
     faults, source = _faults(options, preset)
     if faults.trace is not None and "repair_s" not in given:
         given["repair_s"] = (max(faults.trace.repair_s, 1e-3), f"the mean outage in {options.trace}")
+    of = figures.resolve(given)
+    if of["repair_s"].value >= faults.mtbf_s:
+        raise UsageError(
+            f"a node is in repair for {of['repair_s'].value / 3600:.4g} h and fails every "
+            f"{faults.mtbf_s / 3600:.4g} h: give a longer --machine-mtbf, or a shorter repair, such as --set "
+            "repair_s=2h"
+        )
     seed = 0 if options.seed is None else options.seed
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed {seed}: give 0 or more")
     return Goodput(
         cluster=_cluster(options, preset),
         faults=faults,
-        figures=figures.resolve(given),
+        figures=of,
         given=ways.Given(
             every_s=_time(options.checkpoint_every, "--checkpoint-every"),
             snapshot_every_s=_time(options.snapshot_every, "--snapshot-every"),
@@ -130,7 +137,7 @@ def config_of(options: argparse.Namespace) -> Goodput:
 
 def _cluster(options: argparse.Namespace, preset: figures.Preset) -> Cluster:
     ranks = preset.ranks if options.ranks is None else options.ranks
-    per_node = preset.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node
+    per_node = min(preset.ranks_per_node, ranks) if options.ranks_per_node is None else options.ranks_per_node
     replicas = options.replicas
     if replicas is None:
         whole = ranks >= REPLICA_RANKS_DEFAULT and ranks % REPLICA_RANKS_DEFAULT == 0

@@ -18,13 +18,10 @@ theorem). The missing nodes and the stops are taken to be independent; to the si
 """
 
 import math
-from collections.abc import Callable
 
 from swift.plan.goodput.cluster import Cluster, Faults
 from swift.plan.goodput.ways import Way
 from swift.plan.interval import expected_s
-
-TAIL = 1e-12
 
 
 def share(way: Way, cluster: Cluster, faults: Faults, repair_s: float) -> float:
@@ -51,35 +48,26 @@ def running(way: Way, mtbf_s: float, together: float) -> float:
 
 def mean_speed(way: Way, cluster: Cluster, missing: float) -> float:
     """Over the number of missing nodes, `missing` on average."""
-    if not way.by_part:
-        return _mean(way.speeds, lambda most: cdf(most, missing))
-    part = missing / cluster.parts
-    return _mean(way.speeds, lambda most: cdf(most, part) ** cluster.parts)
-
-
-def _mean(speeds: tuple[float, ...], at_most: Callable[[int], float]) -> float:
+    parts = cluster.parts if way.by_part else 1
     total, below = 0.0, 0.0
-    for number, speed in enumerate(speeds):
-        until = at_most(number)
+    for speed, at_most in zip(way.speeds, cdfs(len(way.speeds) - 1, missing / parts), strict=True):
+        until = at_most**parts
         total += speed * (until - below)
         below = until
-        if 1 - below < TAIL:
-            break
     return total
+
+
+def cdfs(most: int, mean: float) -> list[float]:
+    """P(N <= k) of a Poisson number, for k = 0 to `most`."""
+    if mean == 0:
+        return [1.0] * (most + 1)
+    total, sums = 0.0, []
+    for k in range(most + 1):
+        total += math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
+        sums.append(min(1.0, total))
+    return sums
 
 
 def cdf(most: int, mean: float) -> float:
     """P(N <= most) of a Poisson number."""
-    if mean == 0:
-        return 1.0
-    low = max(0, int(mean - 40 * math.sqrt(mean) - 40))
-    terms = (math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(low, most + 1))
-    return min(1.0, math.fsum(terms))
-
-
-def spares_needed(missing: float, sure: float = 0.999) -> int:
-    """So many spare nodes are enough for `sure` of the time."""
-    number = 0
-    while cdf(number, missing) < sure:
-        number += 1
-    return number
+    return cdfs(most, mean)[-1]

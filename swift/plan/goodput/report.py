@@ -13,6 +13,8 @@ AGREE_SIGMA = 3.2905
 """Half of the 99.9 % interval."""
 AGREE_LEAST = 1e-3
 """A smaller difference is not told: the formula leaves out terms of second order (docs/goodput.md)."""
+WORTH_TELLING = 0.2
+"""A cause is told if it makes so much of a difference, or more."""
 SWEEP_RANKS = 100_000
 SPAN_OF_SWEEP, TRIALS_OF_SWEEP = 40.0, 200
 COLUMNS_MAX = 118
@@ -40,7 +42,7 @@ def build(request: Request, *, sweep: bool) -> dict[str, Any]:
     missing = request.repair_s / mtbf_s
     save_s = request.figures["save_s"].value
     event_s = mtbf_s / (1 - faults.together)
-    spares = formula.spares_needed(missing)
+    rows = _rows(request, cluster, simulation.TRIALS, simulation.SPAN)
     document: dict[str, Any] = {
         "ranks": cluster.ranks,
         "ranks_per_node": cluster.ranks_per_node,
@@ -59,7 +61,7 @@ def build(request: Request, *, sweep: bool) -> dict[str, Any]:
             "repair_s": request.repair_s,
             "missing_nodes": missing,
         },
-        "spares": {"given": cluster.spares, "needed": spares},
+        "spares": {"given": cluster.spares, "needed": rows[0]["spares_needed"]},
         "interval": {
             "best_s": maker.best_s,
             "young_s": young_s(save_s, 1.0, event_s),
@@ -70,7 +72,7 @@ def build(request: Request, *, sweep: bool) -> dict[str, Any]:
             name: {"value": figure.value, "words": figure.words, "source": figure.source}
             for name, figure in request.figures.items()
         },
-        "strategies": _rows(request, cluster, simulation.TRIALS, simulation.SPAN),
+        "strategies": rows,
         "left_out": [{"name": name, "why": why} for name, why in maker.left_out()],
         "sweep": [],
     }
@@ -104,8 +106,7 @@ def _points(request: Request, cluster: Cluster) -> dict[str, dict[str, float]]:
 def _rows(request: Request, cluster: Cluster, trials: int, span: float) -> list[dict[str, Any]]:
     faults, repair_s = request.faults, request.repair_s
     drawn = simulation.sample(faults, cluster, repair_s, seed=request.seed, trials=trials, span=span)
-    missing = repair_s / faults.job_mtbf_s(cluster)
-    needed = formula.spares_needed(missing)
+    needed = simulation.spares_needed(drawn)
     rows = []
     for way in ways.Maker(cluster, faults, request.figures, request.given).ways():
         share = formula.share(way, cluster, faults, repair_s)
@@ -127,6 +128,7 @@ def _rows(request: Request, cluster: Cluster, trials: int, span: float) -> list[
             "simulated": outcome.useful,
             "error": outcome.error,
             "spares": spares,
+            "spares_needed": needed,
             "of_all_nodes": outcome.useful * cluster.nodes / (cluster.nodes + spares),
             "stopped": outcome.stopped,
             "waited": outcome.waited,
@@ -135,15 +137,15 @@ def _rows(request: Request, cluster: Cluster, trials: int, span: float) -> list[
             "faults_in_recovery": outcome.in_recovery,
             "fell_back": outcome.fell,
         }
-        row["agrees"], row["why"] = _compared(way, faults, row)
+        row["agrees"], row["why"] = _compared(way, faults, row, faults.job_mtbf_s(cluster))
         rows.append(row)
     return rows
 
 
-def _compared(way: ways.Way, faults: Faults, row: dict[str, Any]) -> tuple[bool, str]:
+def _compared(way: ways.Way, faults: Faults, row: dict[str, Any], mtbf_s: float) -> tuple[bool, str]:
     """Whether the formula is within the simulation's 99.9 % interval; if it is not, which assumption does not hold."""
-    difference = row["simulated"] - row["formula"]
-    if abs(difference) <= max(AGREE_LEAST, row["error"] * AGREE_SIGMA / simulation.SIGMA_95):
+    difference = abs(row["simulated"] - row["formula"])
+    if difference <= max(AGREE_LEAST, row["error"] * AGREE_SIGMA / simulation.SIGMA_95):
         return True, ""
     reasons = []
     if not faults.exponential:
@@ -151,14 +153,15 @@ def _compared(way: ways.Way, faults: Faults, row: dict[str, Any]) -> tuple[bool,
             f"times between faults are not exponential (coefficient of variation {faults.cv:.2f}): "
             f"{row['faults_in_recovery'] / max(1, row['faults']):.0%} of the faults came in a recovery"
         )
-    if row["fell_back"]:
+    if faults.together and (way.speeds or way.spares is not None):
+        reasons.append("nodes that are lost together are missing together, which the formula leaves out")
+    fallen = row["fell_back"] / max(1, row["faults"])
+    if fallen * (way.fall_stop_s + way.fall_ratio * way.every_s / 2) / mtbf_s > WORTH_TELLING * difference:
         reasons.append(
             f"{row['fell_back']} of {row['faults']} faults took the last node that could bring a state back"
         )
-    if way.spares is not None:
-        reasons.append(
-            f"nobody was there to take a place in {row['waited']:.1%} of the time, and faults went on"
-        )
+    if row["waited"] > WORTH_TELLING * difference:
+        reasons.append(f"the job waited for a repair in {row['waited']:.1%} of the time, and faults went on")
     if way.speeds and not reasons:
         reasons.append("missing nodes and stops come together, which the formula leaves out")
     return False, "; ".join(reasons) or "by chance: give another --seed"
@@ -176,8 +179,8 @@ def text(document: dict[str, Any]) -> list[str]:
         "",
         *_wrapped(
             "formula: in closed form; simulated: by discrete events, with its 95 % interval; with spares: of all "
-            "nodes' time, the spare ones among them; stop: what all ranks wait for after a fault; again: what is then done "
-            "again, on average; slower: what is lost because nodes are missing; steps: what is added to each step"
+            "nodes' time, the spare ones among them; stop: what all ranks wait for after a fault; again: what is then "
+            "done again, on average; slower: what is lost because nodes are missing; steps: what is added to each step"
         ),
         "",
         *_differences(document),
@@ -201,6 +204,11 @@ def _head(document: dict[str, Any]) -> list[str]:
         f"checkpoints: best every {seconds(interval['best_s'])} (Young 1974: {seconds(interval['young_s'])}, Daly "
         f"2006: {seconds(interval['daly_s'])}; docs/planning.md)",
     ]
+    if faults["shape"] is None:
+        lines += _wrapped(
+            "the intervals below are of the simulation: what another trace of the same cluster would say, one trace "
+            "cannot tell"
+        )
     if faults["together"]:
         lines.append(f"{faults['together']:.1%} of the faults come at the moment of the one before")
     return lines

@@ -1,8 +1,9 @@
 """The share of time that is training, by discrete events: many trials at once, one row of the arrays each.
 
 Events are faults, which come whatever the job does, and nodes that are back. Between two events a job pays what it owes
-of a recovery, then it runs. A fault in a recovery makes it begin again; if that takes the last node that has what is
-needed, the job falls back. All strategies see the same faults (`Sample`), so their difference has little noise.
+of a recovery, then it runs. Work counts once the next resting point is reached: what never gets there is no progress. A
+fault in a recovery makes it begin again; if that takes the last node that has what is needed, the job falls back. All
+strategies see the same faults (`Sample`), so their difference has little noise.
 """
 
 import math
@@ -20,8 +21,10 @@ Bools = NDArray[np.bool_]
 
 TRIALS, SPAN, BURN = 400, 60.0, 10.0
 """Rows; their length in mean times between faults of the job; and how much of it is not counted."""
+TRIALS_MIN, CELLS_MAX = 40, 4_000_000
+MOMENTS = 50
+"""Of each trial, at which nodes that are away are counted."""
 SIGMA_95 = 1.959963984540054
-FIRST_COLUMNS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +49,14 @@ class Sample:
 def sample(
     faults: Faults, cluster: Cluster, repair_s: float, *, seed: int, trials: int = TRIALS, span: float = SPAN
 ) -> Sample:
-    """Draws one. The process is stationary: the first fault, and the nodes that are away, are those of any moment."""
-    rng = np.random.default_rng([seed, cluster.ranks, 0])
+    """Draws one. The process is stationary: the first fault, and the nodes that are away, are those of any moment.
+
+    Large clusters get fewer trials than `trials`, so that all fits in memory.
+    """
+    rng = np.random.default_rng([seed, cluster.ranks])
     mtbf_s = faults.job_mtbf_s(cluster)
     columns = int(span + 8 * faults.cv * math.sqrt(span) + 20)
+    trials = min(trials, max(TRIALS_MIN, int(CELLS_MAX / (columns + repair_s / mtbf_s + cluster.parts))))
     gaps, repair = _drawn(faults, rng, trials, columns)
     while (missing := span - float(gaps.sum(axis=1).min())) > 0:
         more, repairs = _drawn(faults, rng, trials, int(missing) + 20)
@@ -97,6 +104,17 @@ def _rest_of_repairs(faults: Faults, rng: np.random.Generator, shape: tuple[int,
     whole = rng.choice(outages_s, size=shape, p=outages_s / outages_s.sum())
     rest: Floats = whole / outages_s.mean() * rng.random(shape)
     return rest
+
+
+def spares_needed(sample: Sample, sure: float = 0.999) -> int:
+    """So many spare nodes are enough for `sure` of the time."""
+    moments = np.linspace(sample.burn_s, sample.until_s, MOMENTS)
+    away = [
+        (sample.begun_until > moment).sum(axis=1, where=np.isfinite(sample.begun_until))
+        + ((sample.at <= moment) & (sample.at + sample.repair > moment)).sum(axis=1)
+        for moment in moments
+    ]
+    return int(np.quantile(np.concatenate(away), sure, method="inverted_cdf"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,9 +208,9 @@ class _Trials:
         self._owed -= paid_s
         ran_s = passed_s - paid_s
         done_s = ran_s * speed
-        self._place = np.mod(self._place + done_s, self._cycle_s)
+        rested, self._place = np.divmod(self._place + done_s, self._cycle_s)
         self._saved = np.mod(self._saved + done_s, self._saved_cycle_s)
-        self._useful += counts * done_s
+        self._useful += counts * rested * self._cycle_s
         self._stopped += counts * paid_s
         self._waited += counts * np.where(idle, ran_s, 0.0)
         self._slowed += counts * np.where(idle, 0.0, ran_s - done_s)
@@ -208,7 +226,7 @@ class _Trials:
         self._hits += hit
         lost = hit & (self._hits >= way.needed)
         if self._away is not None:
-            self._away.leave(happens, self._now + self._sample.repair[at], self._sample.spot[at])
+            self._away.leave(happens, self._sample.spot[at])
             if way.speeds:
                 lost = lost | (happens & (self._speed() == 0))
         self._falls += int((lost & ~self._fell).sum())
@@ -235,21 +253,25 @@ class _Trials:
 
 
 class _Away:
-    """The nodes that are being repaired."""
+    """The nodes that are being repaired. When each is back is known from the begin, so a pointer goes through them."""
 
     def __init__(self, way: Way, cluster: Cluster, sample: Sample) -> None:
-        self._by_part, self._parts = way.by_part, cluster.parts
-        rows, columns = sample.begun_until.shape
-        more = np.full((rows, FIRST_COLUMNS), np.inf)
-        self._until: Floats = np.hstack([sample.begun_until, more])
-        self._part: Ints = np.hstack([self._part_of(sample.begun_spot), np.zeros(more.shape, dtype=np.int64)])
+        self._parts = cluster.parts
+        rows = len(sample.at)
         self._rows: Ints = np.arange(rows)
-        self.total: Ints = np.isfinite(sample.begun_until).sum(axis=1)
-        self._of_part: Ints = np.zeros((rows, self._parts if self._by_part else 1), dtype=np.int64)
-        if self._by_part:
-            for column in range(columns):
-                there = np.isfinite(sample.begun_until[:, column])
-                np.add.at(self._of_part, (self._rows[there], self._part[there, column]), 1)
+        backs = np.hstack([sample.begun_until, sample.at + sample.repair, np.full((rows, 1), np.inf)])
+        order = backs.argsort(axis=1, kind="stable")
+        self._backs: Floats = np.take_along_axis(backs, order, axis=1)
+        spots = np.hstack([sample.begun_spot, sample.spot, np.zeros((rows, 1))])
+        self._back_parts = self._part_of(np.take_along_axis(spots, order, axis=1))
+        self._next: Ints = np.zeros(rows, dtype=np.int64)
+        begun = np.isfinite(sample.begun_until)
+        self.total: Ints = begun.sum(axis=1)
+        self._of_part: Ints | None = None
+        if way.by_part:
+            self._of_part = np.zeros((rows, self._parts), dtype=np.int64)
+            at, column = np.nonzero(begun)
+            np.add.at(self._of_part, (at, self._part_of(sample.begun_spot)[at, column]), 1)
         self._find()
 
     def _part_of(self, spot: Floats) -> Ints:
@@ -257,31 +279,23 @@ class _Away:
         return parts
 
     def _find(self) -> None:
-        self._first = self._until.argmin(axis=1)
-        self.next_s: Floats = self._until[self._rows, self._first]
-        self.most: Ints = self._of_part.max(axis=1)
+        self.next_s: Floats = self._backs[self._rows, self._next]
+        """When the next node is back."""
+        self.most: Ints = self.total if self._of_part is None else self._of_part.max(axis=1)
+        """Missing in the part that lacks most."""
 
-    def leave(self, who: Bools, until_s: Floats, spot: Floats) -> None:
-        """In each row of `who`, a node is away until then."""
-        free = np.isinf(self._until).argmax(axis=1)
-        if np.isfinite(self._until[self._rows, free]).any():  # a row is full
-            self._until = np.hstack([self._until, np.full(self._until.shape, np.inf)])
-            self._part = np.hstack([self._part, np.zeros(self._part.shape, dtype=np.int64)])
-            free = np.isinf(self._until).argmax(axis=1)
-        rows = self._rows[who]
-        part = self._part_of(spot)[who]
-        self._until[rows, free[who]] = until_s[who]
-        self._part[rows, free[who]] = part
+    def leave(self, who: Bools, spot: Floats) -> None:
+        """In each row of `who`, a node is away from now on."""
         self.total = self.total + who
-        if self._by_part:
-            self._of_part[rows, part] += 1
+        if self._of_part is not None:
+            self._of_part[self._rows[who], self._part_of(spot)[who]] += 1
         self._find()
 
     def come_back(self, who: Bools) -> None:
         """In each row of `who`, the next node is back."""
-        rows, first = self._rows[who], self._first[who]
-        self._until[rows, first] = np.inf
         self.total = self.total - who
-        if self._by_part:
-            self._of_part[rows, self._part[rows, first]] -= 1
+        if self._of_part is not None:
+            rows = self._rows[who]
+            self._of_part[rows, self._back_parts[rows, self._next[who]]] -= 1
+        self._next = self._next + who
         self._find()

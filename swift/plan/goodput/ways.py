@@ -138,7 +138,10 @@ class Maker:
         ]
         if many:
             made.append(self._replica(REPLICA))
-        made += [self._replay(REPLAY, 1), self._replay(SHARED, 1 + int(self._of["helpers"]))]
+        copies = 1 + int(self._of["helpers"])
+        made.append(self._replay(REPLAY, 1))
+        if self._ratio(copies) < self._ratio(1):
+            made.append(self._replay(SHARED, copies))
         if many:
             made += [self._replica(AUTO), self._shrink(), self._adaptive()]
             if self._cluster.replica_ranks == 1:
