@@ -209,7 +209,7 @@ def _figures(options: argparse.Namespace) -> tuple[dict[str, tuple[float, str]],
         stops |= read.stops
     for text in options.set or ():
         name, _, value = text.partition("=")
-        number = measured.duration(value)
+        number = measured.value_of(name, value)
         if number is None:
             raise UsageError(f"--set {text}: write NAME=VALUE, such as load_s=40 or repair_s=20h")
         figures.check(name, number, f"--set {text}")

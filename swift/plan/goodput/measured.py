@@ -46,10 +46,9 @@ def parse(text: str, name: str) -> Measured:
         raise UsageError("is no JSON: give what swift-ft bench compare --json has written") from None
     if not isinstance(document, dict):
         raise UsageError('is no object: give names and values, such as {"load_s": 40}')
-    bench = document.get("bench")
-    if bench == "compare":
+    if document.get("bench") == "compare":
         return _compare(document, f"swift-ft bench compare ({name})")
-    if bench == "coordinator" or "members" in str(document.get("cases", ""))[:200]:
+    if "cases" in document and all("members" in case for case in _cases(document)):
         return _coordinator(document, f"swift-ft bench coordinator ({name})")
     return _plain(document, name)
 
@@ -125,6 +124,11 @@ def check_way(name: str, flag: str) -> None:
     known = [way for way in ways.NAMES if way not in (ways.GIVEN, ways.WAIT)]
     if name not in known:
         raise UsageError(f"{flag}: there is no strategy {name!r}; there are {', '.join(map(repr, known))}")
+
+
+def value_of(name: str, text: str) -> float | None:
+    """Of a figure; only times have a unit. None: it is no number."""
+    return duration(text) if name.endswith("_s") or not text[-1:].isalpha() else None
 
 
 def duration(text: str) -> float | None:

@@ -7,11 +7,11 @@ from typing import Any
 from swift.chart import Scale, ticks
 from swift.plan.goodput import ways
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 680, 560, 56, 188, 76, 62
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 600, 540, 56, 188, 76, 62
 """Pixels: of the drawing, and of the margins that hold the labels. A phone shows about half of them."""
 LABEL = 20
 """Pixels from one label to the next."""
-X_LABELS_MAX = 6
+X_LABELS_MAX, X_LABEL = 6, 48
 STYLES = {
     ways.RESTART: ("#57606a", ""),
     ways.GIVEN: ("#57606a", "7 4"),
@@ -73,10 +73,13 @@ def _axes(document: dict[str, Any], x: Scale, y: Scale) -> list[str]:
         at = y(value)
         shapes.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         shapes.append(f'<text x="{LEFT - 8}" y="{at + 5:.1f}" text-anchor="end">{value:.0%}</text>')
-    ranks = [point["ranks"] for point in document["sweep"] if point["ranks"] != document["ranks"]]
-    ranks = ranks or [document["ranks"]]
-    for size in ranks[:: max(1, -(-len(ranks) // X_LABELS_MAX))]:
+    ranks = [point["ranks"] for point in document["sweep"]]
+    last = -math.inf
+    for size in ranks[:: -(-len(ranks) // X_LABELS_MAX)]:
         at = x(math.log(size))
+        if at - last < X_LABEL:
+            continue
+        last = at
         shapes.append(
             f'<text class="size" x="{at:.1f}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{_short(size)}</text>'
         )

@@ -158,6 +158,7 @@ def test_a_preset_is_a_published_cluster(tmp_path: Path) -> None:
         (["--set", "load_s"], "--set load_s: write NAME=VALUE"),
         (["--set", "speed=4"], "--set speed=4: there is no figure speed"),
         (["--set", "step_s=0"], "--set step_s=0: step_s is 0; give more than 0"),
+        (["--set", "helpers=3h"], "--set helpers=3h: write NAME=VALUE"),
         (["--set", "load_s=-4"], "--set load_s=-4: write NAME=VALUE"),
         (["--stop", "restart"], "--stop restart: write STRATEGY=TIME"),
         (["--stop", "nothing=4"], "--stop nothing=4: there is no strategy 'nothing'"),

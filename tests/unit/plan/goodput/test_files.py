@@ -172,7 +172,7 @@ def test_what_a_compare_says_fits_what_the_bench_writes() -> None:
 
 def test_a_coordinator_gives_its_seconds_for_each_member() -> None:
     cases = [{"members": 64, "recovery_s": 0.2}, {"members": 1024, "recovery_s": 2.3}]
-    read = measured.parse(json.dumps({"bench": "coordinator", "cases": cases}), "c.json")
+    read = measured.parse(json.dumps({"members": [64, 1024], "cases": cases}), "c.json")
     assert read.figures["coordinate_s_per_rank"][0] == pytest.approx(2.3 / 1024)
     assert read.stops == {}
 
@@ -203,8 +203,9 @@ def test_names_and_values_are_taken_as_they_are() -> None:
             json.dumps({"bench": "compare", "cases": [case("swift", undisturbed=None)]}),
             "case 1, undisturbed: step_s",
         ),
-        ('{"bench": "coordinator", "cases": [{"members": 4}]}', "case 1: recovery_s must be a number"),
-        ('{"bench": "coordinator", "cases": [{"members": 0, "recovery_s": 1}]}', "has no members"),
+        ('{"cases": [{"members": 4}]}', "case 1: recovery_s must be a number"),
+        ('{"cases": [{"members": 0, "recovery_s": 1}]}', "has no members"),
+        ('{"cases": [{"stages": 4}]}', "it: there is no figure cases"),
         ('{"speed": 4}', "it: there is no figure speed; there are step_s"),
         ('{"load_s": true}', "it: load_s must be a number"),
         ('{"load_s": NaN}', "it: load_s must be a number"),

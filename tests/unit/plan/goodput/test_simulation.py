@@ -178,6 +178,18 @@ def test_they_agree_in_small_clusters_of_whole_models(ranks: int, hours: float) 
         assert abs(off) < 4 * outcome.error / simulation.SIGMA_95 + 1e-3, name
 
 
+def test_they_agree_where_nodes_are_lost_together() -> None:
+    """To a strategy that replaces them, nodes that are lost together are one fault."""
+    size, of = cluster(), faults(mtbf_s=20 * DAY, together=0.4)
+    drawn = sample(of, size, HOUR, seed=9)
+    found = made(size, of)
+    for name in (ways.RESTART, ways.CHECKPOINT, ways.REPLICA, ways.AUTO, ways.REPLAY):
+        outcome = simulate(found[name], size, drawn)
+        off = outcome.useful - formula.share(found[name], size, of, HOUR)
+        # A hundredth of the faults takes a neighbour on which the replay depends.
+        assert abs(off) < 4 * outcome.error / simulation.SIGMA_95 + 1e-4, name
+
+
 def test_missing_nodes_are_as_many_as_palm_says() -> None:
     """Without stops, a job whose speed falls by a 200th with each missing node loses their mean number."""
     size, of = cluster(), faults()
