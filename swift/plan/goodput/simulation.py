@@ -51,7 +51,8 @@ def sample(
 ) -> Sample:
     """Draws one. The process is stationary: the first fault, and the nodes that are away, are those of any moment.
 
-    Large clusters get fewer trials than `trials`, so that all fits in memory.
+    With a trace the nodes that are away at first are as many as if faults were independent. Large clusters get fewer
+    trials than `trials`, so that all fits in memory.
     """
     rng = np.random.default_rng([seed, cluster.ranks])
     mtbf_s = faults.job_mtbf_s(cluster)
@@ -80,7 +81,9 @@ def _drawn(faults: Faults, rng: np.random.Generator, rows: int, columns: int) ->
     """Times between faults, and repairs, each with mean 1."""
     if faults.trace is not None:
         gaps_s, outages_s = np.array(faults.trace.gaps_s), np.array(faults.trace.outages_s)
-        at = (rng.integers(len(gaps_s), size=(rows, 1)) + np.arange(columns)) % len(gaps_s)
+        # The first gap is that of any moment: a long one is more likely, and part of it is over.
+        first = rng.choice(len(gaps_s), size=(rows, 1), p=gaps_s / gaps_s.sum())
+        at = (first + np.arange(columns)) % len(gaps_s)
         mean_s = max(float(outages_s.mean()), 1e-9)
         gaps = gaps_s[at] / gaps_s.mean()
         gaps[:, 0] *= rng.random(rows)
